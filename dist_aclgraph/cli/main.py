@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from dist_aclgraph.cli.exit_codes import tell
-from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.errors import ConfigError, DistAclGraphError
 from dist_aclgraph.extras import require
 from dist_aclgraph.version import VERSION
 
@@ -292,18 +292,40 @@ def keys() -> None:
 
 
 @cli.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: versions, NPU or emulator, compiler, memory, ports."""
-    from dist_aclgraph.cli.doctor.examine import examine
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="with --cluster: YAML file whose cluster.ports are tried")
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="check all nodes of a Ray cluster (RAY_ADDRESS)")
+    ] = False,
+    ray: RayAddress = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: versions, NPU or emulator, compiler, memory, ports.
 
-    findings = examine()
-    if as_json:
-        print(json.dumps([finding.__dict__ for finding in findings], indent=2))
-    else:
-        for finding in findings:
-            print(f"{finding.mark} {finding.name}: {finding.found}")
-            if not finding.is_ok or finding.is_warning:
-                print(f"     {finding.remedy}")
+    With --cluster all nodes of a Ray cluster, too: whether their versions are equal, their NPUs
+    have addresses, and each reaches the others.
+    """
+    with _user_errors():
+        from dist_aclgraph.cli.doctor.finding import show_findings
+
+        if cluster:
+            from dist_aclgraph.cli.doctor.cluster import examine_cluster
+            from dist_aclgraph.config import load_config, parse_overrides
+
+            loaded = (
+                None if config is None else load_config(config, parse_overrides(overrides or []))
+            )
+            findings = examine_cluster(loaded, ray)
+        elif config is not None or ray is not None:
+            raise ConfigError("a configuration and --ray need --cluster")
+        else:
+            from dist_aclgraph.cli.doctor.examine import examine
+
+            findings = examine()
+        show_findings(findings, as_json=as_json)
     raise typer.Exit(0 if all(finding.is_ok for finding in findings) else 1)
 
 

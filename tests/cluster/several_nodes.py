@@ -185,12 +185,16 @@ class Nodes:
 
     def kill(self, node_ip: str) -> None:
         """Have a node die: its raylet, with which all that it has started leaves."""
+        self.signal(node_ip, signal.SIGKILL)
+
+    def signal(self, node_ip: str, number: signal.Signals) -> None:
+        """Send a signal to the raylet of a node."""
         [pid] = [
             pid
             for pid in self._raylets
             if f"--node_ip_address={node_ip}" in Path(f"/proc/{pid}/cmdline").read_text()
         ]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     @contextmanager
     def run(self, code: str, *arguments: object) -> Iterator[Program]:

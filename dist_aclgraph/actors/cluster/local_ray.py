@@ -193,6 +193,19 @@ def join_ray(local_address: str | None) -> None:
         raise ours(e, f"joining Ray at {address}") from e
 
 
+@contextmanager
+def joined_ray(local_address: str | None) -> Iterator[None]:
+    """Be in a Ray cluster within this context; see ``join_ray``."""
+    owns_connection = not ray.is_initialized()
+    if owns_connection:
+        join_ray(local_address)
+    try:
+        yield
+    finally:
+        if owns_connection:
+            ray.shutdown()
+
+
 def _only_ray() -> str:
     """Return the address by which Ray finds the only Ray of this machine.
 

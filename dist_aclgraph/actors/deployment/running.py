@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, join_ray
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, joined_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.deployment.controller_life import OnProgress, progress_of
 from dist_aclgraph.actors.worker.worker_group import fetch
@@ -59,18 +59,12 @@ def running_deployment(
     Raises:
         PlacementError: there is no cluster, no such deployment, or more than one.
     """
-    owns_connection = not ray.is_initialized()
-    if owns_connection:
-        join_ray(local_ray)
-    try:
+    with joined_ray(local_ray):
         try:
             names = [n for n in list_named_actors() if n.startswith(f"{CONTROLLER}-")]
         except RayError as e:
             raise ours(e, "looking for deployments") from e
         yield RunningDeployment(choose_deployment(sorted(names), name))
-    finally:
-        if owns_connection:
-            ray.shutdown()
 
 
 def choose_deployment(names: list[str], wanted: str | None) -> str:

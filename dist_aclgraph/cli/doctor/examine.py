@@ -34,6 +34,11 @@ PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
 
 def examine() -> list[Finding]:
     """Return all findings; imports neither torch nor Ray, and starts nothing."""
+    return [*machine_findings(), _port(8000), *_graphs()]
+
+
+def machine_findings() -> list[Finding]:
+    """Return the findings about this machine as a node, alone or in a cluster."""
     from dist_aclgraph.device import emulator
 
     npus = npus_here()
@@ -45,8 +50,8 @@ def examine() -> list[Finding]:
     ascend = (
         [*npu_host_findings(npus), _cann(), cann_libraries_finding(), _driver()] if npus else []
     )
-    machine = [device, *ascend, compiler, _shared_memory(), _network(), _port(8000)]
-    return [*packages, *machine, *_graphs()]
+    machine = [device, *ascend, compiler, _shared_memory(), _network()]
+    return [*packages, *machine]
 
 
 def _python() -> Finding:

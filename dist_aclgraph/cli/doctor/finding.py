@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -24,3 +26,14 @@ class Finding:
     def mark(self) -> str:
         """How the line begins."""
         return "warn" if self.is_warning else "ok  " if self.is_ok else "FIX "
+
+
+def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Print findings as lines, or as JSON."""
+    if as_json:
+        print(json.dumps([finding.__dict__ for finding in findings], indent=2))
+        return
+    for finding in findings:
+        print(f"{finding.mark} {finding.name}: {finding.found}")
+        if not finding.is_ok or finding.is_warning:
+            print(f"     {finding.remedy}")

@@ -7,6 +7,7 @@ Sources: vllm-ascend's container instructions (device nodes, mounts) and its pag
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class HostFiles:
 
 
 HOST = HostFiles()
+HCCN = "hccn.conf"
 
 
 def npu_host_findings(npus: list[str], files: HostFiles = HOST) -> list[Finding]:
@@ -48,7 +50,7 @@ def npu_host_findings(npus: list[str], files: HostFiles = HOST) -> list[Finding]
         _device_nodes(files.dev),
         _access(npus, files.dev),
         _firmware(files.firmware),
-        _rdma_addresses(npus, files.etc / "hccn.conf"),
+        _rdma_addresses(npus, files.etc / HCCN),
         _cores(len(npus), files.numa),
         _binding(npus),
     ]
@@ -80,24 +82,26 @@ def _firmware(path: Path) -> Finding:
 
 
 def _rdma_addresses(npus: list[str], path: Path) -> Finding:
-    """``address_0=...`` of each NPU, which HCCL needs between nodes of A2."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        found, lines = f"no {path}", []
-    else:
-        found = f"{path} has no address of"
-    known = {line.partition("=")[0].strip() for line in lines if line.partition("=")[2].strip()}
-    lacking = [name for name in npus if f"address_{name.removeprefix('davinci')}" not in known]
+    known = read_rdma_addresses(path)
+    lacking = [name for name in npus if name not in known]
     if not lacking:
         return Finding("RDMA addresses", True, f"{path} has one of each NPU")
-    if lines:
-        found = f"{found} {', '.join(lacking)}"
+    found = f"{path} has no address of {', '.join(lacking)}" if path.exists() else f"no {path}"
     remedy = (
         "only for groups over several nodes: set one of each NPU with hccn_tool, and mount "
         f"{path} into containers"
     )
     return Finding("RDMA addresses", True, found, remedy, is_warning=True)
+
+
+def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
+    """Return the address of each NPU for links between nodes: lines ``address_0=...``."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    found = re.findall(r"^\s*address_([0-9]+)\s*=\s*(\S+)", text, re.MULTILINE)
+    return {f"davinci{number}": address for number, address in found}
 
 
 def _cores(num_npus: int, numa: Path) -> Finding:

@@ -1,0 +1,150 @@
+"""Questions to all nodes of a Ray cluster: one short-lived actor on each node, one limit for all.
+
+A node that does not answer is left out of later questions, and no question waits for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dist_aclgraph.actors.cluster.placement import Node, cluster_nodes
+from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.errors import PlacementError
+
+CONNECT_S = 3.0
+THREADS = 16
+
+
+@dataclass(frozen=True)
+class OpenPorts:
+    """Ports of a node: those at which it listens now, and those that others use."""
+
+    listening: tuple[int, ...]
+    in_use: tuple[int, ...]
+
+
+class NodeProbe:
+    """The actor on one node."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def answer(self, question: Callable[[], Any]) -> Any:
+        """Return the answer of a function, which this node's own package has."""
+        return question()
+
+    def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:
+        """Listen at this node's own address until the probe ends; port 0 means any free port.
+
+        Raises:
+            PlacementError: ``host`` is no address of this node.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        in_use = []
+        for port in ports:
+            try:
+                self._sockets.append(socket.create_server((host, port), family=family))
+            except OSError as e:
+                if e.errno == errno.EADDRNOTAVAIL:
+                    raise PlacementError(
+                        f"{host} is no address of this machine; start Ray there with its own "
+                        "--node-ip-address"
+                    ) from None
+                in_use.append(port)
+        listening = tuple(each.getsockname()[1] for each in self._sockets)
+        return OpenPorts(listening, tuple(in_use))
+
+    def unreachable(self, targets: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
+        """Return the addresses and ports that refuse a connection from here, with the reasons."""
+        with ThreadPoolExecutor(THREADS) as threads:
+            reasons = threads.map(_connect, targets)
+        return {target: why for target, why in zip(targets, reasons, strict=True) if why}
+
+
+def _connect(target: tuple[str, int]) -> str:
+    try:
+        socket.create_connection(target, CONNECT_S).close()
+    except OSError as e:
+        return str(e)
+    return ""
+
+
+class NodeProbes:
+    """The probes of all living nodes.
+
+    Attributes:
+        nodes: those that have answered all questions so far, by name.
+        silent: the reasons of the other nodes, by name.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Start the probes on the cluster that this process has joined.
+
+        Args:
+            timeout_s: limit of each question.
+        """
+        self._timeout_s = timeout_s
+        self.nodes = {str(node): node for node in cluster_nodes()}
+        self.silent: dict[str, str] = {}
+        probe = ray.remote(num_cpus=0, max_restarts=0)(NodeProbe)
+        self._actors = {
+            name: probe.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            ).remote()
+            for name, node in self.nodes.items()
+        }
+
+    def call(self, method: str, arguments: Callable[[Node], Sequence[object]]) -> dict[str, Any]:
+        """Call a method of all probes, and return the answers of those that answer in time."""
+        refs = {
+            getattr(self._actors[name], method).remote(*arguments(node)): name
+            for name, node in self.nodes.items()
+        }
+        if not refs:
+            return {}
+        done, late = ray.wait(list(refs), num_returns=len(refs), timeout=self._timeout_s)
+        answers = {}
+        for ref in done:
+            try:
+                answers[refs[ref]] = ray.get(ref)
+            except RayError as e:
+                self._drop(refs[ref], str(ours(e, "asking it")))
+        for ref in late:
+            self._drop(refs[ref], f"it has not answered for {self._timeout_s:g} s")
+        return {name: answers[name] for name in self.nodes}
+
+    def _drop(self, name: str, reason: str) -> None:
+        self.silent[name] = reason
+        del self.nodes[name]
+        ray.kill(self._actors[name])
+
+    def end(self) -> None:
+        """End all probes."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+@contextmanager
+def probe_nodes(timeout_s: float) -> Iterator[NodeProbes]:
+    """Have probes on all nodes of the Ray cluster within this context; see ``NodeProbes``."""
+    probes = NodeProbes(timeout_s)
+    try:
+        yield probes
+    finally:
+        probes.end()
+
+
+def lost_nodes() -> list[str]:
+    """Return the addresses at which Ray has lost a node, and has none now."""
+    here = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return sorted({node["NodeManagerAddress"] for node in ray.nodes()} - here)

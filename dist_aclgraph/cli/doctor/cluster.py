@@ -1,0 +1,215 @@
+"""``dist-aclgraph doctor --cluster``: all nodes of a Ray cluster, and whether they fit together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from dist_aclgraph.actors.cluster.local_ray import joined_ray
+from dist_aclgraph.actors.cluster.node_probes import (
+    NodeProbes,
+    OpenPorts,
+    lost_nodes,
+    probe_nodes,
+)
+from dist_aclgraph.cli.doctor.finding import Finding
+from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
+from dist_aclgraph.config import Config
+
+TIMEOUT_S = 120.0  # limit of a question: a busy node first starts a process, and then loads CANN
+PORTS_OF_A_GROUP = 4
+MAX_PORTS = 128  # tried of a range
+
+
+def examine_cluster(config: Config | None, ray_address: str | None) -> list[Finding]:
+    """Join a Ray cluster, ask all of its nodes, and return the findings.
+
+    Args:
+        config: whose ``cluster.ports`` are tried; None tries any free port.
+        ray_address: see ``join_ray``.
+
+    Raises:
+        PlacementError: there is no cluster.
+    """
+    with joined_ray(ray_address), probe_nodes(TIMEOUT_S) as probes:
+        return [*examine_nodes(probes, config), *map(lost_finding, lost_nodes())]
+
+
+def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
+    """Ask all nodes, and return the findings; ``config`` as in ``examine_cluster``."""
+    facts = probes.call("answer", lambda node: [node_facts])
+    ports = ports_to_try(config)
+    opened = probes.call("listen", lambda node: (node.address, ports))
+    targets = {
+        name: [(probes.nodes[name].address, port) for port in ports_to_reach(found)]
+        for name, found in opened.items()
+    }
+    failures = probes.call(
+        "unreachable",
+        lambda node: [
+            [pair for name, pairs in targets.items() if name != str(node) for pair in pairs]
+        ],
+    )
+    npus = {name: node.npus for name, node in probes.nodes.items()}
+    return [
+        *(silent_finding(name, reason) for name, reason in probes.silent.items()),
+        *node_findings(facts),
+        *declared_findings(facts, npus),
+        *version_findings(facts),
+        *size_findings(facts),
+        *rdma_findings(facts),
+        *port_findings(opened, config),
+        *reach_findings(failures),
+    ]
+
+
+def ports_to_try(config: Config | None) -> list[int]:
+    """Return the ports at which each node listens: 0 means any free port."""
+    ports = None if config is None else config.cluster.port_range
+    if ports is None:
+        return [0]
+    step = max(1, -(-(len(ports) - 1) // (MAX_PORTS - 1)))
+    return sorted({*ports[::step], ports[-1]})
+
+
+def ports_to_reach(opened: OpenPorts) -> list[int]:
+    """Return the first, the middle and the last port of a node: firewalls open ranges."""
+    ports = opened.listening
+    return sorted({*ports[:1], *ports[len(ports) // 2 :][:1], *ports[-1:]})
+
+
+def silent_finding(node: str, reason: str) -> Finding:
+    """A node that Ray considers alive, and that does not answer."""
+    remedy = (
+        "look at its load and at Ray's logs there (/tmp/ray/session_latest/logs); each node needs "
+        "this package in the Python of its `ray start`"
+    )
+    return Finding(f"node {node}", False, reason, remedy)
+
+
+def lost_finding(address: str) -> Finding:
+    """A node that has left the cluster."""
+    remedy = "start Ray there again (cluster/start-worker.sh), unless it has left for good"
+    return Finding(f"node {address}", True, "Ray has lost it", remedy, is_warning=True)
+
+
+def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
+    """Return the faults and warnings of the nodes themselves; equal ones as one."""
+    nodes: dict[Finding, list[str]] = defaultdict(list)
+    for node, found in facts.items():
+        for finding in found.findings:
+            if not finding.is_ok or finding.is_warning:
+                nodes[finding].append(node)
+    return [
+        Finding(f"{each.name} on {', '.join(where)}", each.is_ok, each.found, each.remedy,
+                each.is_warning)
+        for each, where in nodes.items()
+    ]  # fmt: skip
+
+
+def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int]) -> list[Finding]:
+    """Return the nodes whose NPUs Ray counts wrong; emulated NPUs are only declared.
+
+    Args:
+        declared: NPUs of each node, as Ray counts them.
+    """
+    return [
+        Finding(
+            f"NPUs of {node}",
+            False,
+            f"Ray counts {declared[node]}, there are {len(found.npus)}",
+            f"start Ray there with --resources='{{\"NPU\": {len(found.npus)}}}'",
+        )
+        for node, found in facts.items()
+        if found.npus and declared.get(node, len(found.npus)) != len(found.npus)
+    ]
+
+
+def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
+    """Return whether all nodes have the same versions."""
+    values_of = _nodes_by_value({node: found.versions for node, found in facts.items()})
+    return [
+        Finding(name, len(nodes) == 1, _words(nodes), f"install the same {name} on all nodes")
+        for name, nodes in values_of.items()
+    ]
+
+
+def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
+    """Return whether all nodes with NPUs have the same sizes."""
+    values_of = _nodes_by_value({node: each.sizes for node, each in facts.items() if each.npus})
+    remedy = "ranks of a group wait for each other, and for those on the smallest node"
+    return [
+        Finding(name, True, _words(nodes), remedy, is_warning=len(nodes) > 1)
+        for name, nodes in values_of.items()
+    ]
+
+
+def rdma_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
+    """Return RDMA addresses that several NPUs have."""
+    owners: dict[str, list[str]] = defaultdict(list)
+    for node, found in facts.items():
+        for npu, address in found.rdma_addresses.items():
+            owners[address].append(f"{npu} of {node}")
+    if not owners:
+        return []
+    twice = [f"{', '.join(npus)} have {a}" for a, npus in owners.items() if len(npus) > 1]
+    found_words = "; ".join(twice) or f"{len(owners)} NPUs, all different"
+    remedy = "give each NPU an address of its own with hccn_tool"
+    return [Finding("RDMA addresses", not twice, found_words, remedy)]
+
+
+def port_findings(opened: Mapping[str, OpenPorts], config: Config | None) -> list[Finding]:
+    """Return whether each node can listen at the configured ports."""
+    if config is None or config.cluster.ports is None:
+        return []
+    findings = []
+    for node, ports in opened.items():
+        name = f"ports {config.cluster.ports} of {node}"
+        found = f"{len(ports.listening)} free"
+        if not ports.in_use:
+            findings.append(Finding(name, True, found))
+            continue
+        found = f"{found}, in use: {', '.join(map(str, ports.in_use))}"
+        is_enough = len(ports.listening) >= PORTS_OF_A_GROUP
+        remedy = f"widen cluster.ports: a group takes up to {PORTS_OF_A_GROUP}"
+        findings.append(Finding(name, is_enough, found, remedy, is_warning=is_enough))
+    return findings
+
+
+def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> list[Finding]:
+    """Return whether each node reaches all others by TCP.
+
+    Args:
+        failures: of each node, the reasons by address and port of another node.
+    """
+    remedy = (
+        "open cluster.ports between the nodes in their firewalls, and start Ray on each node with "
+        "--node-ip-address=ADDRESS that the others reach: docs/operate/cluster.md"
+    )
+    findings = []
+    for node, unreached in failures.items():
+        ports_of: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for (host, port), reason in unreached.items():
+            ports_of[host, reason].append(str(port))
+        for (host, reason), ports in ports_of.items():
+            found = f"{host} is not reached at {', '.join(ports)}: {reason}"
+            findings.append(Finding(f"links from {node}", False, found, remedy))
+    return findings or [Finding("links", True, f"each of {len(failures)} nodes reaches all others")]
+
+
+def _nodes_by_value(
+    values_of: Mapping[str, Mapping[str, str]],
+) -> dict[str, dict[str, list[str]]]:
+    """Return, by name and value, the nodes that have the value."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for node, values in values_of.items():
+        for name, value in values.items():
+            found[name][value].append(node)
+    return found
+
+
+def _words(nodes_of: Mapping[str, Sequence[str]]) -> str:
+    if len(nodes_of) == 1:
+        [(value, nodes)] = nodes_of.items()
+        return f"{value} on all of {len(nodes)} nodes" if len(nodes) > 1 else value
+    return "; ".join(f"{value} on {', '.join(nodes)}" for value, nodes in nodes_of.items())

@@ -1,0 +1,82 @@
+"""The properties of one node that must fit those of other nodes. Nothing here imports torch or
+Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dist_aclgraph.cli.doctor.ascend_versions import read_cann_version, read_driver_version
+from dist_aclgraph.cli.doctor.examine import PINNED, machine_findings
+from dist_aclgraph.cli.doctor.finding import Finding
+from dist_aclgraph.cli.doctor.npu_host import read_rdma_addresses
+from dist_aclgraph.device.kind import npus_here
+from dist_aclgraph.environment import ascend_toolkit
+from dist_aclgraph.version import VERSION
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node says of itself.
+
+    Attributes:
+        versions: by the part's name; CANN and the driver only on nodes with NPUs.
+        npus: names of its NPUs.
+        rdma_addresses: by the NPU's name.
+        sizes: of the host, by their names.
+        findings: all that ``doctor`` finds there.
+    """
+
+    versions: dict[str, str]
+    npus: tuple[str, ...] = ()
+    rdma_addresses: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+
+def node_facts() -> NodeFacts:
+    """Return the facts of this node."""
+    npus = tuple(npus_here())
+    ascend = {
+        "CANN": read_cann_version(ascend_toolkit()) or "none",
+        "driver": read_driver_version() or "none",
+    }
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return NodeFacts(
+        versions={
+            "dist_aclgraph": f"{VERSION} with sources {source_hash()}",
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PINNED},
+            **(ascend if npus else {}),
+        },
+        npus=npus,
+        rdma_addresses=read_rdma_addresses(),
+        sizes={
+            "NPUs": str(len(npus)),
+            "cores": str(len(os.sched_getaffinity(0))),
+            "memory": f"{round(memory_bytes / (1 << 30))} GiB",
+        },
+        findings=tuple(machine_findings()),
+    )
+
+
+def source_hash() -> str:
+    """Return a hash of this package's sources: the version alone does not tell clones apart."""
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
