@@ -115,6 +115,21 @@ def sourced_cann() -> Path | None:
     return None
 
 
+def sourced_parts() -> dict[str, Path | None]:
+    """Return the parts without which torch_npu refuses a sourced CANN, and their paths; None if
+    its set-up script did not set one.
+    """
+    if (home := os.environ.get("ASCEND_HOME_PATH")) is None:
+        return {}
+    operators = os.environ.get("ASCEND_OPP_PATH")
+    return {
+        "ASCEND_HOME_PATH": Path(home),
+        "ASCEND_OPP_PATH": None if operators is None else Path(operators),
+        "runtime": Path(home, "runtime"),
+        "compiler": Path(home, "compiler"),
+    }
+
+
 def cann_scripts() -> list[Path]:
     """Return the installed set-up scripts of CANN, that of the newest layout first."""
     root = Path(os.environ.get("ASCEND_INSTALL_PATH") or "/usr/local/Ascend")

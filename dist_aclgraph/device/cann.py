@@ -7,7 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from dist_aclgraph.environment import cann_scripts, sourced_cann
+from dist_aclgraph.environment import cann_scripts, sourced_cann, sourced_parts
 from dist_aclgraph.errors import DeviceError
 
 LIBRARIES = ("libascendcl.so", "libhccl.so")  # torch_npu is linked with these
@@ -17,10 +17,16 @@ _LOAD = "import ctypes, sys\nfor name in sys.argv[1:]: ctypes.CDLL(name)"
 
 
 def load_problem() -> str:
-    """Return the reason why CANN's libraries cannot be loaded; "" if they can.
+    """Return the reason why torch_npu cannot load CANN; "" if it can.
 
-    Tried in a child process: libraries start threads, and open devices, when they are loaded.
+    Libraries are loaded in a child process: they start threads, and open devices, when they are
+    loaded.
     """
+    for name, path in sourced_parts().items():
+        if path is None:
+            return f"{name} is not set"
+        if not path.exists():
+            return f"{path} is missing" + (f" ({name})" if name.isupper() else "")
     try:
         command = [sys.executable, "-c", _LOAD, *LIBRARIES]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
@@ -37,7 +43,10 @@ def load_remedy(problem: str) -> str:
     if DRIVER_LIBRARY in problem:
         return "install the Ascend driver, or mount /usr/local/Ascend/driver into the container"
     if toolkit := sourced_cann():
-        return f"install CANN of {toolkit} again, or source the set_env.sh of another"
+        return (
+            f"install all of CANN in {toolkit}, its toolkit and the operators of your chip, and "
+            "source its set_env.sh again; or source that of another CANN"
+        )
     if scripts := cann_scripts():
         return f"source {scripts[0]} in this shell, and on nodes of a cluster before `ray start`"
     return "install CANN, toolkit and operators of your chip, and source its set_env.sh"

@@ -108,11 +108,11 @@ def device_error(error: BaseException, doing: str) -> DistAclGraphError:
         "operator": CaptureError if "captur" in doing else DeviceError,
         "timeout": DeviceError,
     }
-    return kinds[classify(error)](f"{doing}: {_first_lines(error)}")
+    return kinds[classify(error)](f"{doing}: {first_lines(error)}")
 
 
-def _first_lines(error: BaseException, limit: int = 600) -> str:
-    """The message without the noise that torch_npu appends (time, pid, C++ frames)."""
+def first_lines(error: BaseException, limit: int = 600) -> str:
+    """Return the message without the noise that torch_npu appends (time, pid, C++ frames)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("[ERROR]", "Exception raised from"))]
     return " ".join(kept or lines)[:limit] or type(error).__name__

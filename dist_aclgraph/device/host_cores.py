@@ -66,8 +66,8 @@ def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
     shares = share_cores(cores, nodes_of_npus(npus))
     if not shares:
         raise NotBoundError(
-            f"{len(cores)} cores are too few: each of {npus} NPUs needs {CORES_OF_AN_NPU} cores of "
-            "its NUMA node, and the other processes need one"
+            f"{len(cores)} cores are too few for {npus} NPUs, with {CORES_OF_AN_NPU} cores of its "
+            "NUMA node for each, and one for other processes"
         )
     return shares
 

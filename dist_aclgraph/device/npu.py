@@ -26,7 +26,7 @@ from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.bad_memory import BadMemory, MemoryRange
 from dist_aclgraph.device.cann import cannot_load
-from dist_aclgraph.device.failures import device_error, device_fault, fault_of_code
+from dist_aclgraph.device.failures import device_error, device_fault, fault_of_code, first_lines
 from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kind
 from dist_aclgraph.device.launch_gate import LaunchGate
 from dist_aclgraph.device.staging import Staging
@@ -283,8 +283,8 @@ def _import_torch_npu() -> None:
         import torch_npu  # noqa: F401
     except ModuleNotFoundError as e:
         raise DeviceError(f"torch_npu cannot be imported ({e}): run `dist-aclgraph doctor`") from e
-    except ImportError as e:
-        raise cannot_load(str(e)) from e
+    except Exception as e:  # a missing library, or what torch_npu's own checks raise
+        raise cannot_load(first_lines(e)) from e
 
 
 def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) -> Npu:

@@ -17,7 +17,7 @@ from dist_aclgraph.cli.doctor.examine import cann_libraries_finding
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.config import load_config
 from dist_aclgraph.device import kind
-from dist_aclgraph.device.cann import load_remedy
+from dist_aclgraph.device.cann import load_problem, load_remedy
 from dist_aclgraph.device.npu import load_torch_npu
 from dist_aclgraph.errors import DeviceError
 
@@ -113,17 +113,47 @@ def test_a_head_of_a_cluster_needs_no_cann(ascend: Path, monkeypatch: pytest.Mon
     assert check_deployment(load_config(TINY, {"dtype": "bfloat16"})).device.kind == "npu"
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError("libhccl.so: cannot open shared object file"), "libhccl.so: cannot open"),
+        (Exception("no opp package\n[ERROR] 2026 ERR00008 PTA"), r"CANN .* \(no opp package\)"),
+    ],
+)
 def test_loading_torch_npu_without_it_is_an_error_of_ours(
-    ascend: Path, monkeypatch: pytest.MonkeyPatch
+    ascend: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
     script, load = install(ascend, "cann"), builtins.__import__
 
     def refuse(name: str, *arguments: Any, **keys: Any) -> Any:
         if name == "torch_npu":
-            raise ImportError("libhccl.so: cannot open shared object file")
+            raise error
         return load(name, *arguments, **keys)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
 
-    with pytest.raises(DeviceError, match=rf"libhccl.so: .*source {script}"):
+    with pytest.raises(DeviceError, match=rf"{said}.*source {script}"):
         load_torch_npu("npu")
+
+
+def test_a_sourced_cann_without_what_torch_npu_wants_is_named(
+    ascend: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = ascend / "cann"
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
+    monkeypatch.delenv("ASCEND_OPP_PATH", raising=False)
+    assert load_problem() == f"{home} is missing (ASCEND_HOME_PATH)"
+
+    install(ascend, "cann")
+    assert load_problem() == "ASCEND_OPP_PATH is not set"
+    assert "operators of your chip" in load_remedy(load_problem())
+
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(home / "opp"))
+    assert load_problem() == f"{home}/opp is missing (ASCEND_OPP_PATH)"
+
+    (home / "opp").mkdir()
+    assert load_problem() == f"{home}/runtime is missing"
+
+    for part in ("runtime", "compiler"):
+        (home / part).mkdir()
+    assert load_problem().startswith("libascendcl.so: cannot open")

@@ -113,8 +113,11 @@ def _cores(num_npus: int, numa: Path) -> Finding:
         parts.append(f"{len(cores)} on NUMA {node.name}")
     found = f"{len(usable)} for {num_npus} NPUs" + (f": {', '.join(parts)}" if parts else "")
     wanted = CORES_OF_AN_NPU * num_npus
-    remedy = f"give the container {wanted} cores, {CORES_OF_AN_NPU} an NPU: ranks wait for theirs"
-    return Finding("cores", True, found, remedy, is_warning=len(usable) < wanted)
+    remedy = (
+        f"give the container more than {wanted} cores, {CORES_OF_AN_NPU} for each NPU and some for "
+        "the other processes: steps are slower while processes wait for cores"
+    )
+    return Finding("cores", True, found, remedy, is_warning=len(usable) <= wanted)
 
 
 def _binding(npus: list[str]) -> Finding:
@@ -122,8 +125,8 @@ def _binding(npus: list[str]) -> Finding:
     try:
         shares = shares_here(DeviceConfig())
     except NotBoundError as e:
-        return Finding("binding to cores", True, f"ranks are not bound: {e}")
+        return Finding("cores of ranks", True, f"ranks are not bound to cores: {e}")
     each = ", ".join(
         f"{npu}: {format_cores(cores)}" for npu, cores in zip(npus, shares, strict=True)
     )
-    return Finding("binding to cores", True, each)
+    return Finding("cores of ranks", True, each)

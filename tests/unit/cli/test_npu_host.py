@@ -90,7 +90,10 @@ def test_few_cores_and_an_unknown_firmware_are_warned_of(
 
     found = look(host)
 
-    assert found["cores"].mark == "warn" and "10 cores, 5 an NPU" in found["cores"].remedy
+    assert (
+        found["cores"].mark == "warn"
+        and "more than 10 cores, 5 for each NPU" in found["cores"].remedy
+    )
     assert found["cores"].found == "3 for 2 NPUs: 2 on NUMA node0, 1 on NUMA node1"
     assert found["firmware"].mark == "warn"
 
@@ -99,10 +102,10 @@ def test_the_cores_of_each_rank_are_shown(host: HostFiles, monkeypatch: pytest.M
     shares = [frozenset(range(8)), frozenset(range(8, 16))]
     monkeypatch.setattr(npu_host, "shares_here", lambda config: shares)
 
-    assert look(host)["binding to cores"].found == "davinci0: 0-7, davinci1: 8-15"
+    assert look(host)["cores of ranks"].found == "davinci0: 0-7, davinci1: 8-15"
 
 
 def test_ranks_that_are_not_bound_are_no_fault(host: HostFiles) -> None:
-    finding = look(host)["binding to cores"]
+    finding = look(host)["cores of ranks"]
 
-    assert finding.is_ok and finding.found.startswith("ranks are not bound: ")
+    assert finding.is_ok and finding.found.startswith("ranks are not bound to cores: ")
