@@ -153,7 +153,7 @@ def test_the_ray_that_is_named_goes_before_the_environments(
 def test_no_groups_at_all_is_refused_before_a_cluster_is_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running, "join_ray", lambda address: pytest.fail("joins"))
+    monkeypatch.setattr(running, "joined_ray", lambda address: pytest.fail("joins"))
 
     refused = CliRunner().invoke(cli, ["scale", "0", "--ray", "127.0.0.1:1"])
 

@@ -127,7 +127,8 @@ def plan_bundles(
         which = f" on nodes with the labels {_words(labels)}" if labels else ""
         raise PlacementError(
             f"the deployment needs {needed} NPUs{which} for {num_groups} times {size}, {has}; "
-            f"{START}, or lower parallel.tp, parallel.dp, parallel.pcp or parallel.ep"
+            f"lower parallel.tp, parallel.dp, parallel.pcp or parallel.ep, or add nodes with NPUs; "
+            f"for emulated NPUs, {START}"
         )
     unit = layout.tp
     ways = [
