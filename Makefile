@@ -5,15 +5,20 @@ PYTHONS := python3.11 python3.12 python3.13 python3
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do $$p -c '$(FITS)' 2>/dev/null && echo $$p; done))
 CONFIG ?= configs/tiny-qwen3.yaml
-BIN := .venv/bin
-STAMP := .venv/stamp-run
-DEV_STAMP := .venv/stamp-dev
-# The stamps hold the hash of pyproject.toml and setup.py: a set-up that fits needs no network.
-HASH := $(shell cat pyproject.toml setup.py | sha256sum | cut -d' ' -f1)
+# The line of torch_npu (dist_aclgraph/device/versions.py); for another one than the default, name
+# another VENV, too.
+NPU ?= 2.13
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/stamp-run
+DEV_STAMP := $(VENV)/stamp-dev
+# The stamps hold the hash of pyproject.toml, setup.py and the line: a set-up that fits needs no
+# network.
+HASH := $(shell (cat pyproject.toml setup.py; echo $(NPU)) | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run quick test test-more test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
+.PHONY: help run quick test test-more test-all test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench \
 	setup-dev emulator python
 
@@ -49,6 +54,10 @@ test-more: setup-dev emulator ## Run what make test leaves out: more models, lay
 JUNK ?= 100000
 test-cluster: setup-dev emulator ## Three hosts of network namespaces (root), Ray's own utility, JUNK=100000 frames of junk
 	DIST_ACLGRAPH_JUNK=$(JUNK) $(PYTEST) -v tests/cluster
+
+LINES ?=
+test-versions: setup-dev ## The emulator's tests and a parity set with each torch_npu, or LINES="2.10 2.12"
+	$(BIN)/python -m tools.test_versions $(LINES)
 
 test-all: setup-dev emulator lint ## Lint, then run all tests: benches too, and laws with many examples
 	$(SPREAD) --hypothesis-profile=full tests/emulator
@@ -120,32 +129,36 @@ python: ## Show which Python is taken; PYTHON=... takes another
 # The emulator needs only torch and torch-npu: it is built while pip installs the rest, and a failure
 # shows when the target emulator builds it again. Modules are compiled when they are first imported,
 # not all 30,000. The package itself needs no network.
-# torch_npu cannot be loaded beside a torch for CUDA, which some registries give: it is replaced.
+# A torch for CUDA, which some registries give, is replaced. Not every torch_npu can be loaded beside
+# it; where one can, a registry without the build for CPUs is no obstacle. torch-npu itself demands a
+# torch+cpu of some lines, so pip gets its other requirements without it.
 PIP = $(BIN)/python -m pip install -q --no-compile
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
-setup: ## Make .venv with the pinned packages
+setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 takes another torch_npu
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
 	  test -x $(BIN)/python || $(MAKE) -s python >/dev/null; \
-	  echo "Setting up .venv (once; later runs need no network) ..."; \
-	  test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-	  $(BIN)/python tools/requirements.py > .venv/requirements.txt; \
-	  $(PIP) --no-deps $$(grep '^torch' .venv/requirements.txt); \
-	  $(BIN)/python -m dist_aclgraph.device.torch_build 2>/dev/null || $(PIP) --no-deps \
-	    --force-reinstall --index-url $(CPU_WHEELS) $$(grep '^torch==' .venv/requirements.txt); \
+	  echo "Setting up $(VENV) (once; later runs need no network) ..."; \
+	  test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	  $(BIN)/python tools/requirements.py npu-$(NPU) > $(VENV)/requirements.txt; \
+	  $(PIP) --no-deps $$(grep '^torch' $(VENV)/requirements.txt); \
+	  $(BIN)/python -m dist_aclgraph.device.torch_build || $(PIP) --no-deps --retries 1 --timeout 15 \
+	    --force-reinstall --index-url $(CPU_WHEELS) $$(grep '^torch==' $(VENV)/requirements.txt) || \
+	    $(BIN)/python -c 'from dist_aclgraph.device.torch_build import check_torch; check_torch()'; \
 	  if $(EMULATED); then \
 	    MAKEFLAGS= make -C emulator -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python \
-	      > .venv/emulator.log 2>&1 & fi; \
-	  $(PIP) "setuptools>=77" wheel -r .venv/requirements.txt; \
+	      > $(VENV)/emulator.log 2>&1 & fi; \
+	  grep -v '^torch-npu' $(VENV)/requirements.txt > $(VENV)/others.txt; \
+	  $(PIP) "setuptools>=77" wheel -r $(VENV)/others.txt; \
 	  $(PIP) --no-deps --no-build-isolation -e .; \
 	  wait; echo $(HASH) > $(STAMP); fi
 
 setup-bench: setup
 	@$(BIN)/python -c 'import matplotlib.figure, transformers' 2>/dev/null || { \
-	  $(BIN)/python tools/requirements.py bench > .venv/requirements-bench.txt; \
-	  $(PIP) -r .venv/requirements-bench.txt; }
+	  $(BIN)/python tools/requirements.py bench > $(VENV)/requirements-bench.txt; \
+	  $(PIP) -r $(VENV)/requirements-bench.txt; }
 
 setup-dev: setup
 	@if [ "$$(cat $(DEV_STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
-	  $(BIN)/python tools/requirements.py dev > .venv/requirements-dev.txt; \
-	  $(PIP) -r .venv/requirements-dev.txt; \
+	  $(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt; \
+	  $(PIP) -r $(VENV)/requirements-dev.txt; \
 	  echo $(HASH) > $(DEV_STAMP); fi

@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SHIPPED = ("configs", "models/tiny-qwen3", "models/tiny-deepseek", "emulator")
-LEFT_OUT = shutil.ignore_patterns("build", "__pycache__", ".*")
+LEFT_OUT = shutil.ignore_patterns("build", "build-*", "__pycache__", ".*")
 
 
 class BuildWithFiles(build_py):

@@ -1,4 +1,4 @@
-"""Prints the packages that pyproject.toml pins; with an argument, those of that extra too."""
+"""Prints the packages that pyproject.toml pins; with arguments, those of these extras too."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ def pins(packages: list[str]) -> set[str]:
     """Replace extras of this project itself by their packages."""
     found = set()
     for package in packages:
-        own = re.fullmatch(rf"{project['name']}\[(\w+)\]", package)
+        own = re.fullmatch(rf"{project['name']}\[([\w.-]+)\]", package)
         found |= pins(project["optional-dependencies"][own[1]]) if own else {package}
     return found
 

@@ -18,8 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_aclgraph.device.npu import hccl_options, translated
+from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import set_hccl_buffsize
 from dist_aclgraph.topology import GroupKind, ParallelLayout
+
+_all_gather = getattr(dist, installed_line().all_gather)
+_reduce_scatter = getattr(dist, installed_line().reduce_scatter)
 
 
 @dataclass(eq=False)
@@ -51,7 +55,7 @@ class CommGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_single(out, x, group=self.handle)
+        _all_gather(out, x, group=self.handle)
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -62,7 +66,7 @@ class CommGroup:
         if self.size == 1:
             return x
         out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.reduce_scatter_single(out, x, group=self.handle)
+        _reduce_scatter(out, x, group=self.handle)
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:

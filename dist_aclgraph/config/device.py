@@ -91,7 +91,7 @@ class EmulatorConfig(Section):
     cann: str = Field(
         ASSUMED_CANN,
         pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
-        description="version of CANN whose rules the operators follow: 8.5 or 9",
+        description="version of CANN whose rules the operators follow: 8.5.0, 8.5.1, 9.0 or 9.1",
     )
     wait_s: int = Field(60, ge=1, description="limit of a wait on the device")
     fault: FaultConfig = FaultConfig()

@@ -23,6 +23,7 @@ from typing import NoReturn, cast
 
 from dist_aclgraph.config.rates import read_device_rates
 from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.device.versions import installed_name
 from dist_aclgraph.environment import (
     build_environment,
     cache_directory,
@@ -35,9 +36,11 @@ from dist_aclgraph.shipped import is_installed, shipped
 
 
 def _build_folder() -> Path:
-    """Beside the sources in a clone; otherwise in the user's cache, one folder per installation."""
+    """Beside the sources in a clone, one folder per line of torch_npu; otherwise in the user's
+    cache, one folder per installation.
+    """
     if not is_installed() and os.access(SOURCES, os.W_OK):
-        return SOURCES / "build"
+        return SOURCES / f"build-{installed_name()}"
     installation = hashlib.sha256(str(SOURCES).encode()).hexdigest()[:12]
     return cache_directory() / f"emulator-{installation}"
 
@@ -276,10 +279,10 @@ def _processor_features() -> str:
 
 
 def _make(progress: OnProgress | None) -> None:
-    command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
     # Dependency files name their own objects, so a clone must use the folder name that make uses.
-    if SOURCES / "build" != BUILD:
-        command.append(f"B={BUILD}")
+    folder = BUILD.name if BUILD.parent == SOURCES else BUILD
+    command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
+    command.append(f"B={folder}")
     environment = build_environment()
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, env=environment)
     total = sum(line.startswith("echo ") for line in plan.stdout.splitlines())

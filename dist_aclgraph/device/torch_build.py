@@ -1,7 +1,7 @@
-"""The build of the installed torch. Under a torch for CUDA, torch_npu ends the process with a
+"""The build of the installed torch. Under a torch for CUDA, some torch_npu end the process with a
 useless message, so this is checked before either of them is imported.
 
-``python -m dist_aclgraph.device.torch_build`` fails with our message.
+``python -m dist_aclgraph.device.torch_build`` fails if torch is built for CUDA.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import re
 import sys
 from pathlib import Path
 
+from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.errors import DeviceError
 
-VERSION = "2.13.0"
-REMEDY = f"pip install torch=={VERSION} --index-url https://download.pytorch.org/whl/cpu"
+REMEDY = (
+    f"pip install torch=={installed_line().torch} --index-url https://download.pytorch.org/whl/cpu"
+)
 _CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 
 
@@ -38,9 +40,9 @@ def check_torch() -> None:
     """Return if torch_npu can be imported beside the installed torch.
 
     Raises:
-        DeviceError: torch is built for CUDA.
+        DeviceError: torch is built for CUDA, and this torch_npu cannot be loaded beside it.
     """
-    if cuda := cuda_version():
+    if (cuda := cuda_version()) and not installed_line().loads_beside_cuda:
         raise DeviceError(
             f"the installed torch is built for CUDA {cuda}, and torch_npu cannot be loaded beside "
             f"it; install the build for CPUs: {REMEDY}"
@@ -48,7 +50,4 @@ def check_torch() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        check_torch()
-    except DeviceError as e:
-        sys.exit(f"error: {e}")
+    sys.exit(bool(cuda_version()))

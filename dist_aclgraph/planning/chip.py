@@ -6,6 +6,7 @@ writes). They were not tried on an NPU.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,10 +33,13 @@ class Chip:
     name: str
     cann: str
 
+    def is_cann_before(self, *version: int) -> bool:
+        """Whether CANN is older than ``version``, as an unknown one counts, for it is stricter."""
+        return tuple(int(number) for number in re.findall(r"[0-9]+", self.cann)[:3]) < version
+
     @property
     def is_cann_8(self) -> bool:
-        """Whether the rules of CANN 8 hold: they are the stricter ones, and an unknown CANN's."""
-        return not self.cann or self.cann.startswith("8.")
+        return self.is_cann_before(9)
 
     def check_attention(self, config: Config, facts: ModelFacts, whose: str) -> None:
         """Refuse a type, a head size or a block size that attention does not support on this chip.
@@ -97,10 +101,10 @@ class Chip:
         if config.dtype == "float16" and not has_split_fuse:
             yield "dtype is float16; attention of this model takes bfloat16: set dtype=bfloat16"
         if facts.mla:
-            if self.is_cann_8 and config.parallel.dcp > 1:
+            if self.is_cann_before(8, 5, 1) and config.parallel.dcp > 1:
                 yield (
                     f"parallel.dcp is {config.parallel.dcp}; latent attention gives no sums to "
-                    "merge shards by: set parallel.dcp=1, or install CANN 9"
+                    "merge shards by: set parallel.dcp=1, or install CANN 8.5.1 or newer"
                 )
             if self.is_cann_8 and block_size not in (16, 128):
                 yield f"kv.block_size is {block_size}; latent attention takes 16 and 128: set 128"

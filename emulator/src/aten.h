@@ -34,7 +34,6 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/cos.h>
 #include <ATen/ops/cumsum.h>
-#include <ATen/ops/dim.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/dot.h>
 #include <ATen/ops/empty.h>

@@ -3,6 +3,9 @@
 
 #include "settings.h"
 
+#include <array>
+#include <cstdio>
+
 namespace emu {
 
 // Atlas A2 and A3: the generations whose documents and sources the checks follow.
@@ -15,12 +18,16 @@ inline Chip chip() {
   return name.rfind("Ascend910B", 0) == 0 ? Chip::A2 : Chip::Other;
 }
 
-// 8.5 is the line of November 2025, 9 those of 2026.
-enum class CannLine { V8_5, V9 };
-
-inline CannLine cann_line() {
-  return settings().cann.rfind("8.", 0) == 0 ? CannLine::V8_5 : CannLine::V9;
+// Whether the CANN of the settings is older than this release. Releases whose rules differ, by the
+// dates of their operators' sources: 8.5.0 of November 2025, 8.5.1 of December 2025, 9.0 of 2026,
+// 9.1 of August 2026. Where no source tells what 8.5.1 does, it does as 8.5.0, which is stricter.
+inline bool cann_before(int major, int minor = 0, int patch = 0) {
+  static const std::array<int, 3> found = [] {
+    std::array<int, 3> numbers{};
+    std::sscanf(settings().cann.c_str(), "%d.%d.%d", &numbers[0], &numbers[1], &numbers[2]);
+    return numbers;
+  }();
+  return found < std::array<int, 3>{major, minor, patch};
 }
-inline bool is_cann_8_5() { return cann_line() == CannLine::V8_5; }
 
 }  // namespace emu

@@ -39,8 +39,10 @@ def test_captures_take_ids_until_207008_and_give_them_back(run_script):
         for graph in graphs:
             graph.reset()
         print("AFTER", available() == start)
-        capture().replay()
-        torch.npu.synchronize()
+        from dist_aclgraph.device.versions import installed_line
+        if installed_line().captures_after_refusal:
+            capture().replay()
+            torch.npu.synchronize()
         """),
         streams=60,
     )

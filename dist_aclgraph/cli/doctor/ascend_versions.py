@@ -1,13 +1,10 @@
-"""Which CANN and which driver are installed, and which belong to the pinned torch_npu."""
+"""Which CANN and which driver are installed, and which driver replays need."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# github.com/Ascend/pytorch, COMPATIBILITY.en.md: 9.1.0 goes with torch_npu 2.12.0, the newest it
-# lists; the version for 2.13.0 is not published.
-CANN_OF_TORCH_NPU = {"2.13.0": "9.1.0"}
 # Task updates, on which replays rest, came with this driver; before 25.5 a process has a million.
 MIN_DRIVER = (25, 0)
 DRIVER = Path("/usr/local/Ascend/driver/version.info")

@@ -11,7 +11,6 @@ import sys
 import time
 
 from dist_aclgraph.cli.doctor.ascend_versions import (
-    CANN_OF_TORCH_NPU,
     DRIVER,
     MIN_DRIVER,
     is_driver_new_enough,
@@ -25,11 +24,12 @@ from dist_aclgraph.cli.last_start import last_start
 from dist_aclgraph.device import torch_build
 from dist_aclgraph.device.cann import load_problem, load_remedy
 from dist_aclgraph.device.kind import npus_here
+from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import ascend_toolkit, network_variables
 
 MIN_SHM_BYTES = 256 << 20
 PYTHONS = ((3, 11), (3, 12), (3, 13))
-PINNED = {"torch": torch_build.VERSION, "torch-npu": "2.13.0", "ray": "2.60.0"}
+RAY = "2.60.0"
 
 
 def examine() -> list[Finding]:
@@ -45,7 +45,9 @@ def machine_findings() -> list[Finding]:
     is_built = not npus and emulator.is_built()
     device = device_finding(npus, is_emulator_built=is_built)
     compiler = compiler_finding(npus, emulator.missing_tools(), is_emulator_built=is_built)
-    versions = [_package(name, wanted) for name, wanted in PINNED.items()]
+    line = installed_line()
+    pinned = {"torch": line.torch, "torch-npu": line.torch_npu, "ray": RAY}
+    versions = [_package(name, wanted) for name, wanted in pinned.items()]
     packages = [_python(), *versions, _torch_build()]
     ascend = (
         [*npu_host_findings(npus), _cann(), cann_libraries_finding(), _driver()] if npus else []
@@ -75,7 +77,7 @@ def _pip_install(name: str, wanted: str) -> str:
 
 
 def _cann() -> Finding:
-    wanted = CANN_OF_TORCH_NPU[PINNED["torch-npu"]]
+    wanted = installed_line().cann
     toolkit = ascend_toolkit()
     found = read_cann_version(toolkit)
     line = wanted.rpartition(".")[0]
@@ -125,8 +127,12 @@ def _network() -> Finding:
 
 def _torch_build() -> Finding:
     cuda = torch_build.cuda_version()
-    found = f"for CUDA {cuda}, beside which torch_npu cannot be loaded" if cuda else "for CPUs"
-    return Finding("torch build", not cuda, found, f"{sys.executable} -m {torch_build.REMEDY}")
+    is_refused = bool(cuda) and not installed_line().loads_beside_cuda
+    found = f"for CUDA {cuda}" if cuda else "for CPUs"
+    if is_refused:
+        found += ", beside which torch_npu cannot be loaded"
+    remedy = f"{sys.executable} -m {torch_build.REMEDY}"
+    return Finding("torch build", not is_refused, found, remedy)
 
 
 def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:

@@ -44,7 +44,7 @@ bool scatter(const Operands &o) {
   for (int64_t d = 0; d < std::min(rank, index.dim()); d++)
     if (data.size(d) != index.size(d) && d != axis && d != 0 && d != rank - 1)
       return true;
-  if (!is_cann_8_5())
+  if (!cann_before(9))
     return false;
   bool multiplies = o.numbers.size() > 1 && o.numbers[1] == 2;
   int64_t bytes = data.element_size() + (data.element_size() == 2 ? 4 : 0);

@@ -134,12 +134,13 @@ void FiaArguments::check_latent() const {
   should(sparse_mode == 0 || sparse_mode == 3 || sparse_mode == 4,
          "with head size 512 sparse_mode must be 0, 3 or 4, got ", sparse_mode);
   should(out_layout != FiaOut::BSND, "with head size 512 input_layout ", layout_name, " is excluded");
-  if (is_cann_8_5()) {  // fused_infer_attention_score_tiling_check_feature.cpp, CheckFeatureMlaNoquant
+  if (cann_before(9)) {  // fused_infer_attention_score_tiling_check_feature.cpp, CheckFeatureMlaNoquant
     should(!tnd() || sparse_mode == 0 || sparse_mode == 3, "with head size 512 and TND sparse_mode ",
            "must be 0 or 3 on CANN 8.5, got ", sparse_mode);
     should(sparse_mode != 0 || !mask, "with head size 512 sparse_mode 0 takes no atten_mask on CANN ",
            "8.5");
-    should(!wants_lse, "with head size 512 softmax_lse is not given on CANN 8.5");
+    should(!wants_lse || !cann_before(8, 5, 1),  // vllm-ascend takes it on 8.5.1 (mla_cp.py)
+           "with head size 512 softmax_lse is not given on CANN 8.5.0");
     should(paged() || sparse_mode == 4, "with head size 512 a block_table is needed on CANN 8.5");
   }
   should(query.numel() > 0, "query must not be empty");
@@ -188,7 +189,7 @@ void FiaArguments::check_pages() const {
        table.sizes());
   must(kv_lengths && !kv_lengths->empty(), "actual_seq_lengths_kv must be given with a block_table");
   must(block_size > 0, "block_size must be given with a block_table");
-  if (latent() && is_cann_8_5())  // CheckFeatureMlaNoquantPa
+  if (latent() && cann_before(9))  // CheckFeatureMlaNoquantPa
     should(block_size == 16 || block_size == 128, "block_size ", block_size,
            " must be 16 or 128 with head size 512 on CANN 8.5");
   else if (latent())
@@ -269,7 +270,7 @@ bool FiaArguments::incremental() const {
 bool FiaArguments::split_fuse() const {
   bool sizes = head_dim() <= 256 && value_dim() == head_dim();
   bool pages = !paged() || (key().dim() == 3 && block_size % 16 == 0 && block_size <= 512);
-  return !is_cann_8_5() && tnd() && !query_rope && heads != kv_heads && inner_precise == 0 && sizes &&
+  return !cann_before(9) && tnd() && !query_rope && heads != kv_heads && inner_precise == 0 && sizes &&
          pages;
 }
 
@@ -289,7 +290,7 @@ void FiaArguments::check_tnd() const {
   }
   if (split_fuse())
     return;
-  const char *line = is_cann_8_5() ? " with TND on CANN 8.5"
+  const char *line = cann_before(9) ? " with TND on CANN 8.5"
                                    : " with TND, unless query heads share key heads, D is one and at "
                                      "most 256, and block_size a multiple of 16 up to 512";
   should(query.scalar_type() == at::kBFloat16, "query must be bfloat16", line, ", got ",

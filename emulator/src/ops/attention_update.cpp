@@ -54,6 +54,6 @@ OP(aclnnAttentionUpdate,
      m.rows = out.size(0);
      m.dim = out.size(1);
      // Since December 2025; a row without keys in any share is still NaN.
-     m.infinity_is_empty = !is_cann_8_5();
+     m.infinity_is_empty = !cann_before(9);
      return arithmetic([m = std::move(m)] { kernels::merge_attention(m); });
    })

@@ -168,7 +168,7 @@ OP(aclnnMoeInitRoutingV3,
                      " is not 0 to expert_num - 1, ", expert_num - 1);
        std::vector<int64_t> counts, to = kernels::route(r, counts);
        bool counted = true;
-       if (!is_cann_8_5() && !drop_pad && range[0] == 0 && range[1] == expert_num)
+       if (!cann_before(9) && !drop_pad && range[0] == 0 && range[1] == expert_num)
          to = sorted_unfiltered(r, counted);
        write_index(to, index_kind == 1, index.data_ptr<int32_t>());
        if (wants_tokens && counted)

@@ -47,11 +47,11 @@ int64_t needed_bytes(const std::string &algorithm, int64_t experts, int64_t rank
   return 2 * (local * rows * ranks * sent + k * rows * aligned(row, 512));
 }
 
-// The tiling for A3 asks the communicator for its buffer only since December 2025, and for hierarchy
-// never (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
+// The tiling for A3 asks the communicator for its buffer only since 29 November 2025, and for
+// hierarchy never (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
 Window window_of(const Domain &domain, const std::string &algorithm, int64_t needed) {
   int64_t real = domain.buffer_mb * MIB, variable = hccl::hccl_buffsize_mb() * MIB;
-  return {needed, is_cann_8_5() || algorithm == "hierarchy" ? variable : real, real};
+  return {needed, cann_before(8, 5, 1) || algorithm == "hierarchy" ? variable : real, real};
 }
 
 // The tiling for A2 compares nothing.
@@ -89,7 +89,7 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
   static const std::set<int64_t> a2_sizes = {2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 192, 256, 384};
   demand(is_a3() ? ranks >= 2 && ranks <= 768 : a2_sizes.count(ranks) > 0, "ep_world_size ", ranks,
          " is not among those of this product");
-  if (!is_a3() && is_cann_8_5()) {  // moe_distribute_combine_v2_tiling.cpp of November 2025
+  if (!is_a3() && cann_before(9)) {  // moe_distribute_combine_v2_tiling.cpp of November 2025
     demand(ranks % 8 == 0 && ranks <= 256, "ep_world_size ", ranks, " is no multiple of 8 to 256, ",
            "which this product needs on CANN 8.5");
     demand(experts <= 512, "moe_expert_num ", experts, ", at most 512 on CANN 8.5");
@@ -121,6 +121,10 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
       *domain, algorithm,
       needed_bytes(algorithm, experts, ranks, global_rows / ranks, k, hidden));
   check_tiling(window);
+  if (!cann_before(9, 1))  // vllm-ascend, get_hccl_options: such memory would be misaligned
+    demand(domain->buffer_mb == hccl::hccl_buffsize_mb(), "group_ep ", group, " has a buffer of ",
+           domain->buffer_mb, " MB, which must be HCCL_BUFFSIZE, ", hccl::hccl_buffsize_mb(),
+           " MB, on CANN 9.1");
   return {*domain, experts, experts / ranks, ranks, rank, global_rows / ranks, window};
 }
 

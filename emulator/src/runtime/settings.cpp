@@ -56,10 +56,10 @@ int choice(const std::string &value, std::initializer_list<const char *> choices
   throw std::invalid_argument("want " + all);
 }
 
-// The lines whose rules are known: 8.5 and 9.
+// The lines whose rules are known; target.h tells their releases apart.
 std::string known_cann(const std::string &value) {
   if (value.rfind("8.5.", 0) != 0 && value.rfind("9.", 0) != 0)
-    throw std::invalid_argument("want a version of CANN 8.5 or 9, such as 8.5.0 or 9.0.0");
+    throw std::invalid_argument("want a version of CANN 8.5 or 9, such as 8.5.1 or 9.1.0");
   return value;
 }
 

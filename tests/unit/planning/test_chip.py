@@ -48,7 +48,7 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("9.1.0", {}, {"kv": {"block_size": 528}}, "kv.block_size is 528; .* up to 512"),
         ("8.5.0", LATENT, {"kv": {"block_size": 64}}, "latent attention takes 16 and 128"),
         ("9.1.0", LATENT, {"kv": {"block_size": 640}}, "latent attention .* up to 512"),
-        ("8.5.0", LATENT, {"parallel": {"tp": 2, "dcp": 2}}, "parallel.dcp is 2; latent .*CANN 9"),
+        ("8.5.0", LATENT, {"parallel": {"tp": 2, "dcp": 2}}, "parallel.dcp is 2; latent .* 8.5.1"),
         ("8.5.0", {"head_dim": 96}, {}, "head size is 96"),
         ("9.1.0", {"head_dim": 512}, {}, "head size is 512"),
         ("9.1.0", {**ALONE, "head_dim": 96}, {}, "head size is 96"),
@@ -57,6 +57,7 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("8.5.0", {}, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .*: set both to 1, or install"),
         ("9.1.0", ALONE, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .* set both to 1"),
         ("8.5.0", LATENT, SHARDED, "parallel.dcp is 2; latent attention gives no sums"),
+        ("8.5.1", LATENT, {"kv": {"block_size": 64}}, "latent attention takes 16 and 128"),
         # One that tells no version has the stricter rules.
         ("", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
         # Each rank has one head of each kind, so that no head is shared.
@@ -79,6 +80,7 @@ def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
         ("9.1.0", {"head_dim": 96}, {"kv": {"block_size": 16}}),
         ("8.5.0", LATENT, {"kv": {"block_size": 16}}),
         ("8.5.0", LATENT, {"parallel": {"tp": 2, "pcp": 2}}),
+        ("8.5.1", LATENT, {"parallel": {"tp": 2, "dcp": 2}}),
         ("9.1.0", LATENT, {"parallel": {"tp": 2, "dcp": 2}}),
         ("9.1.0", LATENT, {"kv": {"block_size": 64}}),
         ("9.1.0", ALONE, {}),

@@ -1,0 +1,69 @@
+"""The lines of torch_npu that this project supports, and everything in which they differ for it.
+
+Nothing here imports torch. ``pyproject.toml`` has an extra for each line, ``npu-2.12`` for 2.12.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of torch_npu with its partners.
+
+    Attributes:
+        torch, torch_npu: the versions that its extra installs.
+        cann: the release of CANN to install with it.
+        is_published: whether the publisher of torch_npu names that pair.
+        loads_beside_cuda: whether torch_npu can be loaded beside a torch that is built for CUDA.
+        captures_after_refusal: whether ``torch.npu.graph`` works after a capture that could not
+            begin. The runtime does not need this: ``Npu.try_capture`` goes first.
+        all_gather, reduce_scatter: torch.distributed's names for collectives of single tensors.
+    """
+
+    torch: str
+    torch_npu: str
+    cann: str = "9.1.0"
+    is_published: bool = True
+    loads_beside_cuda: bool = True
+    captures_after_refusal: bool = False
+    all_gather: str = "all_gather_into_tensor"
+    reduce_scatter: str = "reduce_scatter_tensor"
+
+
+# 2.10.0.post4 is vllm-ascend's pair of CANN 9.1.0 (182b75e), 2.12.0 that of Ascend/pytorch's
+# COMPATIBILITY.en.md, whose newest line it is.
+LINES = {
+    "2.10": Line("2.10.0", "2.10.0.post4"),
+    "2.12": Line("2.12.0", "2.12.0"),
+    "2.13": Line(
+        "2.13.0",
+        "2.13.0",
+        is_published=False,
+        loads_beside_cuda=False,
+        captures_after_refusal=True,
+        all_gather="all_gather_single",
+        reduce_scatter="reduce_scatter_single",
+    ),
+}
+DEFAULT = "2.13"  # make installs it where no other line is named
+
+
+def installed_name() -> str:
+    """Return the line of the installed torch; the default's without torch, or with an unknown one.
+
+    ``dist-aclgraph doctor`` refuses an unknown one.
+    """
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return DEFAULT
+    name = ".".join(version.split(".")[:2])
+    return name if name in LINES else DEFAULT
+
+
+def installed_line() -> Line:
+    """Return the line of ``installed_name``."""
+    return LINES[installed_name()]
