@@ -1,0 +1,117 @@
+"""HCCL between two ranks: sums, captures, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Between, Level, Probe
+
+COUNT = 300_000  # elements: more than one chunk of a buffer
+NUM_REPEATS = 20
+
+
+def _dist(bench: Bench) -> Any:
+    return bench.torch.distributed
+
+
+def _all_reduce(bench: Bench) -> Answer:
+    x = bench.torch.full((COUNT,), bench.rank + 1.0, device="npu")
+    _dist(bench).all_reduce(x)
+    total = bench.ranks * (bench.ranks + 1) / 2
+    return bench.compare(x, bench.torch.full((COUNT,), total))
+
+
+def _all_gather(bench: Bench) -> Answer:
+    torch = bench.torch
+    out = torch.empty(bench.ranks * COUNT, device="npu")
+    _dist(bench).all_gather_into_tensor(out, torch.full((COUNT,), float(bench.rank), device="npu"))
+    return bench.compare(out, torch.arange(bench.ranks).float().repeat_interleave(COUNT))
+
+
+def _reduce_scatter(bench: Bench) -> Answer:
+    torch = bench.torch
+    whole = torch.arange(bench.ranks * COUNT).float() % 97
+    part = torch.empty(COUNT, device="npu")
+    _dist(bench).reduce_scatter_tensor(part, whole.npu())
+    mine = slice(bench.rank * COUNT, (bench.rank + 1) * COUNT)
+    return bench.compare(part, whole[mine] * bench.ranks)
+
+
+def _all_to_all(bench: Bench) -> Answer:
+    torch = bench.torch
+    out = torch.empty(bench.ranks * 5, device="npu")
+    sent = torch.arange(bench.ranks).float().repeat_interleave(5) + 100 * bench.rank
+    _dist(bench).all_to_all_single(out, sent.npu())
+    want = (torch.arange(bench.ranks) * 100.0 + bench.rank).repeat_interleave(5)
+    return bench.compare(out, want)
+
+
+def _same_bits(bench: Bench) -> Answer:
+    """Repeat a sum of numbers that do not add exactly."""
+    torch = bench.torch
+    x = (torch.randn(COUNT) * 10 ** (bench.rank + 1)).bfloat16().npu()
+    first = x.clone()
+    _dist(bench).all_reduce(first)
+    for i in range(NUM_REPEATS):
+        again = x.clone()
+        _dist(bench).all_reduce(again)
+        if not torch.equal(first.cpu(), again.cpu()):
+            return Answer(DIFFERENT, f"repetition {i}")
+    return Answer(EQUAL)
+
+
+def _captured(bench: Bench) -> Answer:
+    torch = bench.torch
+    x, out = torch.ones(64, device="npu"), torch.zeros(64, device="npu")
+
+    def step() -> None:
+        y = x * 2
+        _dist(bench).all_reduce(y)
+        out.copy_(y)
+
+    step()
+    torch.npu.synchronize()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        step()
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        answer = bench.compare(out, torch.full((64,), value * 2 * bench.ranks))
+        if answer.found != EQUAL:
+            break
+    return answer
+
+
+def _streams_of_a_domain(bench: Bench) -> float:
+    x = bench.torch.ones(64, device="npu")
+    bench.torch.npu.synchronize()
+    before = bench.npu.available_streams()
+    _dist(bench).all_reduce(x)
+    bench.torch.npu.synchronize()
+    return float(before - bench.npu.available_streams())
+
+
+def _equal(
+    name: str, question: str, call: Callable[[Bench], Answer], level: Level = "full"
+) -> Probe:
+    return Probe(f"collectives.{name}", question, call, EQUAL, level, limit_s=60.0, ranks=2)
+
+
+PROBES = (
+    _equal("all_reduce", "Is an all-reduce of 2 ranks right?", _all_reduce, "quick"),
+    _equal("all_gather", "Is an all-gather of 2 ranks right?", _all_gather),
+    _equal("reduce_scatter", "Is a reduce-scatter of 2 ranks right?", _reduce_scatter),
+    _equal("all_to_all", "Is an all-to-all of 2 ranks right?", _all_to_all),
+    _equal("same_bits", "Does a repeated sum give the same bits?", _same_bits),
+    _equal("captured", "Is an all-reduce in a graph right?", _captured),
+    Probe(
+        "collectives.streams",
+        "How many streams does the first collective take?",
+        _streams_of_a_domain,
+        Between(1, 16, "streams"),
+        limit_s=60.0,
+        ranks=2,
+    ),
+)

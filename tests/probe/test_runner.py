@@ -1,0 +1,110 @@
+"""One process for each question: answers, hangs, deaths, and a run that was cut off."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.probe.question import Between, Probe
+from dist_aclgraph.probe.row import Report
+from dist_aclgraph.probe.runner import CUT_OFF, DIED, NO_ANSWER, Runner
+
+# Stands for the child: it answers "yes" unless the name of its question says otherwise.
+CHILD = """
+import json, os, sys, time
+task = json.loads(sys.argv[1])
+name = task["name"]
+print("a line of a library", flush=True)
+print("PROBE BEGUN", flush=True)
+if name == "die":
+    os.kill(os.getpid(), 9)
+if name == "hang" or (name == "half" and task["rank"] == 1):
+    time.sleep(3600)
+answer = {"found": f"yes {task['rank']}" if name == "ranks" else "yes", "chip": "C", "cann": "9.1"}
+if name == "number":
+    answer["number"] = 5.0
+print("PROBE ANSWER " + json.dumps(answer), flush=True)
+sys.stdin.read()
+"""
+
+
+def make_probe(name, says="yes", **options):
+    return Probe(name, f"{name}?", lambda bench: "", says, limit_s=1.0, **options)
+
+
+def run(*probes, report=None, rules=None):
+    """Return the report and the questions that were running whenever it was saved."""
+    report = report or Report("0", "emulated", "quick")
+    saved = []
+    runner = Runner(
+        "emulated",
+        DeviceConfig(),
+        rules=lambda chip, cann: rules or {},
+        child=(sys.executable, "-c", CHILD),
+    )
+    runner.run(probes, report, lambda r: saved.append(r.running), lambda row: None)
+    return report, saved
+
+
+def test_an_answer_becomes_a_row():
+    report, saved = run(make_probe("a"))
+
+    (row,) = report.rows
+    assert (row.name, row.question, row.emulator, row.found) == ("a", "a?", "yes", "yes")
+    assert row.is_same is True
+    assert (report.chip, report.cann) == ("C", "9.1")
+    assert saved == ["a", None]
+
+
+def test_another_answer_is_a_difference_and_a_fact_is_none():
+    report, _ = run(make_probe("a", says="no"), make_probe("b", says=None))
+
+    assert [row.is_same for row in report.rows] == [False, None]
+    assert [row.name for row in report.differences()] == ["a"]
+
+
+def test_a_hang_and_a_death_are_rows_and_the_next_question_is_asked():
+    report, _ = run(make_probe("hang"), make_probe("die"), make_probe("a"))
+
+    assert [row.found for row in report.rows] == [NO_ANSWER, DIED, "yes"]
+    assert "signal 9" in report.rows[1].text
+
+
+def test_ranks_that_differ_are_named():
+    report, _ = run(make_probe("ranks", ranks=2), make_probe("half", ranks=2))
+
+    assert [row.found for row in report.rows] == [
+        "rank 0: yes 0; rank 1: yes 1",
+        f"rank 0: yes; rank 1: {NO_ANSWER}",
+    ]
+
+
+def test_a_run_goes_on_where_it_was_cut_off():
+    before, _ = run(make_probe("a"))
+    before.running = "b"
+
+    report, saved = run(make_probe("a"), make_probe("b"), make_probe("c"), report=before)
+
+    assert [(row.name, row.found) for row in report.rows] == [
+        ("a", "yes"),
+        ("b", CUT_OFF),
+        ("c", "yes"),
+    ]
+    assert saved == [None, "c", None]
+
+
+@pytest.mark.parametrize(("known", "is_same"), [("yes", True), ("no", False)])
+def test_a_known_answer_of_the_device_replaces_the_emulators(known, is_same):
+    report, _ = run(make_probe("a", says="never"), rules={"a": known})
+
+    assert report.rows[0].is_same is is_same
+
+
+def test_a_known_number_holds_within_a_factor_of_two():
+    probe = make_probe("number", says=Between(100, 200, "us"))
+
+    rows = [run(probe, rules={"number": known})[0].rows[0] for known in (3.0, 11.0)]
+
+    assert [row.is_same for row in rows] == [True, False]
+    assert replace(probe, says=Between(1, 9, "us")).expected("9.1") == Between(1, 9, "us")
