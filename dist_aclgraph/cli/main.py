@@ -326,7 +326,7 @@ def probe(
         if compare is not None:
             print(compare_report(compare))
             return
-        report = run_probe(level, out, DeviceConfig(kind=kind, task_queue=0))
+        report = run_probe(level, out, DeviceConfig(kind=kind))
         print(
             f"{len(report.rows)} answers, {len(report.differences())} differ from the emulator's: "
             f"{out}, {out.with_suffix('.md')}"

@@ -54,10 +54,10 @@ def compare(path: Path) -> str:
     """Write a report's differences as emulator rules beside it; return them as a table.
 
     Raises:
-        ConfigError: the file is not a report, or it names no device.
+        ConfigError: the file is not a report, or its device has an invalid name.
     """
     report = read_report(path)
-    name = rules_name(report.chip, report.cann)
+    name = rules_name(report.chip or "unknown", report.cann or "unknown")
     rules = path.with_name(name)
     rules.write_text(rules_text(report), encoding="utf-8")
     table = "\n".join(difference_table(report.differences()))

@@ -1,1 +1,1 @@
-"""``dist-aclgraph probe``: questions to a device, one process for each, and a report of the answers."""
+"""``dist-aclgraph probe``: questions to a device, a process for each, and a report."""

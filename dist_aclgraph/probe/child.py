@@ -15,7 +15,7 @@ from dist_aclgraph.device.kind import DeviceKind
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.probe.question import MISSING, REFUSED, STOPPED, Answer, Bench, Between, Probe
 from dist_aclgraph.probe.questions import probe_named
-from dist_aclgraph.probe.row import Outcome
+from dist_aclgraph.probe.row import MAX_TEXT, Outcome
 
 BEGUN, ANSWER = "PROBE BEGUN", "PROBE ANSWER "  # lines of a child's output
 JOIN_S = 60.0
@@ -51,7 +51,9 @@ def main(plant: Callable[[], None] | None = None) -> None:
         if plant is not None:
             plant()
     except Exception as e:  # The outermost frame: whatever a broken installation raises is a row.
-        _print_answer(Outcome("the device cannot be opened", code=_code_of(e), text=str(e)))
+        _print_answer(
+            Outcome("the device cannot be opened", code=_code_of(e), text=str(e)[:MAX_TEXT])
+        )
         return
     print(BEGUN, flush=True)
     _print_answer(ask(probe, bench))
@@ -86,7 +88,7 @@ def ask(probe: Probe, bench: Bench) -> Outcome:
         number=number,
         us=us,
         code=code,
-        text=answer.text,
+        text=answer.text[:MAX_TEXT],
         chip=bench.npu.name if bench.npu is not None else "",
         cann=bench.npu.cann if bench.npu is not None else "",
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-import tomllib
 from pathlib import Path
 
+from dist_aclgraph.config.rules import read_rules
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.probe.question import Between
+from dist_aclgraph.probe.question import ACCEPTED, MISSING, REFUSED, Between
 from dist_aclgraph.probe.questions import PROBES
 from dist_aclgraph.probe.row import Report
 from dist_aclgraph.shipped import shipped
@@ -19,13 +19,18 @@ FOLDER = shipped("emulator") / "rules"
 _NAME = re.compile(r"[A-Za-z0-9_.]+")
 
 
+def has_name(chip: str, cann: str) -> bool:
+    """Return whether a file can be named after the chip and its CANN."""
+    return bool(_NAME.fullmatch(chip) and _NAME.fullmatch(cann))
+
+
 def rules_name(chip: str, cann: str) -> str:
     """Return the name of the file for a chip with a CANN.
 
     Raises:
         ConfigError: a name has other characters than letters, digits, dots and underscores.
     """
-    if not (_NAME.fullmatch(chip) and _NAME.fullmatch(cann)):
+    if not has_name(chip, cann):
         raise ConfigError(f"no rules can be named after the chip {chip!r} with CANN {cann!r}")
     return f"{chip}-{cann}.toml"
 
@@ -35,21 +40,13 @@ def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAns
     """Return the known answers by question; nothing for a device that is not known.
 
     Raises:
-        ConfigError: the file is invalid.
+        DeviceError: the file cannot be read.
+        ConfigError: an answer is invalid.
     """
-    if not chip or not cann:
+    if not has_name(chip, cann) or not (path := folder / rules_name(chip, cann)).is_file():
         return {}
-    path = folder / rules_name(chip, cann)
-    if not path.is_file():
-        return {}
-    try:
-        answers = tomllib.loads(path.read_text(encoding="utf-8")).get("answers", {})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise ConfigError(f"cannot read the rules {path}: {e}") from e
-    is_valid = isinstance(answers, dict) and all(
-        isinstance(value, str | int | float) for value in answers.values()
-    )
-    if not is_valid:
+    answers = read_rules(path).get("answers", {})
+    if not all(isinstance(value, str | int | float) for value in answers.values()):
         raise ConfigError(f"{path}: [answers] must have a text or a number for each question")
     return {name: v if isinstance(v, str) else float(v) for name, v in answers.items()}
 
@@ -57,14 +54,30 @@ def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAns
 def rules_text(report: Report) -> str:
     """Return a report's differences as the text of a file of rules.
 
-    ``[settings]`` are settings of the emulator (``emulator/README.md``), ``[answers]`` the answers
-    that differ. A number is kept without its unit, and holds within a factor of two.
+    ``[settings]`` are settings of the emulator (``emulator/README.md``): facts, rules of the
+    emulator that the device does not have, and operators that only the device refuses.
+    ``[answers]`` are the answers that differ; a number has no unit, and holds within a factor of
+    two.
     """
     rows = {row.name: row for row in report.rows}
     settings = [
         f"{probe.setting} = {_value(row.found, row.number)}"
         for probe in PROBES
-        if probe.setting and (row := rows.get(probe.name)) and row.code is None
+        if probe.setting
+        and (row := rows.get(probe.name))
+        # The answer is the device's: neither an error nor a hang.
+        and row.code is None
+        and row.us is not None
+    ]
+    different = {row.name: row.found for row in report.differences()}
+    admitted = [p.rule for p in PROBES if p.rule and different.get(p.name) == ACCEPTED]
+    refused = [
+        p.operator for p in PROBES if p.operator and different.get(p.name) in (REFUSED, MISSING)
+    ]
+    settings += [
+        f"{name} = [{', '.join(map(_text, parts))}]"
+        for name, parts in (("admit", admitted), ("refuse", refused))
+        if parts
     ]
     numbers = {probe.name for probe in PROBES if isinstance(probe.says, Between)}
     answers = [

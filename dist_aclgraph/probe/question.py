@@ -90,7 +90,10 @@ class Probe:
         limit_s: limit of ``call``; loading torch_npu has its own limit.
         ranks: processes, each with its own NPU.
         needs_device: whether torch_npu is loaded and a device opened.
+        task_queue: torch_npu's TASK_QUEUE_ENABLE; with 0 an error names its operator.
         setting: the emulator's setting that has this fact.
+        rule: part of the emulator's refusal, if the emulator refuses and a device may not.
+        operator: the operator that a device may refuse.
     """
 
     name: str
@@ -101,7 +104,10 @@ class Probe:
     limit_s: float = 30.0
     ranks: int = 1
     needs_device: bool = True
+    task_queue: Literal[0, 1] = 0
     setting: str | None = None
+    rule: str | None = None
+    operator: str | None = None
 
     def expected(self, cann: str) -> str | Between | None:
         """Return the emulator's answer. An unknown CANN has the rules of CANN 8, as in plans."""

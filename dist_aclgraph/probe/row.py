@@ -25,6 +25,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text: the error, or other details.
         chip: name of the device; "" if none was opened.
         cann: version of CANN; "" if unknown.
+        was_asked: whether the machine has what the question needs.
     """
 
     found: str
@@ -34,6 +35,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
     chip: str = ""
     cann: str = ""
+    was_asked: bool = True
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +43,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         emulator: the expected answer; "" for a fact of the machine.
-        is_same: whether the answer is the expected one; None for a fact.
+        is_same: whether the answer is the expected one; None for a fact, and
+            for a question that the machine cannot be asked.
     """
 
     name: str
@@ -80,7 +83,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
     """Return the row of an answer, compared with the emulator's."""
     is_same: bool | None
-    if expected is None:
+    if expected is None or not outcome.was_asked:
         is_same = None
     elif isinstance(expected, Between):
         number = outcome.number

@@ -1,5 +1,5 @@
-"""Puts questions one after another, each in processes of its own with a limit. A hang, a dead process
-and a stopped device are answers; the next question gets new processes.
+"""Puts questions one after another, each in processes of its own with a limit. A hang, a dead
+process and a stopped device are answers; the next question gets new processes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,12 @@ class Runner:
             else:
                 report.running = probe.name
                 save(report)
-                outcome = self._ask(probe)
+                try:
+                    outcome = self._ask(probe)
+                except KeyboardInterrupt:
+                    report.running = None  # the user has ended the run, not the question
+                    save(report)
+                    raise
             report.chip = outcome.chip or report.chip
             report.cann = outcome.cann or report.cann
             row = judged(probe, self._expected(probe, report), outcome)
@@ -91,15 +96,17 @@ class Runner:
     def _expected(self, probe: Probe, report: Report) -> str | Between | None:
         expected = probe.expected(report.cann)
         known = self._rules(report.chip, report.cann).get(probe.name)
-        if isinstance(known, float):
-            unit = expected.unit if isinstance(expected, Between) else ""
-            return Between(known / NEAR, known * NEAR, unit)
-        return expected if known is None else known
+        if known is None:
+            return expected
+        if isinstance(known, str):
+            return known
+        unit = expected.unit if isinstance(expected, Between) else ""
+        return Between(known / NEAR, known * NEAR, unit)
 
     def _ask(self, probe: Probe) -> Outcome:
         ids = _device_ids(self._kind, probe.ranks)
         if len(ids) < probe.ranks:
-            return Outcome(f"needs {probe.ranks} NPUs, found {len(ids)}")
+            return Outcome(f"needs {probe.ranks} NPUs, found {len(ids)}", was_asked=False)
         with tempfile.TemporaryDirectory(prefix="probe-") as folder:
             children = [
                 self._start(probe, rank, ids[rank], Path(folder)) for rank in range(probe.ranks)
@@ -111,10 +118,11 @@ class Runner:
                     child.end()
 
     def _start(self, probe: Probe, rank: int, device_id: int, folder: Path) -> _Child:
+        device = self._device.model_copy(update={"task_queue": probe.task_queue})
         task = Task(
             name=probe.name,
             kind=self._kind,
-            device=self._device.model_dump_json(),
+            device=device.model_dump_json(),
             rank=rank,
             ranks=probe.ranks,
             meeting=str(folder / "meeting"),

@@ -6,17 +6,20 @@ import pytest
 
 from dist_aclgraph.config import DeviceConfig, EmulatorConfig
 from dist_aclgraph.device import emulator
+from dist_aclgraph.probe.device_rules import rules_text
 from dist_aclgraph.probe.questions import PROBES, probes_of
 from dist_aclgraph.probe.row import Report
 from dist_aclgraph.probe.runner import CHILD, Runner
 from tests import laws
 from tests.probe.pretended import PLANTED, STREAMS
 
+PRETENDED = (sys.executable, "-m", "tests.probe.pretended")
+
 
 def probe(probes, child=CHILD, **emulated):
     """Return the report of the emulator with these settings."""
     emulator.build()
-    device = DeviceConfig(kind="emulated", task_queue=0, emulator=EmulatorConfig(**emulated))
+    device = DeviceConfig(kind="emulated", emulator=EmulatorConfig(**emulated))
     report = Report("0", "emulated", "full")
     runner = Runner("emulated", device, child=child, longest_s=60)
     runner.run(probes, report, lambda r: None, lambda row: None)
@@ -41,13 +44,27 @@ def test_the_emulator_answers_as_it_says():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_pretended_device_differs_by_what_was_planted():
-    report = probe(asked(), (sys.executable, "-m", "tests.probe.pretended"), streams=STREAMS)
+    report = probe(asked(), PRETENDED, streams=STREAMS)
 
     found = {row.name: row.found for row in report.differences()}
     assert set(found) == set(PLANTED)
     assert {name: found[name] for name, answer in PLANTED.items() if answer} == {
         name: answer for name, answer in PLANTED.items() if answer
     }
+
+
+@pytest.mark.slow
+def test_rules_made_from_a_report_make_the_emulator_answer_so(tmp_path):
+    names = {"facts.chip", "facts.cann", "facts.streams", "operators.swiglu"}
+    chosen = [p for p in PROBES if p.name in names | {"rules.attention.dim_272"}]
+    report = probe(chosen, PRETENDED, streams=STREAMS)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(rules_text(report))
+
+    again = probe(chosen, rules=str(rules))
+
+    assert len(report.differences()) == 3
+    assert [(r.name, r.found) for r in again.rows] == [(r.name, r.found) for r in report.rows]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.probe.device_rules import answers_of, rules_text
+from dist_aclgraph.probe.device_rules import answers_of, rules_name, rules_text
 from dist_aclgraph.probe.page import report_page
 from dist_aclgraph.probe.question import ByCann, Probe
 from dist_aclgraph.probe.questions import PROBES, probes_of
@@ -43,18 +43,25 @@ def test_another_file_is_refused(tmp_path, content):
 
 def test_differences_become_rules_and_rules_become_answers(tmp_path):
     report = make_report(
-        facts__memory=Outcome("62433", number=62433.0),
-        facts__streams=Outcome("700 streams", number=700.0),
+        facts__memory=Outcome("62433", number=62433.0, us=1.0),
+        facts__streams=Outcome("700 streams", number=700.0, us=1.0),
         operators__swiglu=Outcome("refused", code=161002),
         operators__matmul=Outcome("equal"),
+        rules__attention__dim_272=Outcome("accepted"),
     )
     (tmp_path / "Ascend910B3-9.1.0.toml").write_text(rules_text(report))
 
     rules = tomllib.loads(rules_text(report))
-    assert rules["settings"] == {"hbm_mb": 62433, "streams": 700}
+    assert rules["settings"] == {
+        "hbm_mb": 62433,
+        "streams": 700,
+        "admit": ["head size 272 "],
+        "refuse": ["aclnnSwiGlu"],
+    }
     assert answers_of("Ascend910B3", "9.1.0", tmp_path) == {
         "facts.streams": 700.0,
         "operators.swiglu": "refused",
+        "rules.attention.dim_272": "accepted",
     }
     assert answers_of("Ascend910B4", "9.1.0", tmp_path) == {}
 
@@ -64,12 +71,13 @@ def test_a_strangers_text_stays_text():
 
     assert set(tomllib.loads(rules_text(report))["settings"]) == set()
     table = report_page(report).partition("## Details")[0]
-    assert "\\<b\\>" in table and "a\"\n" not in table and "\\|" in table
+    assert "\\<b\\>" in table and 'a"\n' not in table and "\\|" in table
 
 
 def test_names_that_leave_the_folder_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no rules can be named"):
-        answers_of("../x", "9.1.0", tmp_path)
+        rules_name("../x", "9.1.0")
+    assert answers_of("../x", "9.1.0", tmp_path) == {}
 
 
 def test_compare_shows_a_table_and_writes_rules(tmp_path):

@@ -12,7 +12,7 @@ from dist_aclgraph.probe.runner import CUT_OFF, DIED, NO_ANSWER, Runner
 
 # Stands for the child: it answers "yes" unless the name of its question says otherwise.
 CHILD = """
-import json, os, sys, time
+import json, os, signal, sys, time
 task = json.loads(sys.argv[1])
 name = task["name"]
 print("a line of a library", flush=True)
@@ -20,6 +20,9 @@ print("PROBE BEGUN", flush=True)
 if name == "die":
     os.kill(os.getpid(), 9)
 if name == "hang" or (name == "half" and task["rank"] == 1):
+    time.sleep(3600)
+if name == "interrupt":
+    os.kill(os.getppid(), signal.SIGINT)
     time.sleep(3600)
 answer = {"found": f"yes {task['rank']}" if name == "ranks" else "yes", "chip": "C", "cann": "9.1"}
 if name == "number":
@@ -80,6 +83,18 @@ def test_ranks_that_differ_are_named():
     ]
 
 
+def test_a_question_that_needs_more_npus_is_no_difference(monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
+    report = Report("0", "npu", "quick")
+
+    Runner("npu", DeviceConfig(), child=(sys.executable, "-c", CHILD)).run(
+        [make_probe("ranks", ranks=2)], report, lambda r: None, lambda row: None
+    )
+
+    (row,) = report.rows
+    assert (row.found, row.is_same) == ("needs 2 NPUs, found 1", None)
+
+
 def test_a_run_goes_on_where_it_was_cut_off():
     before, _ = run(make_probe("a"))
     before.running = "b"
@@ -92,6 +107,15 @@ def test_a_run_goes_on_where_it_was_cut_off():
         ("c", "yes"),
     ]
     assert saved == [None, "c", None]
+
+
+def test_a_question_that_the_user_interrupts_is_asked_again():
+    report = Report("0", "emulated", "quick")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_probe("a"), make_probe("interrupt"), report=report)
+
+    assert [row.name for row in report.rows] == ["a"] and report.running is None
 
 
 @pytest.mark.parametrize(("known", "is_same"), [("yes", True), ("no", False)])

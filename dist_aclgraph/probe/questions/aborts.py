@@ -1,5 +1,5 @@
-"""Abort of a device's work, and going on afterwards. These questions come last: an NPU that does not
-come back answers nothing else.
+"""Abort of a device's work, and going on afterwards. These questions come last: an NPU that does
+not come back answers nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _memory_stays(bench: Bench) -> Answer:
     kept = torch.arange(1024.0).npu()
     torch.npu.synchronize()
     bench.npu.stop(ABORT_S)
-    bench.npu.restart()
+    bench.npu.restart(resumes_groups=False)
     return bench.compare(kept + 1, torch.arange(1024.0) + 1)
 
 
@@ -29,7 +29,7 @@ def _graph_stays(bench: Bench) -> Answer:
     graph.replay()
     torch.npu.synchronize()
     bench.npu.stop(ABORT_S)
-    bench.npu.restart()
+    bench.npu.restart(resumes_groups=False)
     x.fill_(7.0)
     graph.replay()
     return bench.compare(y, torch.full((64,), 14.0))
@@ -75,7 +75,7 @@ def _stuck_stream(bench: Bench) -> str:
     torch.npu.synchronize()
     event.wait(torch.npu.current_stream())
     bench.npu.stop(ABORT_S)
-    bench.npu.restart()
+    bench.npu.restart(resumes_groups=False)
     torch.npu.synchronize()
     return ACCEPTED
 

@@ -23,7 +23,6 @@ def _call(
     blocks: int = 4,
     rope: bool = False,
     lse: bool = False,
-    inner: int = 0,
 ) -> str:
     """Call the operator for two requests; all contents are zero."""
     torch = bench.torch
@@ -52,7 +51,6 @@ def _call(
         block_size=block,
         sparse_mode=sparse,
         return_softmax_lse=lse,
-        inner_precise=inner,
         **extra,
     )
     return ACCEPTED
@@ -60,32 +58,42 @@ def _call(
 
 _LATENT: dict[str, Any] = {"kv_heads": 1, "dim": 512, "rope": True}
 
-# Name, the call's arguments, whether CANN 8.5 and CANN 9 accept it.
-_CASES: tuple[tuple[str, dict[str, Any], bool, bool], ...] = (
-    ("plain", {}, True, True),
-    ("float16", {"dtype": "float16"}, False, True),
-    ("float16_own_keys", {"dtype": "float16", "kv_heads": 4}, False, False),
-    ("float32", {"dtype": "float32"}, False, False),
-    ("block_16", {"block": 16}, False, True),
-    ("block_640", {"block": 640}, True, True),
-    ("block_16_own_keys", {"block": 16, "kv_heads": 4}, False, False),
-    ("dim_96", {"dim": 96}, False, True),
-    ("dim_256", {"dim": 256}, False, True),
-    ("dim_272", {"dim": 272}, False, False),
-    ("dim_192_values_128", {"dim": 192, "value_dim": 128}, True, True),
-    ("dim_192", {"dim": 192}, False, True),
-    ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, False, False),
-    ("as_long_as_keys", {"rows": 5, "length": 5, "sparse": 3}, True, True),
-    ("sparse_2", {"sparse": 2}, False, False),
-    ("no_keys", {"length": 0}, False, True),
-    ("shared_block", {"blocks": 1}, False, True),
-    ("latent", _LATENT, True, True),
-    ("latent_float16", _LATENT | {"dtype": "float16"}, True, True),
-    ("latent_block_32", _LATENT | {"block": 32}, False, True),
-    ("latent_block_640", _LATENT | {"block": 640}, False, False),
-    ("latent_lse", _LATENT | {"lse": True}, False, True),
-    ("latent_sparse_4", _LATENT | {"sparse": 4}, False, True),
+# Name, the call's arguments, whether CANN 8.5 and CANN 9 accept it, and part of a refusal.
+_CASES: tuple[tuple[str, dict[str, Any], bool, bool, str | None], ...] = (
+    ("plain", {}, True, True, None),
+    ("float16", {"dtype": "float16"}, False, True, "query must be bfloat16"),
+    (
+        "float16_own_keys",
+        {"dtype": "float16", "kv_heads": 4},
+        False,
+        False,
+        "query must be bfloat16",
+    ),
+    ("float32", {"dtype": "float32"}, False, False, "query must be float16 or bfloat16"),
+    ("block_16", {"block": 16}, False, True, "block_size 16 must be"),
+    ("block_640", {"block": 640}, True, True, "block_size 640 must be"),
+    ("block_16_own_keys", {"block": 16, "kv_heads": 4}, False, False, "block_size 16 must be"),
+    ("dim_96", {"dim": 96}, False, True, "head size 96 "),
+    ("dim_256", {"dim": 256}, False, True, "head size 256 "),
+    ("dim_272", {"dim": 272}, False, False, "head size 272 "),
+    ("dim_192_values_128", {"dim": 192, "value_dim": 128}, True, True, None),
+    ("dim_192", {"dim": 192}, False, True, "head size 192 "),
+    ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, False, False, "query rows, more"),
+    ("as_long_as_keys", {"rows": 5, "length": 5, "sparse": 3}, True, True, None),
+    ("sparse_2", {"sparse": 2}, False, False, "sparse_mode must be 0, 3 or 4"),
+    ("no_keys", {"length": 0}, False, True, "must not be all zero"),
+    ("shared_block", {"blocks": 1}, False, True, "blocks, the cache has"),
+    ("latent", _LATENT, True, True, None),
+    ("latent_float16", _LATENT | {"dtype": "float16"}, True, True, None),
+    ("latent_block_32", _LATENT | {"block": 32}, False, True, "block_size 32 must be"),
+    ("latent_block_640", _LATENT | {"block": 640}, False, False, "block_size 640 must be"),
+    ("latent_lse", _LATENT | {"lse": True}, False, True, "softmax_lse is not given"),
+    ("latent_sparse_4", _LATENT | {"sparse": 4}, False, True, "sparse_mode must be 0 or 3"),
 )
+
+
+def _in_words(case: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in case.items()) or "a plain call"
 
 
 def _answer(is_accepted: bool) -> str:
@@ -95,9 +103,10 @@ def _answer(is_accepted: bool) -> str:
 PROBES = tuple(
     Probe(
         f"rules.attention.{name}",
-        f"Does attention accept {', '.join(f'{k} {v}' for k, v in case.items()) or 'a plain call'}?",
+        f"Does attention accept {_in_words(case)}?",
         partial(_call, **case),
         ByCann(_answer(cann_8), _answer(cann_9)),
+        rule=rule,
     )
-    for name, case, cann_8, cann_9 in _CASES
+    for name, case, cann_8, cann_9, rule in _CASES
 )

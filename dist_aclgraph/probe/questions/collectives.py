@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dist_aclgraph.config.device import A2_CHIPS
 from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Between, Level, Probe
 
 COUNT = 300_000  # elements: more than one chunk of a buffer
 NUM_REPEATS = 20
+TOLERANCE = 3e-2  # of bfloat16, relative and absolute
 
 
 def _dist(bench: Bench) -> Any:
@@ -84,6 +86,36 @@ def _captured(bench: Bench) -> Answer:
     return answer
 
 
+def _mc2(bench: Bench) -> Answer:
+    """Send tokens to experts that change nothing, on all ranks, and add up what comes back."""
+    torch, num_experts = bench.torch, 8
+    own = _dist(bench).new_group(list(range(bench.ranks)))
+    name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
+    domain = (name, bench.ranks, bench.rank, num_experts)
+    is_a2 = bench.npu.name.startswith(A2_CHIPS)  # which sends the experts' weights, too
+    torch.manual_seed(bench.rank)
+    x, weights = torch.randn(6, 1024).bfloat16(), torch.rand(6, 3)
+    experts = torch.rand(6, num_experts).topk(3).indices.int().npu()
+    scales = weights.npu()
+    rows, _, origins, _, counts, _, row_scales = bench.ops.npu_moe_distribute_dispatch_v2(
+        x.npu(),
+        experts,
+        *domain,
+        expert_token_nums_type=0,
+        expert_scales=scales if is_a2 else None,
+    )
+    got = bench.ops.npu_moe_distribute_combine_v2(
+        rows,
+        experts,
+        origins,
+        counts,
+        scales,
+        *domain,
+        expand_scales=row_scales if is_a2 else None,
+    )
+    return bench.compare(got, x.float() * weights.sum(-1, keepdim=True), TOLERANCE)
+
+
 def _streams_of_a_domain(bench: Bench) -> float:
     x = bench.torch.ones(64, device="npu")
     bench.torch.npu.synchronize()
@@ -106,6 +138,7 @@ PROBES = (
     _equal("all_to_all", "Is an all-to-all of 2 ranks right?", _all_to_all),
     _equal("same_bits", "Does a repeated sum give the same bits?", _same_bits),
     _equal("captured", "Is an all-reduce in a graph right?", _captured),
+    _equal("mc2", "Do tokens travel to experts and back by MC2?", _mc2),
     Probe(
         "collectives.streams",
         "How many streams does the first collective take?",

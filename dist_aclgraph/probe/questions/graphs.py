@@ -12,6 +12,7 @@ from dist_aclgraph.probe.question import (
     DIFFERENT,
     EQUAL,
     REFUSED,
+    STOPPED,
     Answer,
     Bench,
     Between,
@@ -284,6 +285,18 @@ def _ai_cpu(bench: Bench) -> str:
     return f"{len(ai_cpu_operators(graph))} operators"
 
 
+def _after_refusal(bench: Bench) -> Answer:
+    """Capture an operator that is refused; then compute something else."""
+    torch = bench.torch
+    x, gamma = torch.zeros(2, 64).half().npu(), torch.zeros(32).half().npu()
+    torch.npu.synchronize()
+    try:
+        _captured(bench, lambda: bench.ops.npu_rms_norm(x, gamma))
+    except RuntimeError:
+        return bench.compare(torch.ones(4, device="npu") + 1, torch.full((4,), 2.0))
+    return Answer("the capture was not refused")
+
+
 PROBES = (
     Probe("graphs.replay", "Does a replay read its inputs anew?", _replay, EQUAL, "quick"),
     Probe("graphs.side_stream", "Is a forked and joined stream replayed?", _side_stream, EQUAL),
@@ -363,5 +376,18 @@ PROBES = (
         "Is an update by another operator refused?",
         _other_operator,
         REFUSED,
+    ),
+    Probe(
+        "graphs.after_refusal",
+        "Does the device compute after a capture with a refused operator?",
+        _after_refusal,
+        EQUAL,
+    ),
+    Probe(
+        "graphs.after_refusal_queued",
+        "Does it with TASK_QUEUE_ENABLE=1?",
+        _after_refusal,
+        STOPPED,
+        task_queue=1,
     ),
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.probe.question import Answer, Bench, Probe
+from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Level, Probe
 
 BFLOAT16, FLOAT32 = 3e-2, 1e-4  # tolerances, relative and absolute
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # heads as Qwen3-8B's
@@ -37,7 +38,9 @@ def _add_rms_norm(bench: Bench) -> Answer:
     x, residual, gamma = (_random(bench, *s) for s in ((16, HIDDEN), (16, HIDDEN), (HIDDEN,)))
     got, _, total = bench.ops.npu_add_rms_norm(x.npu(), residual.npu(), gamma.npu(), 1e-6)
     summed = bench.compare(total, x.float() + residual.float(), BFLOAT16)
-    return bench.compare(got, _normed(total.cpu(), gamma), BFLOAT16) if summed.text == "" else summed
+    if summed.found != EQUAL:
+        return summed
+    return bench.compare(got, _normed(total.cpu(), gamma), BFLOAT16)
 
 
 def _swiglu(bench: Bench) -> Answer:
@@ -74,7 +77,7 @@ def _dynamic_quant(bench: Bench) -> Answer:
     step = x.float().abs().amax(-1) / 127
     back = got.cpu().float() * scale.cpu()[:, None]
     if bool(((back - x.float()).abs() > step[:, None] * 0.51).any()):
-        return Answer("different", "a value is more than half a step off")
+        return Answer(DIFFERENT, "a value is more than half a step off")
     return bench.compare(scale, step, FLOAT32)
 
 
@@ -109,7 +112,9 @@ def _gating(bench: Bench) -> Answer:
     weights, experts, _ = bench.ops.npu_moe_gating_top_k(logits.npu(), 8, norm_type=0)
     want = logits.softmax(-1).topk(8, -1)
     chosen = bench.compare(experts, want.indices)
-    return bench.compare(weights, want.values, FLOAT32) if chosen.text == "" else chosen
+    if chosen.found != EQUAL:
+        return chosen
+    return bench.compare(weights, want.values, FLOAT32)
 
 
 def _cumsum(bench: Bench) -> Answer:
@@ -196,6 +201,54 @@ def _decode(bench: Bench) -> Answer:
     return bench.compare(got, attention_on_host(bench, query, keys, values, lengths), BFLOAT16)
 
 
+def _prefill(bench: Bench) -> Answer:
+    """Causal attention of new tokens behind cached ones."""
+    torch, rows, cached = bench.torch, 40, 100
+    query = _random(bench, rows, HEADS, DIM)
+    keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))
+    got = bench.ops.npu_fused_infer_attention_score_v2(
+        query.npu(),
+        keys.view(2, BLOCK, -1).npu(),
+        values.view(2, BLOCK, -1).npu(),
+        actual_seq_qlen=[rows],
+        actual_seq_kvlen=[cached + rows],
+        block_table=torch.arange(2, dtype=torch.int32).view(1, 2).npu(),
+        atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu(),
+        sparse_mode=3,
+        num_query_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        softmax_scale=DIM**-0.5,
+        input_layout="TND",
+        block_size=BLOCK,
+    )[0]
+    want = [
+        attention_on_host(bench, query[i : i + 1], keys, values, [cached + i + 1])
+        for i in range(rows)
+    ]
+    return bench.compare(got, torch.cat(want), BFLOAT16)
+
+
+def _routing(bench: Bench) -> Answer:
+    """Send tokens to experts that change nothing, and add up what comes back."""
+    torch, num_tokens, num_experts, chosen = bench.torch, 16, 8, 2
+    x, weights = _random(bench, num_tokens, 256), torch.rand(num_tokens, chosen).bfloat16()
+    experts = torch.stack([torch.randperm(num_experts)[:chosen] for _ in range(num_tokens)])
+    rows, index, _, _ = bench.ops.npu_moe_init_routing_v2(
+        x.npu(),
+        experts.int().npu(),
+        active_num=num_tokens * chosen,
+        expert_num=num_experts,
+        active_expert_range=[0, num_experts],
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        row_idx_type=0,
+    )
+    got = bench.ops.npu_moe_finalize_routing(
+        rows[None], None, None, None, weights.npu(), index, None, drop_pad_mode=3
+    )
+    return bench.compare(got, x.float() * weights.float().sum(-1, keepdim=True), BFLOAT16)
+
+
 def _latent_decode(bench: Bench) -> Answer:
     heads, length = 16, 200
     query, rotated = _random(bench, 1, heads, LATENT), _random(bench, 1, heads, ROTATED)
@@ -222,28 +275,41 @@ def _latent_decode(bench: Bench) -> Answer:
     return bench.compare(got, want, BFLOAT16)
 
 
-def _equal(name: str, what: str, call: Any, *, quick: bool = False) -> Probe:
-    level = "quick" if quick else "full"
-    return Probe(f"operators.{name}", f"Is {what} as on the host?", call, "equal", level)
+def _equal(
+    name: str,
+    what: str,
+    call: Callable[[Bench], Answer],
+    operator: str | None = None,
+    level: Level = "full",
+) -> Probe:
+    question = f"Is {what} as on the host?"
+    return Probe(f"operators.{name}", question, call, EQUAL, level, operator=operator)
 
 
 PROBES = (
-    _equal("matmul", "a product", _matmul, quick=True),
-    _equal("rms_norm", "npu_rms_norm", _rms_norm),
-    _equal("add_rms_norm", "npu_add_rms_norm", _add_rms_norm),
-    _equal("swiglu", "npu_swiglu", _swiglu),
-    _equal("rotary_mul", "npu_rotary_mul", _rotary_mul),
-    _equal("cache_write", "npu_scatter_pa_kv_cache, with a slot of -1,", _cache_write),
-    _equal("decode", "attention of a decode step (Qwen3-8B)", _decode, quick=True),
+    _equal("matmul", "a product", _matmul, level="quick"),
+    _equal("rms_norm", "npu_rms_norm", _rms_norm, "aclnnRmsNorm"),
+    _equal("add_rms_norm", "npu_add_rms_norm", _add_rms_norm, "aclnnAddRmsNorm"),
+    _equal("swiglu", "npu_swiglu", _swiglu, "aclnnSwiGlu"),
+    _equal("rotary_mul", "npu_rotary_mul", _rotary_mul, "aclnnRotaryPositionEmbedding"),
+    _equal(
+        "cache_write",
+        "npu_scatter_pa_kv_cache, with a slot of -1,",
+        _cache_write,
+        "aclnnScatterPaKvCache",
+    ),
+    _equal("decode", "attention of a decode step (Qwen3-8B)", _decode, level="quick"),
+    _equal("prefill", "causal attention of a prompt (Qwen3-8B)", _prefill),
     _equal("latent_decode", "latent attention of a decode step (DeepSeek)", _latent_decode),
-    _equal("merge_of_shares", "npu_attention_update", _merge_of_shares),
-    _equal("dynamic_quant", "npu_dynamic_quant", _dynamic_quant),
-    _equal("quant_matmul", "npu_quant_matmul", _quant_matmul),
+    _equal("merge_of_shares", "npu_attention_update", _merge_of_shares, "aclnnAttentionUpdate"),
+    _equal("dynamic_quant", "npu_dynamic_quant", _dynamic_quant, "aclnnDynamicQuantV2"),
+    _equal("quant_matmul", "npu_quant_matmul", _quant_matmul, "aclnnQuantMatmulV5"),
     _equal("grouped_matmul", "npu_grouped_matmul", _grouped_matmul),
-    _equal("gating", "npu_moe_gating_top_k", _gating),
+    _equal("gating", "npu_moe_gating_top_k", _gating, "aclnnMoeGatingTopK"),
+    _equal("routing", "routing to experts and back", _routing),
     _equal("cumsum", "a running sum of int32", _cumsum),
     _equal("sort", "a stable sort", _sort),
-    _equal("top_k_top_p", "npu_top_k_top_p", _top_k_top_p),
+    _equal("top_k_top_p", "npu_top_k_top_p", _top_k_top_p, "aclnnApplyTopKTopP"),
     Probe(
         "operators.argmax_of_equals",
         "Which index does argmax give if all values are equal?",

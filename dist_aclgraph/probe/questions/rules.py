@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_aclgraph.probe.question import ACCEPTED, REFUSED, Bench, Probe
+from dist_aclgraph.probe.question import ACCEPTED, REFUSED, STOPPED, Bench, Probe
 
 
 def _slots_of_float(bench: Bench) -> str:
@@ -31,7 +31,7 @@ def _norm_weight_of_another_type(bench: Bench) -> str:
 
 def _product_of_int32(bench: Bench) -> str:
     x = bench.torch.ones(2, 2, dtype=bench.torch.int32).npu()
-    x @ x
+    bench.torch.matmul(x, x)
     return ACCEPTED
 
 
@@ -80,14 +80,21 @@ PROBES = (
         "Is a norm's weight of another type accepted?",
         _norm_weight_of_another_type,
         REFUSED,
+        rule="gamma must be",
     ),
     Probe("rules.product_of_int32", "Is a product of int32 accepted?", _product_of_int32, REFUSED),
     Probe("rules.shares_16", "Does a merge accept 16 shares?", _sixteen_shares, ACCEPTED),
-    Probe("rules.shares_17", "Does a merge accept 17 shares?", _seventeen_shares, REFUSED),
+    Probe(
+        "rules.shares_17",
+        "Does a merge accept 17 shares?",
+        _seventeen_shares,
+        REFUSED,
+        rule="17 shares",
+    ),
     Probe(
         "rules.expert_below_zero",
         "Does routing accept the expert -1?",
         _expert_below_zero,
-        REFUSED,
+        STOPPED,
     ),
 )
