@@ -12,7 +12,6 @@ from dist_aclgraph.probe.question import (
     DIFFERENT,
     EQUAL,
     REFUSED,
-    STOPPED,
     Answer,
     Bench,
     Between,
@@ -387,7 +386,7 @@ PROBES = (
         "graphs.after_refusal_queued",
         "Does it with TASK_QUEUE_ENABLE=1?",
         _after_refusal,
-        STOPPED,
+        EQUAL,
         task_queue=1,
     ),
 )
