@@ -9,7 +9,7 @@ from dist_aclgraph.probe import child
 # Question and answer of every planted difference; STREAMS is planted by the configuration.
 STREAMS = 512
 PLANTED = {
-    "facts.streams": f"{STREAMS} streams",
+    "facts.streams": f"{STREAMS - 2} streams",  # an open device has taken two
     "operators.swiglu": "refused",
     "operators.rms_norm": "different",
     "operators.rotary_mul": "no answer",
