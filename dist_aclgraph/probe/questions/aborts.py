@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dist_aclgraph.probe.question import ACCEPTED, STOPPED, Answer, Bench, Probe
+from dist_aclgraph.probe.question import ACCEPTED, REFUSED, Answer, Bench, Probe
 
 ABORT_S = 20.0
 
@@ -112,6 +112,6 @@ PROBES = (
         "aborts.work_after_stop",
         "Is work refused between an abort and the restart?",
         _work_after_stop,
-        STOPPED,
+        REFUSED,
     ),
 )
