@@ -14,8 +14,8 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help run quick test test-more test-all test-cluster lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-messages bench-overlap bench-overload bench-serve bench-start bench-step chaos setup setup-bench setup-dev \
-	emulator python
+	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench \
+	setup-dev emulator python
 
 help: ## Show the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -80,6 +80,9 @@ bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shar
 
 bench-start: setup-bench emulator ## Groups that start side by side, against one alone
 	$(BIN)/python -m benchmarks.start
+
+bench-simulate: setup-bench emulator ## A load on an emulated NPU, beside the simulation of the same load
+	$(BIN)/python -m benchmarks.simulate
 
 bench-overlap: setup-bench emulator ## What a modelled device waits for, with one and two steps in flight
 	$(BIN)/python -m benchmarks.overlap

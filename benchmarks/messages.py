@@ -85,7 +85,7 @@ class Way:
 
 def receive(peers: LocalPeers | RemotePeers) -> bytes:
     """Return the next frame of any worker."""
-    while (frame := peers.take()) is None:
+    while (frame := peers.poll_frame()) is None:
         peers.wait(WAIT_S)
     return frame
 

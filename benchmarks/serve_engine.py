@@ -45,7 +45,7 @@ class PacedEngine:
 
     def wait_for(self, num_streams: int) -> None:
         while sum(map(len, self._numbers.values())) < num_streams:
-            for link, wish in self._links.take(TAKE_S):
+            for link, wish in self._links.next_events(TAKE_S):
                 if isinstance(wish, Submit):
                     self._numbers.setdefault(link, []).append(wish.number)
 
@@ -113,7 +113,7 @@ class PacedDeployment:
     def report(self) -> dict[str, Any]:
         return {}
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """It lives as long as the bench."""
 
     def outlook(self) -> Outlook:

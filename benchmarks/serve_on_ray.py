@@ -73,7 +73,7 @@ def _serve(
 
 
 def _haproxy(folder: str) -> dict[str, str]:
-    """Return the variables that let Serve use HAProxy, whose files are in a folder of their own."""
+    """Return the variables by which Serve uses HAProxy, with its files in ``folder``."""
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",

@@ -5,6 +5,7 @@ The only reader and writer of ``os.environ``.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import sys
@@ -36,7 +37,6 @@ def child_environment(config: Config) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HCCL_EXEC_TIMEOUT": str(config.timeouts.collective_s),
-        "HCCL_BUFFSIZE": str(config.device.hccl_buffer_mb),
         "HCCL_CONNECT_TIMEOUT": str(math.ceil(max(120.0, config.timeouts.join_s))),
     }
     if (expansion := config.device.hccl_expansion) is not None:
@@ -91,6 +91,13 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     # HCCL prefers it to interfaces, so it is not set if interfaces are selected.
     if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
         os.environ.setdefault("HCCL_IF_IP", address)
+
+
+def set_hccl_buffsize(mb: int) -> None:
+    """Set HCCL's buffer of domains without an option of their own. torch_npu reads the variable
+    once, when this process makes its first communicator.
+    """
+    os.environ["HCCL_BUFFSIZE"] = str(mb)
 
 
 def network_variables() -> dict[str, str]:
@@ -156,6 +163,16 @@ def build_environment() -> dict[str, str]:
 def launch_blocking() -> bool:
     """Whether the environment makes every launch wait for the device, for debugging."""
     return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
+
+
+def is_soft_partition() -> bool:
+    """Whether the NPU that this process has opened is a soft partition (eNPU).
+
+    The library of soft partitions sets the variable by C's setenv, which ``os.environ`` misses.
+    """
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    return (getenv(b"ENPU_ENABLE") or b"").lower() == b"true"
 
 
 def ray_address() -> str | None:

@@ -38,7 +38,7 @@ def serve_http(
             if no connection outlives this process.
 
     Raises:
-        EngineUnavailableError: no request can be served again, though the service is not over.
+        EngineUnavailableError: no group will serve any request again; the owner still runs.
     """
     server = HttpServer(opened.config.serve, opened.http, beat, link)
     front = Front("the service is starting")
@@ -98,13 +98,13 @@ def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
     """Return once no more requests are to be let in.
 
     Raises:
-        EngineUnavailableError: no request can be served again; says why.
+        EngineUnavailableError: no group will serve any request again; says why.
     """
     while not _is_over(life, POLL_S):
         admission = owner.admission(is_open=True)
         if admission is not None and admission.end:
             return admission
-        state.check()
+        state.raise_if_dead()
     return OVER
 
 

@@ -168,14 +168,24 @@ def simulate(
     prompt_tokens: Annotated[float, typer.Option(help="mean of random prompts")] = 512.0,
     output_tokens: Annotated[float, typer.Option(help="mean of random answers")] = 128.0,
     beginnings: Annotated[
-        int, typer.Option(help="show how groups share requests with so many common beginnings")
+        int, typer.Option(help="prefixes that random prompts share; groups share them, too")
     ] = 0,
-    beginning_tokens: Annotated[int, typer.Option(help="tokens of each beginning")] = 1024,
+    beginning_tokens: Annotated[int, typer.Option(help="tokens of each of these prefixes")] = 1024,
+    accepted: Annotated[
+        float | None,
+        typer.Option(help="share of drafts that are accepted, if all drafts before them are"),
+    ] = None,
     times: Annotated[
         Path | None, typer.Option(help="step times: the report of a deployment, as JSON")
     ] = None,
     step_ms: Annotated[float, typer.Option(help="assumed time of any step")] = 10.0,
     token_ms: Annotated[float, typer.Option(help="and of each of its padded tokens")] = 0.05,
+    eager_step_ms: Annotated[
+        float | None, typer.Option(help="of a step without a graph, if different")
+    ] = None,
+    eager_token_ms: Annotated[
+        float | None, typer.Option(help="and of each of its tokens, if different")
+    ] = None,
     capture_ms: Annotated[float, typer.Option(help="assumed time of a capture")] = 50.0,
     compare: Annotated[bool, typer.Option("--compare", help="try other sets of graphs")] = False,
     as_json: AsJson = False,
@@ -193,7 +203,7 @@ def simulate(
 
         if plot is not None:
             require("matplotlib", "plots", "--plot")
-        assumed = line_times(step_ms, token_ms, capture_ms)
+        assumed = line_times(step_ms, token_ms, capture_ms, eager_step_ms, eager_token_ms)
         options = LoadOptions(
             trace=trace,
             poisson=poisson,
@@ -203,6 +213,7 @@ def simulate(
             output_tokens=output_tokens,
             beginnings=beginnings,
             beginning_tokens=beginning_tokens,
+            accepted=accepted,
             seed=seed,
         )
         report = simulate_with_progress(
@@ -225,7 +236,8 @@ def simulate(
 def scale(groups: NumGroups, deployment: DeploymentName = None, ray: RayAddress = None) -> None:
     """Change the number of groups of a running deployment; returns when it is done.
 
-    New groups start beside those that serve. Of too many, the newest end their requests, and leave.
+    New groups start beside those that serve. Surplus groups, the newest first, finish their
+    requests and leave.
     """
     with _user_errors():
         from rich.console import Console
@@ -256,7 +268,7 @@ def roll(
     with _user_errors():
         from rich.console import Console
 
-        from dist_aclgraph.actors.deployment.deployment import check
+        from dist_aclgraph.actors.deployment.deployment import check_startable
         from dist_aclgraph.actors.deployment.running import running_deployment
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.config import load_config, parse_overrides
@@ -264,7 +276,7 @@ def roll(
 
         loaded = load_config(config, parse_overrides(overrides or []))
         loaded = decide_device(loaded, "cluster")
-        check(loaded)
+        check_startable(loaded)
         with running_deployment(deployment, ray) as running:
             with StartProgress(Console(stderr=True)) as show:
                 running.roll(loaded, show)

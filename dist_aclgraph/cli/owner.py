@@ -230,7 +230,7 @@ class _Checks:
         self._thread.join(JOIN_S)
 
     def raise_failure(self) -> None:
-        """Raise what ends the service; to be called every ``POLL_S``."""
+        """Raise the error that ends the service; to be called every ``POLL_S``."""
         if isinstance(self._failure, RayDiedError):
             raise self._failure
         if self._failure is not None:
@@ -243,7 +243,7 @@ class _Checks:
     def _run(self) -> None:
         while self._failure is None and not self._ended.wait(CHECK_S):
             try:
-                self._running.check()
+                self._running.raise_if_dead()
             except EngineUnavailableError as e:
                 self._failure = e
             self._silence.heard()

@@ -19,7 +19,7 @@ from dist_aclgraph.planning.budget import Price, StreamOffer, total
 from dist_aclgraph.planning.choice import padding_share
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.ledger import Ledger, pool_bytes
-from dist_aclgraph.planning.memory import GIB, MemoryPart
+from dist_aclgraph.planning.memory import EAGER_STEPS, GIB, MemoryPart
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import content_of
 from dist_aclgraph.planning.traffic import Traffic, weights_of
@@ -114,7 +114,8 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(f"  streams are kept for {graph['lazy_capacity']} lazy graphs")
     for entry in report["exchanges"]:
         sizes = f"{entry['first']} to {entry['last']} tokens"
-        console.print(f"Experts for {sizes}: {entry['kind']}; {entry['reason']}")
+        algorithm = f" ({entry['algorithm']})" if entry["algorithm"] else ""
+        console.print(f"Experts for {sizes}: {entry['kind']}{algorithm}; {entry['reason']}")
     for plan, groups in _alike(report["plans"], "group"):
         name = f"Group {groups}" if groups.isdecimal() else f"Groups {groups}"
         console.print(f"{name}: plan {plan['hash'][:12]}")
@@ -129,8 +130,6 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
             console.print(f"  {reason}")
     console.print(_rank_table(report["ranks"]))
     console.print(_memory_table(report["memory"]))
-    for warning in report["memory"]["warnings"]:
-        console.print(warning)
     shards = f" of {kv['num_shards']} shards" if kv["num_shards"] > 1 else ""
     console.print(
         f"KV cache per NPU: {kv['num_blocks']} blocks of {kv['block_size']} tokens{shards}, "
@@ -143,8 +142,15 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
     """How tokens travel to experts of other ranks, by size of batch; empty where none do."""
+    operators = rule.mc2.operators if rule.mc2 is not None else None
     return [
-        {"first": first, "last": last, "kind": decision.kind, "reason": decision.reason}
+        {
+            "first": first,
+            "last": last,
+            "kind": decision.kind,
+            "algorithm": operators.algorithm if operators and decision.kind == "mc2" else None,
+            "reason": decision.reason,
+        }
         for first, last, decision in rule.stretches()
         if decision.kind is not None
     ]
@@ -158,22 +164,14 @@ def _memory_entry(deployment: AssumedDeployment, pool: int, kv_bytes: int) -> di
         *memory.parts,
         MemoryPart("graphs", graphs, "predicted" if pool else "estimated from above"),
         MemoryPart("KV blocks", kv_bytes),
-        MemoryPart("eager steps", memory.eager_bytes, "estimated from above"),
+        MemoryPart(EAGER_STEPS, memory.eager_bytes, "estimated from above"),
     ]
     left = memory.device_bytes - sum(part.bytes for part in parts)
     return {
         "device_bytes": memory.device_bytes,
         "parts": [part._asdict() for part in parts if part.bytes],
         "left_bytes": left,
-        "warnings": [_too_large_step(deployment.config)] if left < 0 else [],
     }
-
-
-def _too_large_step(config: Config) -> str:
-    return (
-        f"eager steps of {config.scheduler.max_num_batched_tokens} tokens may find no room beside "
-        "the KV blocks: lower scheduler.max_num_batched_tokens or kv.memory_fraction"
-    )
 
 
 def _memory_table(memory: dict[str, Any]) -> Table:

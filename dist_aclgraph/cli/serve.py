@@ -31,7 +31,7 @@ from dist_aclgraph.serve.http.open_files import allow_connections
 
 log = logging.getLogger(__name__)
 SILENT_S = 30.0  # longer than an owner may wait for an answer of its controller
-END_S = 180.0  # from the end of draining: the steps that stop a deployment have limits of their own
+END_S = 180.0  # from the end of draining until the deployment has stopped
 
 
 def serve(config: Config, start: Start | None = None) -> None:

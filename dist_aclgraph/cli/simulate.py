@@ -79,6 +79,8 @@ def _render_group(group: dict[str, Any], console: Console) -> None:
         f"at most {requests['most_waiting']:,} waited",
         highlight=False,
     )
+    if requests["generated_tokens"]:
+        console.print(f"  {_latency_in_words(group)}", highlight=False)
     held = "; ".join(f"{n} {c}" for n, c in streams["at_most"].items() if c and n != "all")
     console.print(
         f"  streams by the budget model, at most: {streams['at_most']['all']} of "
@@ -102,6 +104,19 @@ def _render_group(group: dict[str, Any], console: Console) -> None:
         )
     if group["replays"]:
         console.print(_replays(group))
+
+
+def _latency_in_words(group: dict[str, Any]) -> str:
+    latency, drafts = group["latency"], group["drafts"]
+    first, each = latency["first_token_s"], latency["per_token_s"]
+    words = (
+        f"first token after {first['p50']:.3f} s (p50), {first['p99']:.3f} s (p99); each further "
+        f"token {each['p50'] * 1e3:.2f} ms (p50), {each['p99'] * 1e3:.2f} ms (p99); "
+        f"{latency['tokens_per_s']:,.0f} tokens/s"
+    )
+    if drafts["verifications"]:
+        words += f"; {drafts['tokens_per_verification']:.2f} tokens a step of a request, by drafts"
+    return words
 
 
 def _replays(group: dict[str, Any]) -> Table:

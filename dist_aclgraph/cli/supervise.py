@@ -150,7 +150,7 @@ class Supervisor:
         return None
 
     def _replace_owner(self, code: int) -> int | None:
-        """Have another owner started, or return the exit code of the service."""
+        """Start another owner, or return the exit code of the service."""
         self._owner = 0
         served, before = self._owner_heartbeat.has_served, self._has_served
         self._has_served = served or before
@@ -238,7 +238,7 @@ class Supervisor:
 
     def _may_restart(self, why: str, what: str) -> bool:
         """Take a restart of the budget, and say so."""
-        if self._restarts.take(time.monotonic()):
+        if self._restarts.spend(time.monotonic()):
             _say(f"warning: {why}; {what} is started again")
             return True
         allowed = f"recovery.restarts_per_hour allows {self._restarts.per_hour}"

@@ -1,7 +1,7 @@
 """HCCL groups of a worker, and the collectives that layers call.
 
-A ``CommGroup`` with one member communicates with nobody: its collectives return their input, so
-layers need no case for a single rank.
+A ``CommGroup`` with one member does not communicate: its collectives return their input, so layers
+need no case for a single rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_aclgraph.device.npu import hccl_options, translated
+from dist_aclgraph.environment import set_hccl_buffsize
 from dist_aclgraph.topology import GroupKind, ParallelLayout
 
 
@@ -141,6 +142,8 @@ def join_lockstep_group(
     size: int,
     timeout_s: float,
     meeting: socket.socket | None = None,
+    *,
+    buffer_mb: int | None = None,
 ) -> None:
     """Make this process a member of its lockstep group's HCCL world.
 
@@ -152,6 +155,7 @@ def join_lockstep_group(
         timeout_s: limit of joining.
         meeting: rank 0's socket that listens at a TCP ``rendezvous``; torch owns it from here on. A
             socket that torch opens itself would listen at every address of the machine.
+        buffer_mb: see ``make_groups``.
 
     Raises:
         DeviceError: a member did not arrive, or HCCL refused.
@@ -159,7 +163,14 @@ def join_lockstep_group(
     timeout = datetime.timedelta(seconds=timeout_s)
     with translated(f"joining the HCCL world as rank {rank} of {size}"):
         store = _open_store(rendezvous, size, timeout, meeting)
-        dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            "hccl",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            pg_options=hccl_options(buffer_mb),
+        )
 
 
 def leave_lockstep_group() -> None:
@@ -197,8 +208,9 @@ def _open_store(
 def make_groups(
     layout: ParallelLayout,
     rank: int,
-    mc2_buffer_mb: int | None = None,
     *,
+    buffer_mb: int | None = None,
+    mc2_buffer_mb: int | None = None,
     watchdog_s: float | None = None,
 ) -> RankGroups:
     """Return the groups of ``rank``; groups of the same ranks share one communicator, except MC2's.
@@ -208,14 +220,18 @@ def make_groups(
     Args:
         layout: of the lockstep group, see ``ParallelLayout.within_group``.
         rank: within the lockstep group.
-        mc2_buffer_mb: HCCL's buffer of MC2's domain, if ``layout`` has one.
+        buffer_mb: HCCL's buffer of every domain but MC2's; None takes HCCL_BUFFSIZE.
+        mc2_buffer_mb: HCCL's buffer of MC2's domain, if ``layout`` has one; None likewise.
         watchdog_s: limit of every eager collective; None takes the limit of joining.
     """
+    if mc2_buffer_mb is not None:
+        # By the variable, because some releases of MC2's operators do not read the domain's option.
+        set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)
     for members in layout.domains[:shared]:
         is_world = len(members) == layout.world_size
-        handles[members] = dist.group.WORLD if is_world else dist.new_group(list(members))
+        handles[members] = dist.group.WORLD if is_world else _new_group(members, buffer_mb)
 
     def group_of(kind: GroupKind) -> CommGroup:
         members = layout.group_of(kind, rank)
@@ -223,7 +239,7 @@ def make_groups(
 
     mc2 = None
     for members in layout.mc2_domains:
-        handle = _new_group_with_buffer(members, mc2_buffer_mb)
+        handle = _new_group(members)
         if rank in members:
             mc2 = CommGroup(members, members.index(rank), handle)
     groups = RankGroups(
@@ -242,7 +258,5 @@ def make_groups(
     return groups
 
 
-def _new_group_with_buffer(members: tuple[int, ...], buffer_mb: int | None) -> Any:
-    """Make a process group whose communicator has its own buffer size."""
-    options = None if buffer_mb is None else hccl_options(buffer_mb)
-    return dist.new_group(list(members), pg_options=options)
+def _new_group(members: tuple[int, ...], buffer_mb: int | None = None) -> Any:
+    return dist.new_group(list(members), pg_options=hccl_options(buffer_mb))

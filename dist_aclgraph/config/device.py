@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from dist_aclgraph.config.chips import DIE_64_GB_MB, family_of, generation_of
 from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
-A2_CHIPS, A3_CHIPS = "Ascend910B", "Ascend910_93"  # prefixes of their names
-DOCUMENTED_GIB = {"Ascend910B4": 32}  # memory of a chip, if it is not 64 GiB
+ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
 ASSUMED_CANN = "9.1.0"  # belongs to the newest torch_npu whose CANN is published
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
@@ -136,14 +136,14 @@ class DeviceConfig(Section):
         200,
         ge=1,
         le=65536,
-        description="HCCL's buffer of a communication domain (HCCL_BUFFSIZE)",
+        description="HCCL's buffer of every communication domain but MC2's",
     )
     mc2_buffer_mb: int | None = Field(
         None,
         ge=1,
         le=65536,
-        description="HCCL's buffer of MC2's own domain; batches that exceed it use another "
-        "way. null is the need of MC2's largest batch",
+        description="HCCL's buffer of MC2's own domain, which gets it by HCCL_BUFFSIZE; batches "
+        "that exceed it use another way. null is the need of MC2's largest batch",
     )
     hccl_interfaces: str | None = Field(
         None,
@@ -173,8 +173,9 @@ class DeviceConfig(Section):
     soc: str | None = Field(
         None,
         description="name of the chip that plans assume, e.g. Ascend910B1 (an A2) or "
-        "Ascend910_9391 (an A3); the emulator emulates that chip, too. null asks the first NPU "
-        "of this machine, and means an A2 without an NPU",
+        "Ascend910_9391 (an A3); the emulator emulates that chip, too. A plan for an unknown chip "
+        "needs memory_mb, and assumes an A2. null asks the first NPU of this machine, and means an "
+        "A2 without an NPU",
     )
     cann: str | None = Field(
         None,
@@ -185,16 +186,16 @@ class DeviceConfig(Section):
     memory_mb: int | None = Field(
         None,
         ge=16,
-        description="memory of each NPU that plans assume; null asks the same NPU, and means "
-        "the documented memory of the chip without one: 32 GiB for an Ascend910B4, 64 GiB for "
-        "others",
+        description="memory of each NPU that plans assume; null asks the same NPU, and without "
+        "one means what torch reports on such a chip: 60.96 GiB of 64 GB, 29.5 GiB of an "
+        "Ascend910B4's 32 GB",
     )
     emulator: EmulatorConfig = EmulatorConfig()
 
     @property
     def chip(self) -> str:
         """The chip that plans assume."""
-        return self.soc or (A2_CHIPS if self.kind == "npu" else self.emulator.soc)
+        return self.soc or (ANY_A2 if self.kind == "npu" else self.emulator.soc)
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -209,9 +210,8 @@ class DeviceConfig(Section):
     @property
     def npu_bytes(self) -> int:
         """The memory of an NPU that plans assume."""
-        if self.memory_mb is not None:
-            return self.memory_mb << 20
-        return DOCUMENTED_GIB.get(self.chip, 64) << 30
+        family = family_of(self.chip)
+        return (self.memory_mb or (family.memory_mb if family else DIE_64_GB_MB)) << 20
 
     @property
     def assumed(self) -> str:
@@ -222,4 +222,4 @@ class DeviceConfig(Section):
     @property
     def expansion(self) -> HcclExpansion:
         """The processor that unrolls collectives, as plans assume."""
-        return self.hccl_expansion or ("AICPU" if self.chip.startswith(A3_CHIPS) else "FFTS")
+        return self.hccl_expansion or ("AICPU" if generation_of(self.chip) == "A3" else "FFTS")

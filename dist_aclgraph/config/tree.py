@@ -27,6 +27,7 @@ BudgetModelName = Literal[
 # modes in which decode steps have their own graphs
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
+Mc2Algorithm = Literal["auto", "fullmesh", "hierarchy"]
 
 # of traffic; a sum with a larger weight loses small ones, and may become infinite
 MAX_WEIGHT = 1e15
@@ -56,6 +57,13 @@ class ParallelConfig(Section):
         "auto",
         description="way of tokens to experts on other ranks; auto decides for each batch "
         "size, see `dist-aclgraph plan`",
+    )
+    mc2_algorithm: Mc2Algorithm = Field(
+        "auto",
+        description="path of tokens in MC2's operators. fullmesh sends a token directly to the "
+        "ranks of its experts; hierarchy first to their nodes, then within each node. hierarchy "
+        "is for A2s with 16, 32 or 64 ranks of experts, eight on each node, and a driver from "
+        "25.0.RC1.1 on; auto takes it wherever the number of ranks permits",
     )
     expert_capacity: float = Field(
         2.0,
@@ -254,7 +262,11 @@ class KVConfig(Section):
         None, ge=2, description="blocks per rank; null derives the number from free device memory"
     )
     memory_fraction: float = Field(
-        0.8, gt=0.0, le=0.98, description="part of free device memory for KV blocks"
+        0.9,
+        gt=0.0,
+        le=0.98,
+        description="share of the KV blocks in the device memory that weights, buffers, graphs "
+        "and eager steps do not need",
     )
     max_bytes: int = Field(
         1 << 40, ge=1 << 16, description="upper limit of the bytes of KV blocks per rank"

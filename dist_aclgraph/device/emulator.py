@@ -284,8 +284,7 @@ def _processor_features() -> str:
 
 def _make(progress: OnProgress | None) -> None:
     command = ["make", "-C", str(SOURCES), "--no-print-directory", f"PYTHON={sys.executable}"]
-    # Dependency files contain the name of their own file, so its name in a clone must be make's
-    # name.
+    # Dependency files name their own objects, so a clone must use the folder name that make uses.
     if SOURCES / "build" != BUILD:
         command.append(f"B={BUILD}")
     environment = build_environment()

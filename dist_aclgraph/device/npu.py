@@ -356,8 +356,12 @@ class GraphPool:
             self.handle = runtime().graph_pool_handle()
 
 
-def hccl_options(buffer_mb: int) -> Any:
-    """Return options of a process group whose communicators have buffers of so many MB."""
+def hccl_options(buffer_mb: int | None) -> Any:
+    """Return options of a process group whose communicators have buffers of so many MB; None for
+    the buffers of HCCL_BUFFSIZE.
+    """
+    if buffer_mb is None:
+        return None
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     options = ProcessGroupHCCL.Options()
@@ -399,6 +403,14 @@ def on_stream(stream: Any, back: Any) -> Iterator[None]:
 def external_event() -> Any:
     """Return an event that one stream records and a captured graph waits for."""
     return runtime().ExternalEvent()
+
+
+def clear_event(event: Any, stream: Any) -> None:
+    """Reset an external event of unknown state, on ``stream``."""
+    # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
+    event.record(stream)
+    event.wait(stream)
+    event.reset(stream)
 
 
 def weak_reference(value: Any) -> Any:

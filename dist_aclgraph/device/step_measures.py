@@ -140,9 +140,9 @@ class DeviceCounts:
 
     def skip(self) -> None:
         """Skip all counts up to now."""
-        self.take()
+        self.read_and_reset()
 
-    def take(self) -> dict[str, int]:
+    def read_and_reset(self) -> dict[str, int]:
         """Return the counts since the last call. If the next step follows at once, some counts may
         belong to it.
         """

@@ -419,7 +419,7 @@ class ModelRunner:
             num_unplaced=self._num_unplaced - num_unplaced,
             timings_us=flight.stages,
             overlapped_us=self._watch.take_overlapped(),
-            counted=self._counts.take(),
+            counted=self._counts.read_and_reset(),
         )
         if not self._owns_output:
             return result

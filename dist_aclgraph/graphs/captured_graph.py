@@ -115,9 +115,11 @@ class CapturedGraph:
         self._updates.forget(main_stream)
 
     def release(self) -> None:
-        """Release streams and memory."""
-        self._recorder.tasks.clear()
+        """Release streams and memory, and leave the events to the next capture."""
+        tasks = self._recorder.tasks
         self._recording.forget(self.graph)
+        self._recording.events.give_back(task.event for task in tasks)
+        tasks.clear()
 
 
 def capture(
@@ -132,9 +134,10 @@ def capture(
     Raises:
         StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: see ``Recording.record``.
     """
-    recorder = TaskRecorder(recording.stream)
+    recorder = TaskRecorder(recording.stream, recording.events)
     try:
         graph = recording.record(str(descriptor), lambda: forward(recorder))
     finally:
         recorder.forget_workspace()
+    recorder.clear_events()
     return CapturedGraph(descriptor, graph, recorder, recording, addresses)

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from dist_aclgraph.device.npu import GraphPool, Npu, runtime, translated
+from dist_aclgraph.device.npu import GraphPool, Npu, external_event, runtime, translated
+
+
+class EventPool:
+    """External events that no graph uses; their state is unknown.
+
+    torch_npu never frees an external event's device memory (4 KiB). So the events of a released
+    graph serve the next one.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._free: list[Any] = []
+
+    def take(self) -> Any:
+        return self._free.pop() if self._free else external_event()
+
+    def give_back(self, events: Iterable[Any]) -> None:
+        """Keep events of a released graph."""
+        for event in events:
+            # The next capture waits for it, and torch_npu refuses a second wait without a record.
+            event.record(self._stream)
+            self._free.append(event)
 
 
 class Recording:
@@ -21,6 +43,7 @@ class Recording:
         self._npu = npu
         self._pool = pool
         self.stream: Any = runtime().Stream()
+        self.events = EventPool(self.stream)
 
     @cached_property
     def counts_streams(self) -> bool:

@@ -34,6 +34,7 @@ from typing import Any
 from torch import Tensor
 
 from dist_aclgraph.device import npu
+from dist_aclgraph.graphs.recording import EventPool
 from dist_aclgraph.layers.attention import Arguments, AttentionOperator, AttentionTasks
 from dist_aclgraph.steps.padding import Lens
 
@@ -74,10 +75,7 @@ class UpdatableTask:
         """
         for name in (self.operator.kv_lens, self.operator.query_ends):
             self.arguments[name] = [-1] * len(self.arguments[name])  # lengths that no step uses
-        # torch_npu 2.13 resets an event in its wait, and its reset does nothing.
-        self.event.record(stream)
-        self.event.wait(stream)
-        self.event.reset(stream)
+        npu.clear_event(self.event, stream)
 
 
 class TaskRecorder:
@@ -86,8 +84,9 @@ class TaskRecorder:
     Owns the workspace that all tasks of the graph share: they run one after another.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, events: EventPool) -> None:
         self._stream = stream
+        self._events = events
         self._workspace: Tensor | None = None
         self.tasks: list[UpdatableTask] = []
 
@@ -113,7 +112,7 @@ class TaskRecorder:
             # The largest size that any lengths can need: an update must never need more.
             self._workspace = operator.max_workspace(arguments)
         written = {"workspace": self._workspace, "out": outputs}
-        event = npu.external_event()
+        event = self._events.take()
         event.wait(self._stream)
         event.reset(self._stream)
         npu.begin_task_group(self._stream)
@@ -121,6 +120,12 @@ class TaskRecorder:
         handle = npu.end_task_group(self._stream)
         weak = {key: npu.weak_reference(value) for key, value in (arguments | written).items()}
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
+
+    def clear_events(self) -> None:
+        """Reset the events, which other graphs may have used; the first replay waits for them."""
+        for task in self.tasks:
+            npu.clear_event(task.event, self._stream)
+        self._stream.synchronize()
 
     def forget_workspace(self) -> None:
         """Finish the capture: the pool may give the workspace's memory to other graphs."""

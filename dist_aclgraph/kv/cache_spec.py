@@ -119,7 +119,8 @@ class KVCacheSpec:
         # Without a configured length, requests are as long as the cache allows.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
-                f"raise kv.memory_fraction, {how_to_shrink_weights(config)}"
+                "raise kv.memory_fraction, lower scheduler.max_num_batched_tokens, "
+                f"{how_to_shrink_weights(config)}"
                 if kv.num_blocks is None
                 else "raise kv.num_blocks"
             )
@@ -143,7 +144,7 @@ class KVCacheSpec:
             raise ConfigError(
                 f"only {num_blocks} KV blocks of {self.bytes_per_block} bytes fit in {budget} "
                 f"bytes (of {free_bytes} free); at least {MIN_BLOCKS} are needed: raise "
-                "kv.memory_fraction or kv.max_bytes, lower kv.block_size, or leave more free with "
-                "more NPUs"
+                "kv.memory_fraction or kv.max_bytes, lower kv.block_size or "
+                "scheduler.max_num_batched_tokens, or use more NPUs"
             )
         return num_blocks

@@ -18,6 +18,7 @@ from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
 from dist_aclgraph.layers.shared_experts import SharedExperts, SideStream
 from dist_aclgraph.layers.token_exchange import Exchange
+from dist_aclgraph.planning.mc2 import Mc2Operators
 from dist_aclgraph.topology import ExchangeKind
 
 
@@ -46,13 +47,13 @@ class ExpertSetup:
         capacity_factor: room of an all-to-all, see ``expert_capacity``.
         side: stream of shared experts beside the routed ones; None runs them before the routed
             ones.
-        mc2_sends_scales: see ``Mc2``.
+        mc2: MC2's operators on this chip; None without MC2.
     """
 
     groups: RankGroups
     capacity_factor: float = 2.0
     side: SideStream | None = None
-    mc2_sends_scales: bool = False
+    mc2: Mc2Operators | None = None
 
 
 @dataclass(frozen=True)

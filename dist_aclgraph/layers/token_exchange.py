@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.local_experts import COUNTS, LocalExperts
 from dist_aclgraph.planning.exchange import expert_capacity
+from dist_aclgraph.planning.mc2 import Mc2Operators
 from dist_aclgraph.topology import ExchangeKind
 
 ALIGNED_BYTES = 32  # operators load blocks of so many bytes
@@ -116,41 +117,41 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
-class Mc2:
+class Mc2Exchange:
     """Tokens travel inside the operators, to each of their experts: exact counts, no padding.
 
     ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``; the limits of both are
-    checked when the deployment is planned.
+    checked when the deployment is planned. Operators without a mask send and compute padding like
+    other tokens, and it counts as load.
 
     Attributes:
         group: of MC2 alone.
-        sends_scales: whether the operators of this chip send the weights, too.
+        operators: the operators on this chip.
     """
 
     group: CommGroup
     local: LocalExperts
-    sends_scales: bool
+    operators: Mc2Operators
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
-        npu = torch.ops.npu
+        npu, operators = torch.ops.npu, self.operators
         is_padding = experts[:, 0] == self.local.num_experts
-        # Padding travels nowhere, but its experts must exist, and differ from each other.
-        some = torch.arange(experts.shape[1], dtype=torch.int32, device=x.device)
-        experts = torch.where(is_padding.unsqueeze(1), some, experts)
+        experts = torch.where(is_padding.unsqueeze(1), self._experts_of_padding(experts), experts)
         domain = (
             self.group.hccl_name,
             self.group.size,
             self.group.rank,
             self.local.num_experts,
         )
-        is_live = is_padding.logical_not()
+        is_live = is_padding.logical_not() if operators.takes_mask else None
         rows, _, origins, counts, received, _, scales = npu.npu_moe_distribute_dispatch_v2(
             x,
             experts,
             *domain,
             x_active_mask=is_live,
-            expert_scales=weights if self.sends_scales else None,
+            expert_scales=weights if operators.takes_scales else None,
             expert_token_nums_type=COUNTS,
+            comm_alg=operators.comm_alg,
         )
         y: Tensor = npu.npu_moe_distribute_combine_v2(
             self.local.compute(rows, counts, tally),
@@ -160,17 +161,26 @@ class Mc2:
             weights,
             *domain,
             x_active_mask=is_live,
-            expand_scales=scales if self.sends_scales else None,
+            expand_scales=scales if operators.takes_scales else None,
+            comm_alg=operators.comm_alg,
         )
-        # The operator does not write rows of padding; a NaN there would spread to other rows.
+        # The operator does not write masked rows; a NaN there would spread to other rows.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
+
+    def _experts_of_padding(self, experts: Tensor) -> Tensor:
+        """Return experts that exist, and differ within each row: [m, top_k] or [1, top_k]."""
+        top_k, num_experts = experts.shape[1], self.local.num_experts
+        # Masked rows travel nowhere, other ones to all experts in turn. fmod has an int32 kernel.
+        count = top_k if self.operators.takes_mask else experts.numel()
+        ids = torch.arange(count, dtype=torch.int32, device=experts.device)
+        return (ids if count <= num_experts else ids.fmod(num_experts)).view(-1, top_k)
 
 
 def make_exchanges(
-    groups: RankGroups, local: LocalExperts, factor: float, *, mc2_sends_scales: bool
+    groups: RankGroups, local: LocalExperts, factor: float, mc2: Mc2Operators | None
 ) -> Mapping[ExchangeKind, Exchange]:
-    """Return the exchanges of an expert parallel group: none for one rank; MC2 if it has a
-    group.
+    """Return the exchanges of an expert parallel group: none for one rank; MC2 if it has a group,
+    by the operators ``mc2``.
     """
     if groups.ep.size == 1:
         return {}
@@ -179,7 +189,8 @@ def make_exchanges(
         "all_to_all": AllToAll(groups.ep, local, factor),
     }
     if groups.mc2 is not None:
-        exchanges["mc2"] = Mc2(groups.mc2, local, mc2_sends_scales)
+        assert mc2 is not None
+        exchanges["mc2"] = Mc2Exchange(groups.mc2, local, mc2)
     return exchanges
 
 

@@ -46,9 +46,7 @@ def load_experts(
         _load_router(slices, experts, hidden, f"{prefix}.gate"),
         local,
         setup.groups,
-        make_exchanges(
-            setup.groups, local, setup.capacity_factor, mc2_sends_scales=setup.mc2_sends_scales
-        ),
+        make_exchanges(setup.groups, local, setup.capacity_factor, setup.mc2),
         _load_shared(slices, experts, hidden, f"{prefix}.shared_experts"),
     )
 

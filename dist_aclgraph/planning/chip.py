@@ -10,20 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.config.device import A2_CHIPS, A3_CHIPS
+from dist_aclgraph.config.chips import generation_of
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
-GENERATIONS = {"A2": A2_CHIPS, "A3": A3_CHIPS}
 # CANN finds its own version by the variable that its set_env.sh sets.
 UNKNOWN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
-
-
-def generation_of(chip: str) -> str:
-    """Return the generation of a chip by its name, or the name if the chip is unknown."""
-    return next((name for name, begin in GENERATIONS.items() if chip.startswith(begin)), chip)
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class Chip:
         """Whether the rules of CANN 8 hold: they are the stricter ones, and an unknown CANN's."""
         return not self.cann or self.cann.startswith("8.")
 
-    def check(self, config: Config, facts: ModelFacts, whose: str) -> None:
+    def check_attention(self, config: Config, facts: ModelFacts, whose: str) -> None:
         """Refuse a type, a head size or a block size that attention does not support on this chip.
 
         Args:

@@ -104,6 +104,7 @@ class ExchangeRule:
                 chip=chip,
                 expansion=config.device.expansion,
                 buffer_mb=config.device.mc2_buffer_mb,
+                algorithm=parallel.mc2_algorithm,
             )
         rule = cls(
             tp=parallel.tp,

@@ -5,30 +5,54 @@ The limits are those of the operators' documents; none was tried on an NPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from dist_aclgraph.config import HcclExpansion
-from dist_aclgraph.planning.chip import Chip, generation_of
+from dist_aclgraph.config import HcclExpansion, Mc2Algorithm
+from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-MAX_EXPERTS_CANN_8 = 512  # of an A2
+MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # of an A2
 
 
-def mc2_buffer_mb(num_rows: int, hidden: int, ep: int, num_local: int, top_k: int) -> int:
-    """Return HCCL's buffer in MB that dispatch and combine need, by their documents.
+class Mc2Batch(NamedTuple):
+    """The tokens and experts of one dispatch and combine.
 
-    Args:
+    Attributes:
         num_rows: most tokens of one rank.
         num_local: experts of one rank.
     """
-    row = 2 * hidden
-    dispatch = _aligned(_aligned(row, 32) + 64, 512)
-    combine = _aligned(row, 512)
-    needed = 2 * num_rows * (dispatch * ep * num_local + combine * top_k)
-    return needed // MIB + 1
+
+    num_rows: int
+    hidden: int
+    ep: int
+    num_local: int
+    top_k: int
+
+
+# Bytes of HCCL's buffer, by the operators' documents.
+
+
+def a2_fullmesh_bytes(batch: Mc2Batch) -> int:
+    rows, hidden, ep, num_local, top_k = batch
+    return 2 * (rows * ep * min(num_local, top_k) * 2 * hidden + 2 * MIB)
+
+
+def a2_hierarchy_bytes(batch: Mc2Batch) -> int:
+    rows, hidden, ep, num_local, top_k = batch
+    row = 2 * hidden + 4 * _aligned(top_k, 8) * 4
+    return (ep * num_local + ep // 4) * _aligned(rows * row, 512) + 8 * MIB
+
+
+def a3_fullmesh_bytes(batch: Mc2Batch) -> int:
+    rows, hidden, ep, num_local, top_k = batch
+    dispatch = _aligned(_aligned(2 * hidden, 32) + 64, 512)
+    combine = _aligned(2 * hidden, 512)
+    return 2 * rows * (dispatch * ep * num_local + combine * top_k)
 
 
 def _aligned(size: int, to: int) -> int:
@@ -36,36 +60,68 @@ def _aligned(size: int, to: int) -> int:
 
 
 @dataclass(frozen=True)
-class Product:
-    """One generation of NPUs.
+class Mc2Operators:
+    """MC2 on one generation of NPUs, with one algorithm.
 
     Attributes:
+        comm_alg: the operators' name of the algorithm.
         max_rows: tokens of one rank.
+        buffer_bytes: the need of HCCL's buffer.
         hidden_sizes: widths of a token.
         pays_from_ep, pays_to_local: ranks, and experts of a rank, for which other projects use MC2.
         takes_scales: whether the weights of experts travel with the tokens, and back.
+        takes_mask: whether the operators can leave out rows.
     """
 
     name: str
+    algorithm: Mc2Algorithm
+    comm_alg: str
     ep_sizes: frozenset[int]
     max_rows: int
     hidden_sizes: range
+    buffer_bytes: Callable[[Mc2Batch], int]
     pays_from_ep: int = 2
     pays_to_local: int = MAX_EXPERTS
     takes_scales: bool = False
+    takes_mask: bool = True
 
 
-PRODUCTS = (
-    Product(
+# Of the algorithms that are possible, the first one is preferred.
+MC2_OPERATORS = (
+    Mc2Operators(
         "A2",
+        "hierarchy",
+        "hierarchy",
+        frozenset({16, 32, 64}),
+        512,
+        range(32, 10240 + 1, 32),
+        a2_hierarchy_bytes,
+        pays_from_ep=16,
+        pays_to_local=24,
+        takes_scales=True,
+        takes_mask=False,
+    ),
+    Mc2Operators(
+        "A2",
+        "fullmesh",
+        "fullmesh",
         frozenset({2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256}),
         256,
         range(32, 7168 + 1, 32),
+        a2_fullmesh_bytes,
         pays_from_ep=16,
         pays_to_local=24,
         takes_scales=True,
     ),
-    Product("A3", frozenset(range(2, 769)), 512, range(1024, 8192 + 1)),
+    Mc2Operators(
+        "A3",
+        "fullmesh",
+        "fullmesh_v1",
+        frozenset(range(2, 769)),
+        512,
+        range(1024, 8192 + 1),
+        a3_fullmesh_bytes,
+    ),
 )
 
 
@@ -76,6 +132,7 @@ class Mc2:
     Attributes:
         element_bytes: of activations.
         buffer_mb: HCCL's buffer of MC2's own domain; None means as much as a batch needs.
+        algorithm: the configured one.
     """
 
     ep: int
@@ -86,10 +143,13 @@ class Mc2:
     chip: Chip
     expansion: HcclExpansion
     buffer_mb: int | None = None
+    algorithm: Mc2Algorithm = "auto"
 
     @cached_property
-    def product(self) -> Product | None:
-        return next((p for p in PRODUCTS if p.name == generation_of(self.chip.name)), None)
+    def operators(self) -> Mc2Operators | None:
+        """MC2 with the best algorithm for this number of ranks; None if the chip has none."""
+        found = [p for p in self._known_operators if self.algorithm in ("auto", p.algorithm)]
+        return next((p for p in found if self.ep in p.ep_sizes), found[-1] if found else None)
 
     @property
     def num_local(self) -> int:
@@ -98,11 +158,14 @@ class Mc2:
     @property
     def max_rows(self) -> int:
         """Largest number of tokens per rank that the operators accept, with any buffer."""
-        return self.product.max_rows if self.product else 0
+        rows = self.operators.max_rows if self.operators else 0
+        return min(rows, MAX_ROWS_CANN_8) if self._is_a2_of_cann_8 else rows
 
     def needed_mb(self, num_rows: int) -> int:
         """Return the buffer in MB for batches of so many tokens per rank."""
-        return mc2_buffer_mb(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
+        assert self.operators is not None
+        batch = Mc2Batch(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
+        return self.operators.buffer_bytes(batch) // MIB + 1
 
     def obstacle(self, num_rows: int) -> str | None:
         """Return why ``num_rows`` tokens per rank cannot use MC2, None if they can."""
@@ -110,36 +173,53 @@ class Mc2:
 
     def loss(self) -> str | None:
         """Return why MC2 does not pay off where it is possible, None if it does."""
-        product = self.product
-        assert product is not None
-        if self.ep >= product.pays_from_ep and self.num_local <= product.pays_to_local:
+        operators = self.operators
+        assert operators is not None
+        if self.ep >= operators.pays_from_ep and self.num_local <= operators.pays_to_local:
             return None
         return (
-            f"on {product.name} it pays from {product.pays_from_ep} ranks on with at most "
-            f"{product.pays_to_local} experts each"
+            f"on {operators.name} it pays from {operators.pays_from_ep} ranks on with at most "
+            f"{operators.pays_to_local} experts each"
         )
 
+    @property
+    def _known_operators(self) -> list[Mc2Operators]:
+        return [p for p in MC2_OPERATORS if p.name == generation_of(self.chip.name)]
+
+    @property
+    def _is_a2_of_cann_8(self) -> bool:
+        return self.chip.is_cann_8 and generation_of(self.chip.name) == "A2"
+
     def _obstacles(self, num_rows: int) -> Iterator[str]:
-        product = self.product
-        if product is None:
-            yield f"its limits on {self.chip.name} are not known"
+        operators = self.operators
+        if operators is None:
+            chip = generation_of(self.chip.name)
+            names = " and ".join(p.algorithm for p in self._known_operators)
+            yield (
+                f"parallel.mc2_algorithm is {self.algorithm}; {chip} takes {names}"
+                if names
+                else f"its limits on {chip} are not known"
+            )
             return
         if self.element_bytes != 2:
             yield "it takes float16 and bfloat16, and dtype is float32"
-        if product.name == "A3" and self.expansion == "AIV":
+        if operators.name == "A3" and self.expansion == "AIV":
             yield "on A3 it hangs with device.hccl_expansion AIV; FFTS and AICPU are possible"
-        if self.ep not in product.ep_sizes:
-            sizes = ", ".join(map(str, sorted(product.ep_sizes)[:12]))
-            yield f"parallel.ep is {self.ep}; {product.name} takes {sizes}"
-        if self.chip.is_cann_8 and product.name == "A2":
+        if self.ep not in operators.ep_sizes:
+            sizes = ", ".join(map(str, sorted(operators.ep_sizes)[:12]))
+            yield (
+                f"parallel.ep is {self.ep}; {operators.name} takes {sizes} with "
+                f"{operators.algorithm}"
+            )
+        if self._is_a2_of_cann_8:
             if self.ep % 8:
                 yield f"parallel.ep is {self.ep}; A2 takes multiples of 8 with CANN 8"
             if self.num_experts > MAX_EXPERTS_CANN_8:
                 yield f"the model has {self.num_experts} experts; A2 takes at most 512 with CANN 8"
-        widths = product.hidden_sizes
+        widths = operators.hidden_sizes
         if self.hidden not in widths:
             yield (
-                f"the model's hidden size is {self.hidden}; {product.name} takes {widths[0]} to "
+                f"the model's hidden size is {self.hidden}; {operators.name} takes {widths[0]} to "
                 f"{widths[-1]} in steps of {widths.step}"
             )
         if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
@@ -147,8 +227,8 @@ class Mc2:
                 f"the model has {self.num_experts} experts, {self.top_k} for each token; it takes "
                 f"at most {MAX_EXPERTS} and {MAX_TOP_K}"
             )
-        if num_rows > product.max_rows:
-            yield f"{num_rows} tokens of one rank; {product.name} takes {product.max_rows}"
+        if num_rows > self.max_rows:
+            yield f"{num_rows} tokens of one rank; {operators.name} takes {self.max_rows}"
         needed = self.needed_mb(num_rows)
         if self.buffer_mb is not None and needed > self.buffer_mb:
             yield (

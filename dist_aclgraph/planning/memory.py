@@ -37,7 +37,11 @@ from dist_aclgraph.topology import ParallelLayout
 MIB, GIB = 1 << 20, 1 << 30
 BUFFERS_OF_A_DOMAIN = 2  # one for input, one for output
 INT32_BYTES = 4
-WEIGHTS = "weights"  # name of such parts
+LARGE = 4  # a refusal names each part that takes a fourth of the device, or more
+WEIGHTS = "weights"
+EAGER_STEPS = "eager steps"
+HCCL_BUFFERS, MC2_BUFFERS = "HCCL buffers", "MC2 buffers"
+STEP_BUFFERS, TOKEN_COUNTS = "step buffers", "token counts"
 
 
 class MemoryPart(NamedTuple):
@@ -53,7 +57,7 @@ class RankMemory:
     """The memory of one device besides graphs and KV blocks, and the rest for those.
 
     Attributes:
-        parts: memory in use before the first graph.
+        parts: memory in use before the first graph, without that of eager steps.
         graph_bytes: estimate of the graph pool, used if no budget model predicts it.
         eager_bytes: estimate of the temporary memory of the largest eager step.
     """
@@ -142,24 +146,55 @@ class RankMemory:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(part.bytes for part in self.parts if part.why == WEIGHTS)
+        return sum(part.bytes for part in self.parts if WEIGHTS in (part.name, part.why))
+
+    @property
+    def needs(self) -> tuple[MemoryPart, ...]:
+        """Everything besides graphs and KV blocks, the largest first; weights are one part."""
+        weights = MemoryPart(WEIGHTS, self.weight_bytes)
+        eager = MemoryPart(EAGER_STEPS, self.eager_bytes, "estimated from above")
+        others = (part for part in self.parts if WEIGHTS not in (part.name, part.why))
+        return tuple(sorted((weights, *others, eager), key=lambda part: -part.bytes))
 
     @property
     def free_bytes(self) -> int:
         """Bytes for graphs and KV blocks."""
-        return max(0, self.device_bytes - self.taken_bytes)
+        return max(0, self.device_bytes - self.taken_bytes - self.eager_bytes)
 
-    def check(self, config: Config, whose: str = "each NPU") -> None:
-        """Refuse weights and buffers that do not fit on the device.
+    def check_fits(self, config: Config, whose: str = "each NPU") -> None:
+        """Refuse weights, buffers and eager steps that do not fit on the device together.
 
         Raises:
-            ConfigError: the message has the needed and the available bytes, and the remedy.
+            ConfigError: the message has the needed and the available bytes, and the large parts
+                with their remedies.
         """
-        if self.taken_bytes > self.device_bytes:
-            raise ConfigError(
-                f"weights and buffers take {self.taken_bytes / GIB:.2f} GiB of {whose}, which has "
-                f"{self.device_bytes / GIB:.2f}: {how_to_shrink_weights(config)}"
-            )
+        needed = self.taken_bytes + self.eager_bytes
+        if needed <= self.device_bytes:
+            return
+        first, *others = self.needs
+        large = [first, *(part for part in others if LARGE * part.bytes >= self.device_bytes)]
+        named = (
+            f"{part.name} take {part.bytes / GIB:.2f} of them: {_how_to_shrink(part, config)}"
+            for part in large
+        )
+        raise ConfigError(
+            f"weights, buffers and eager steps take {needed / GIB:.2f} GiB of {whose}, which has "
+            f"{self.device_bytes / GIB:.2f}; {'; '.join(named)}"
+        )
+
+
+def _how_to_shrink(part: MemoryPart, config: Config) -> str:
+    """Return how a part can be made smaller, in words that follow a colon."""
+    limits = config.scheduler
+    own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)  # of MC2's one domain
+    remedies = {
+        EAGER_STEPS: f"lower scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens})",
+        HCCL_BUFFERS: f"set device.hccl_buffer_mb below {config.device.hccl_buffer_mb}",
+        MC2_BUFFERS: f"set device.mc2_buffer_mb below {own_mb}",
+        STEP_BUFFERS: f"lower scheduler.max_num_seqs ({limits.max_num_seqs})",
+        TOKEN_COUNTS: f"lower scheduler.max_num_seqs ({limits.max_num_seqs})",
+    }
+    return remedies.get(part.name) or how_to_shrink_weights(config)
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
@@ -171,14 +206,14 @@ def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart
     sizes = " and ".join(str(len(domain)) for domain in domains)
     documented = "as documented, not measured"
     shared = MemoryPart(
-        "HCCL buffers",
+        HCCL_BUFFERS,
         len(domains) * BUFFERS_OF_A_DOMAIN * mb * MIB,
         f"{BUFFERS_OF_A_DOMAIN} x {mb} MiB for each domain, of {sizes} ranks; {documented}",
     )
     if mc2_buffer_mb is None:
         return (shared,)
     own = MemoryPart(
-        "MC2 buffers",
+        MC2_BUFFERS,
         BUFFERS_OF_A_DOMAIN * mc2_buffer_mb * MIB,
         f"{BUFFERS_OF_A_DOMAIN} x {mc2_buffer_mb} MiB for the domain of its own; {documented}",
     )
@@ -186,8 +221,11 @@ def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart
 
 
 class EagerStep(NamedTuple):
-    """Return the tokens that a rank runs, and how many of them attend to each shard on their
-    own.
+    """The largest eager step of a rank.
+
+    Attributes:
+        num_tokens: all tokens that the rank runs.
+        num_direct: those of them that attend to each shard on their own.
     """
 
     num_tokens: int
@@ -238,9 +276,9 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     counts = num_rows * vocab_size
     return (
         MemoryPart(
-            "step buffers",
+            STEP_BUFFERS,
             (outputs + tables) * element_bytes + (inputs + sampling) * INT32_BYTES,
             "inputs, logits, rotary tables and what sampling keeps",
         ),
-        MemoryPart("token counts", counts * INT32_BYTES, "of each row, for penalties"),
+        MemoryPart(TOKEN_COUNTS, counts * INT32_BYTES, "of each row, for penalties"),
     )

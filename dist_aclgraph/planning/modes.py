@@ -107,3 +107,20 @@ def normalise_mode(
             "captured; unset the variable, or set graph.mode to NONE"
         )
     return mode, tuple(reasons)
+
+
+def check_partition(mode: GraphMode, *, is_soft: bool) -> None:
+    """Refuse graphs that would hang on a soft partition of an NPU.
+
+    Args:
+        is_soft: ``environment.is_soft_partition()``: an event must be recorded before any wait for
+            it, but a full graph is queued before the updates that record its events.
+
+    Raises:
+        ConfigError: the mode has full graphs.
+    """
+    if is_soft and mode in _FULL:
+        raise ConfigError(
+            f"the NPU is a soft partition (ENPU_ENABLE) and graph.mode is {mode}: full graphs hang "
+            "there; set graph.mode to PIECEWISE or NONE, or use a whole NPU"
+        )

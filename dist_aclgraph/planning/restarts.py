@@ -55,7 +55,7 @@ class RestartBudget(Backoff):
         """Whether a restart is allowed; any thread may call it."""
         return sum(taken_s > now_s - HOUR_S for taken_s in tuple(self._taken_s)) < self.per_hour
 
-    def take(self, now_s: float) -> bool:
+    def spend(self, now_s: float) -> bool:
         """Count a restart, if one is allowed; return whether it was."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()

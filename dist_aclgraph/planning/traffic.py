@@ -121,7 +121,7 @@ class TrafficHistory:
     def is_due(self, now_s: float) -> bool:
         return now_s >= self.next_look_s
 
-    def take(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
+    def record(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
         """Add the traffic since the last update; return all of it."""
         faded = fade(self._traffic, now_s - self._looked_s, self._config.traffic_half_life_s)
         self._looked_s = now_s

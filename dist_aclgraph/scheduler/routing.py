@@ -119,7 +119,7 @@ class RoutedCounts:
 
 
 @dataclass
-class Router:
+class RequestRouter:
     """Owns one ingress's knowledge of the groups, by name, and of its open requests.
 
     Args:

@@ -105,6 +105,7 @@ class Scheduler:
         self._num_arrived = 0
         self._in_flight: deque[_Decided] = deque()  # oldest first
         self._is_void = False  # the step in flight does not count, and must run again
+        self.last_num_tokens = 0  # of the last decided step, on the rank with the most
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because of non-finite logits
         self.num_admitted_tokens = 0  # tokens of admitted requests, and
@@ -354,6 +355,7 @@ class Scheduler:
             num_tokens, num_reqs, query_len, partial(self._has_room_for_padding, steps)
         )
         self.step += 1
+        self.last_num_tokens = num_tokens
         plan = StepPlan(
             self.epoch,
             self.step,

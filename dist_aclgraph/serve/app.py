@@ -82,7 +82,7 @@ class GroupsReplica:
 
     async def check_health(self) -> None:
         """Fail, so that Serve replaces this replica, once the deployment is dead."""
-        await asyncio.to_thread(self._deployment.check)
+        await asyncio.to_thread(self._deployment.raise_if_dead)
 
     async def __del__(self) -> None:
         """Stop the deployment; Serve calls it once no ingress uses it any more."""
@@ -125,7 +125,7 @@ class Ingress:
 
     async def check_health(self) -> None:
         """Fail once all groups are dead: this ingress cannot reach those that Serve starts next."""
-        self._state.check()
+        self._state.raise_if_dead()
 
     async def __del__(self) -> None:
         """Leave; Serve calls it once the requests that it had let in have ended."""
@@ -209,7 +209,7 @@ def app(args: AppArgs) -> serve.Application:
     """
     try:
         config = args.load()
-        deployment.check(config)
+        deployment.check_startable(config)
         return make_app(config)
     except DistAclGraphError as e:
         raise RefusedError(str(e)) from e

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config, GraphMode
+from dist_aclgraph.config.chips import CHIP_FAMILIES, family_of
 from dist_aclgraph.environment import launch_blocking
-from dist_aclgraph.errors import ModelError
+from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.planning.budget import (
     BudgetModel,
     StreamOffer,
@@ -71,9 +72,11 @@ class AssumedDeployment:
 
         Raises:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                the configured exchange is impossible, or weights and buffers do not fit on a
-                device.
+                the configured exchange is impossible, the chip is unknown, no node holds a tensor
+                parallel group, or weights, buffers and eager steps do not fit on a device.
         """
+        _check_chip(config)
+        _check_nodes(config)
         planner = Planner.from_config(config, launch_blocking=launch_blocking())
         config, facts = planner.config, planner.facts
         spec, unknown_shape = _read_shape(config.model)
@@ -82,7 +85,7 @@ class AssumedDeployment:
         is_npu = config.device.kind == "npu"
         chip = Chip(config.device.chip, config.device.npu_cann if is_npu else emulator.cann)
         if is_npu or emulator.strict:
-            chip.check(config, facts, "as plans assume")
+            chip.check_attention(config, facts, "as plans assume")
         exchange = ExchangeRule.from_config(config, facts, chip)
         memory = RankMemory.from_config(
             config,
@@ -91,9 +94,10 @@ class AssumedDeployment:
             has_hccl_buffers=is_npu,
             mc2_buffer_mb=exchange.mc2_buffer_mb,
         )
-        memory.check(config)
+        memory.check_fits(config)
         has_mc2 = exchange.mc2_buffer_mb is not None
-        offers = [_offer(planner, rank, memory.taken_bytes, has_mc2=has_mc2) for rank in ranks]
+        needed = memory.taken_bytes + memory.eager_bytes
+        offers = [_offer(planner, rank, needed, has_mc2=has_mc2) for rank in ranks]
         return cls(planner, memory, unknown_shape, offers, exchange)
 
     def with_mode(self, mode: GraphMode) -> AssumedDeployment:
@@ -170,27 +174,32 @@ class AssumedDeployment:
     @property
     def assumptions(self) -> list[str]:
         """The assumptions about the devices, in sentences."""
-        shape = []
+        device = self.config.device
+        found: list[str] = []
         if self.unknown_shape:
-            shape = [
+            found.append(
                 "weights take what the checkpoint's files do over tp, and graphs nothing: "
                 f"{self.unknown_shape}"
-            ]
-        if self.config.device.kind == "npu":
-            device = self.config.device
+            )
+        if family_of(device.chip) is None:
+            found.append(
+                f"nothing is known about the chip {device.chip}: its streams, its HCCL and its "
+                "operators are assumed to be those of an A2"
+            )
+        if device.kind == "npu":
             known = "as given, or as the first NPU of this machine says"
             if unknown := device.unknown:
                 keys = [f"device.{key}" for key in unknown]
                 known = f"no NPU was asked for {', '.join(keys)}"
             return [
-                *shape,
+                *found,
                 f"{device.assumed}: {known}",
                 f"each NPU has {NPU_STREAMS} streams; the runtime and its communication domains "
                 f"take {NPU_STREAMS_TAKEN} streams and what HCCL's expansion mode costs, nobody "
                 "else takes any; a running deployment negotiates over what they really have",
             ]
         return [
-            *shape,
+            *found,
             "every rank has the streams and the memory of device.emulator; the runtime takes "
             f"{EMULATOR_STREAMS_TAKEN} streams",
         ]
@@ -204,6 +213,31 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
     return list(found.values())
 
 
+def _check_chip(config: Config) -> None:
+    """Refuse NPUs of an unknown chip, unless their memory is given."""
+    device = config.device
+    if device.kind != "npu" or device.memory_mb is not None or family_of(device.chip):
+        return
+    names = ", ".join(f"{family.prefix}... ({family.generation})" for family in CHIP_FAMILIES)
+    raise ConfigError(
+        f"device.soc is {device.chip}; plans know {names}: correct the name, or set "
+        "device.memory_mb, too, and the plan assumes an A2 with that memory"
+    )
+
+
+def _check_nodes(config: Config) -> None:
+    """Refuse a tensor parallel group that no node holds; the start would refuse it, too."""
+    parallel, family = config.parallel, family_of(config.device.chip)
+    if config.device.kind != "npu" or family is None or parallel.tp_across_nodes:
+        return
+    if parallel.tp > family.node_npus:
+        raise ConfigError(
+            f"parallel.tp is {parallel.tp}; a node has {family.node_npus} NPUs of the chip "
+            f"{config.device.chip}: lower it, or set parallel.tp_across_nodes=true where nodes are "
+            "linked as NPUs of one node are"
+        )
+
+
 def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
     """Return the decoder's shape, or None and the reason."""
     try:
@@ -212,7 +246,7 @@ def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
         return None, str(e)
 
 
-def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> StreamOffer:
+def _offer(planner: Planner, rank: int, needed_bytes: int, *, has_mc2: bool) -> StreamOffer:
     config, workload = planner.config, planner.budget_model.workload
     emulator = config.device.emulator
     is_npu = config.device.kind == "npu"
@@ -230,7 +264,7 @@ def _offer(planner: Planner, rank: int, taken_bytes: int, *, has_mc2: bool) -> S
         available=max(0, streams - sum(taken.values())),
         taken={who: count for who, count in taken.items() if count},
         reserve=config.graph.reserve_streams,
-        free_bytes=max(0, _device_bytes(config, rank) - taken_bytes),
+        free_bytes=max(0, _device_bytes(config, rank) - needed_bytes),
         device=device,
         max_sizes=max_piecewise_sizes(device),
     )

@@ -19,6 +19,7 @@ from dist_aclgraph.actors.capture.graph_changes import GraphChanges
 from dist_aclgraph.actors.capture.graph_transaction import GraphTransaction
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.budget import Probe, StreamOffer, total
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
@@ -31,6 +32,7 @@ from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
+from dist_aclgraph.simulate.latencies import Latencies
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.streams import streams_held, tightest_offer
 from dist_aclgraph.simulate.tally import LastStep, Tally, WatchedDispatcher
@@ -40,8 +42,7 @@ from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 IDLE_POLL_S = 0.1  # between two graph changes of an idle group
 MAX_VERSIONS = 256  # the latest plan versions are kept
 STEPS_BETWEEN_LOOKS = 512  # of the simulation's observer
-SAMPLE = 3  # index of num_logits in a record of ``RankBatch.scheduled``
-RECORD = 4
+LOGITS, RECORD = 3, 4  # index of num_logits in a record of ``RankBatch.scheduled``; its length
 
 OnProgress = Callable[[], None]
 
@@ -93,6 +94,8 @@ class SimulatedGroup:
     Args:
         shares_plan_with: number of groups that change their plan together, this one included; the
             others are assumed to have the same traffic.
+        accepted: probability that a draft is accepted if all drafts before it are.
+        seed: of the drafts.
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class SimulatedGroup:
         times: StepTimes,
         *,
         shares_plan_with: int = 1,
+        accepted: float = 0.0,
+        seed: int = 0,
     ) -> None:
         config = deployment.config
         self._deployment = deployment
@@ -114,6 +119,7 @@ class SimulatedGroup:
         self.clock_s = 0.0
         self.tally = Tally()
         self.counts = Counts()
+        self.latencies = Latencies()
         self.lazy_capacity = negotiated.lazy_capacity
         self.reserve = config.graph.reserve_streams
         self.tightest = tightest_offer(deployment, negotiated)
@@ -141,13 +147,18 @@ class SimulatedGroup:
             ],
             self.dispatcher,
             max_model_len=deployment.planner.max_model_len,
+            num_drafts=config.speculative.num_tokens,
             tp=deployment.layout.tp,
             pcp=deployment.layout.pcp,
+            choose_exchange=deployment.exchange.choose,
             exact=config.recovery.exact,
         )
         self._ranks_per_batch = deployment.layout.tp * deployment.layout.pcp
         self._flying: deque[tuple[StepPlan, LastStep]] = deque()  # steps in flight, oldest first
-        self._no_tokens = bytes(4 * config.scheduler.max_num_seqs)
+        self._num_drafts = config.speculative.num_tokens
+        self._accepted, self._random = accepted, np.random.default_rng(seed)
+        most_tokens = config.scheduler.max_num_seqs * (self._num_drafts + 1)
+        self._no_tokens = bytes(INT_BYTES * most_tokens)
 
     # ---- loads
 
@@ -207,6 +218,7 @@ class SimulatedGroup:
         except DistAclGraphError as e:
             self.counts.refused[type(e).__name__] += 1
             return False
+        self.latencies.note_arrival(name, arrival.arrival_s)
         self.counts.most_waiting = max(self.counts.most_waiting, len(self.scheduler.waiting))
         return True
 
@@ -214,16 +226,32 @@ class SimulatedGroup:
         """Let a step run; ``step`` has the arguments of the dispatcher."""
         results = []
         for dp_rank, batch in enumerate(plan.batches):
-            records = np.frombuffer(batch.scheduled, dtype="<i4")
-            num_samples = int(records[SAMPLE::RECORD].sum())
-            tokens = self._no_tokens[: 4 * num_samples]
+            logits = np.frombuffer(batch.scheduled, dtype="<i4")[LOGITS::RECORD]
+            counts = self._num_tokens_of(logits[logits > 0])
+            tokens = self._no_tokens[: INT_BYTES * int(counts.sum())]
             owner = dp_rank * self._ranks_per_batch
-            results.append(StepResult(plan.epoch, plan.step, owner, tokens))
-            self.counts.generated_tokens += num_samples
+            packed = pack_ints(counts) if self._num_drafts else b""
+            results.append(StepResult(plan.epoch, plan.step, owner, tokens, packed))
         self._end_step(step, on_progress)
         outputs = self.scheduler.update(results)
+        self.latencies.note_outputs(self.clock_s, outputs)
+        self.counts.generated_tokens += outputs.num_tokens
         self.counts.finished += len(outputs.finish_reasons)
         return outputs
+
+    def _num_tokens_of(self, num_logits: IntArray) -> IntArray:
+        """Return the new tokens of each sampled request: one, and its accepted drafts.
+
+        Args:
+            num_logits: [num_samples], one, and the drafts that are verified.
+        """
+        if not self._num_drafts:
+            return num_logits
+        shape = len(num_logits), self._num_drafts
+        is_right = self._random.random(shape) < self._accepted
+        accepted = np.cumprod(is_right, axis=1).sum(axis=1)
+        counts: IntArray = np.minimum(1 + accepted, num_logits).astype(np.int32)
+        return counts
 
     def _end_step(self, step: LastStep, on_progress: OnProgress) -> None:
         """Let the time of a step pass."""
@@ -274,7 +302,7 @@ class SimulatedGroup:
             return
         self._is_unseen = False
         seen = _times(self.dispatcher.take_traffic(), self._weight)
-        traffic = self._history.take([seen], self.clock_s)
+        traffic = self._history.record([seen], self.clock_s)
         if self.changes.is_changing:
             return
         change = self._deployment.planner.choose_again(

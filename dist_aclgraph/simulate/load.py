@@ -4,7 +4,9 @@ A trace is JSON lines, or CSV with a header. Each line is
 
 - a batch, one step of a rank: ``decode`` (requests that decode), or ``num_reqs`` and ``query_len``,
   or ``tokens`` (a mixture of prefill and decode; of split prompts, the rank's share); or
-- a request: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, in the order of arrival.
+- a request: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, in the order of arrival. If its
+  prompt begins as others do: ``shared_tokens``, the length of that prefix, and ``shared``, a number
+  that names the prefix if there are several.
 
 Other columns are ignored. Only one line is held in memory.
 """
@@ -163,7 +165,11 @@ class Trace:
             last_s = arrival_s
             prompt = self._count(number, text, fields, "prompt_tokens")
             output = self._count(number, text, fields, "output_tokens")
-            yield Arrival(arrival_s, prompt, output)
+            shared = self._count_or_none(number, text, fields, "shared")
+            shared_tokens = self._count_or_none(number, text, fields, "shared_tokens")
+            if shared_tokens > prompt:
+                raise self._bad(number, text, f"shared_tokens up to the prompt's {prompt}")
+            yield Arrival(arrival_s, prompt, output, shared, shared_tokens)
 
     def _batch(self, number: int, text: str, fields: Mapping[str, Any]) -> Batch:
         given = [c for c in BATCH_COLUMNS if any(fields.get(name) not in (None, "") for name in c)]
@@ -224,6 +230,12 @@ class Trace:
         if type(value) is not int or not 1 <= value <= MAX_TOKENS:
             raise self._bad(number, text, f"{name} from 1 to {MAX_TOKENS}")
         return value
+
+    def _count_or_none(self, number: int, text: str, fields: Mapping[str, Any], name: str) -> int:
+        """Return the value of an optional column; 0 if the line has none."""
+        if fields.get(name) in (None, "", 0, "0"):
+            return 0
+        return self._count(number, text, fields, name)
 
     def _number(self, number: int, text: str, fields: Mapping[str, Any], name: str) -> float:
         value = fields.get(name)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.outputs import StepOutputs
-from dist_aclgraph.scheduler.routing import Router
+from dist_aclgraph.scheduler.routing import RequestRouter
 from dist_aclgraph.simulate.group import SimulatedGroup
+from dist_aclgraph.simulate.latencies import quantiles
 from dist_aclgraph.simulate.load import Arrival
 
 BY_CACHE = "by what is cached and waits"
@@ -23,7 +22,7 @@ BY_COUNT = "fewest outstanding"
 
 
 class Routing(Protocol):
-    """The rule that sends requests to groups; ``Router`` is one."""
+    """The rule that sends requests to groups; ``RequestRouter`` is one."""
 
     def route(
         self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]
@@ -53,13 +52,11 @@ class FewestOutstanding:
 
 
 class RoutedLoad:
-    """A load played over groups. Owns the times of arrivals and of first tokens."""
+    """A load played over groups."""
 
     def __init__(self, routing: Routing, groups: Sequence[SimulatedGroup]) -> None:
         self._routing = routing
         self._groups = {str(index): group for index, group in enumerate(groups)}
-        self._arrived_s: dict[str, float] = {}
-        self._waited_s: list[float] = []
 
     def play(self, arrivals: Iterable[Arrival], on_arrival: Callable[[], None]) -> dict[str, Any]:
         """Serve all requests; return the results as plain values."""
@@ -70,7 +67,6 @@ class RoutedLoad:
             prompt = pack_ints(coming.token_ids(number))
             chosen = self._routing.route(name, prompt, "", list(self._groups))
             if self._groups[chosen].submit(name, coming):
-                self._arrived_s[name] = coming.arrival_s
                 sent[chosen] += 1
             else:
                 self._routing.ended(name)
@@ -81,13 +77,11 @@ class RoutedLoad:
     def _pass_time(self, until_s: float) -> None:
         for group in self._groups.values():
             for outputs in group.play_until(until_s, lambda: None):
-                self._take(group.clock_s, outputs)
+                self._take(outputs)
 
-    def _take(self, now_s: float, outputs: StepOutputs) -> None:
+    def _take(self, outputs: StepOutputs) -> None:
         for index in outputs.firsts.tolist():
-            name = outputs.requests[index].request_id
-            self._waited_s.append(now_s - self._arrived_s[name])
-            self._routing.begun(name)
+            self._routing.begun(outputs.requests[index].request_id)
         for index in outputs.finish_reasons:
             self._routing.ended(outputs.requests[index].request_id)
 
@@ -95,14 +89,10 @@ class RoutedLoad:
         schedulers = {name: group.scheduler for name, group in self._groups.items()}
         admitted = sum(found.num_admitted_tokens for found in schedulers.values())
         cached = sum(found.num_cached_tokens for found in schedulers.values())
-        waited = np.array(self._waited_s or [0.0])
+        waited_s = [s for group in self._groups.values() for s in group.latencies.first_token_s]
         return {
             "cached_share": cached / admitted if admitted else 0.0,
-            "first_token_s": {
-                "mean": float(waited.mean()),
-                "p50": float(np.quantile(waited, 0.5)),
-                "p99": float(np.quantile(waited, 0.99)),
-            },
+            "first_token_s": quantiles(waited_s),
             "seconds": max(group.clock_s for group in self._groups.values()),
             "groups": [
                 {
@@ -126,7 +116,7 @@ def compare_routing(
         routing: Routing = FewestOutstanding()
         if name == BY_CACHE:
             pools = [[rank.pool for rank in group.scheduler.ranks] for group in groups]
-            routing = router = Router()
+            routing = router = RequestRouter()
             for index, found in enumerate(pools):
                 num_blocks = sum(pool.num_usable for pool in found)
                 router.add(str(index), num_blocks, found[0].block_size)

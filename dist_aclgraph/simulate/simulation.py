@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dist_aclgraph.simulate.deployment import (
     distinct,
 )
 from dist_aclgraph.simulate.group import SimulatedGroup
+from dist_aclgraph.simulate.latencies import latency_report
 from dist_aclgraph.simulate.load import Arrival, Batch, Beginnings, Load, Poisson, Trace
 from dist_aclgraph.simulate.routing import compare_routing
 from dist_aclgraph.simulate.tally import Shares
@@ -40,7 +42,8 @@ class LoadOptions:
     """The load to play: a trace, or ``poisson`` requests a second.
 
     ``requests`` and ``seconds`` limit it, for the whole deployment. ``beginnings`` is the number of
-    prefixes that drawn prompts share, to show the routing of requests.
+    prefixes that drawn prompts share; with several groups, their routing is shown, too.
+    ``accepted`` is the probability that a draft is accepted if all drafts before it are.
     """
 
     trace: Path | None = None
@@ -51,9 +54,10 @@ class LoadOptions:
     output_tokens: float = 128.0
     beginnings: int = 0
     beginning_tokens: int = 1024
+    accepted: float | None = None
     seed: int = 0
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """Return if the options fit together.
 
         Raises:
@@ -76,7 +80,12 @@ class LoadOptions:
                 "there are 0 beginnings or more, of at least 1 token"
             )
         if self.beginnings and self.poisson is None:
-            raise ConfigError("--beginnings needs requests that are drawn: --poisson RATE")
+            raise ConfigError(
+                "--beginnings needs requests that are drawn: --poisson RATE; a trace has the "
+                "columns shared and shared_tokens"
+            )
+        if self.accepted is not None and not 0 <= self.accepted <= 1:
+            raise ConfigError(f"--accepted is {self.accepted:g}; it is a share, from 0 to 1")
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 
@@ -111,7 +120,7 @@ def simulate(
         ConfigError: the model, the options or the trace are invalid.
         StreamBudgetError: a rank cannot afford a single bucket.
     """
-    options.check()
+    options.check_options()
     deployment = AssumedDeployment.from_config(config)
     trace = None
     if options.trace is not None:
@@ -121,10 +130,12 @@ def simulate(
                 f"{options.trace} is a trace of batches, which no --requests can end; "
                 "give --seconds"
             )
-    if config.speculative.num_tokens and (trace is None or trace.kind != "batches"):
+    has_requests = trace is None or trace.kind == "requests"
+    num_drafts = config.speculative.num_tokens
+    if num_drafts and has_requests and options.accepted is None:
         raise ConfigError(
-            f"speculative.num_tokens is {config.speculative.num_tokens}; nobody knows how many "
-            "drafts of assumed requests are accepted: set 0, or give a trace of batches"
+            f"speculative.num_tokens is {num_drafts}: give --accepted, the share of drafts that "
+            "are accepted (/metrics of a deployment counts them), or set it to 0"
         )
     began_s = time.perf_counter()
     kinds = group_kinds(deployment)
@@ -141,6 +152,8 @@ def simulate(
             num_blocks,
             times,
             shares_plan_with=kind.num_groups if is_shared else 1,
+            accepted=options.accepted or 0.0,
+            seed=options.seed,
         )
 
         def show(share: float, index: int = index) -> None:
@@ -167,6 +180,7 @@ def simulate(
             times.in_words,
             f"every capture succeeds and takes {times.capture_s * 1e3:g} ms, while which no step "
             "runs",
+            *_drafts_in_words(options, num_drafts if has_requests else 0),
             *_groups_in_words(kinds, num_groups, trace),
         ],
         "overall": overall.report(),
@@ -223,7 +237,9 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
             "generated_tokens": counts.generated_tokens,
             "most_waiting": counts.most_waiting,
         },
+        "latency": latency_report(group.latencies, counts.generated_tokens, group.clock_s),
         "preemptions": group.scheduler.num_preemptions,
+        "drafts": _drafts_report(group.scheduler.stats()),
         "num_blocks": group.scheduler.ranks[0].pool.num_blocks,
         "streams": {
             "rank": offer.rank,
@@ -243,6 +259,13 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
         "over_time": group.tally.over_time.report(),
         "by_tokens": group.tally.by_tokens(),
     }
+
+
+def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
+    """Return how often drafts were verified, and the mean number of tokens that this gave."""
+    verified = stats["drafts"]
+    each = 1 + stats["accepted_tokens"] / verified if verified else 1.0
+    return {"verifications": verified, "tokens_per_verification": each}
 
 
 def _play(
@@ -266,27 +289,56 @@ def _play(
         arrivals = _until(dealt, max_seconds)
         group.play_requests(arrivals, lambda: on_progress(requests.progress()))
         return
-    assert options.poisson is not None
-    max_requests: float = options.requests or DEFAULT_REQUESTS
-    if options.seconds is not None:
-        max_requests = math.inf
-    share = math.inf if max_requests == math.inf else math.ceil(max_requests / num_groups)
-    drawn = Poisson(
-        rate=options.poisson / num_groups,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        max_total_tokens=_max_total_tokens(deployment, num_blocks),
-        max_requests=share,
-        max_seconds=max_seconds,
-        seed=(options.seed, kind.first),
-    )
+    drawn = _draw(deployment, options, num_blocks, share=Fraction(1, num_groups), first=kind.first)
+    wanted = math.ceil((options.requests or DEFAULT_REQUESTS) / num_groups)
 
     def done() -> float:
         if options.seconds is not None:
             return min(1.0, group.clock_s / max_seconds)
-        return group.counts.finished / share
+        return group.counts.finished / wanted
 
-    group.play_requests(iter(drawn), lambda: on_progress(done()))
+    group.play_requests(drawn, lambda: on_progress(done()))
+
+
+def _draw(
+    deployment: AssumedDeployment,
+    options: LoadOptions,
+    num_blocks: int,
+    *,
+    share: Fraction,
+    first: int = 0,
+) -> Iterator[Arrival]:
+    """Draw a share of the load, with the shared prefixes of its prompts.
+
+    Args:
+        first: index of the group that gets it, or of the first of several.
+
+    Raises:
+        ConfigError: the prefixes are too long.
+    """
+    assert options.poisson is not None
+    max_total_tokens = _max_total_tokens(deployment, num_blocks)
+    own_tokens = max_total_tokens - (options.beginning_tokens if options.beginnings else 0)
+    if own_tokens < 2:
+        raise ConfigError(
+            f"--beginning-tokens is {options.beginning_tokens}; a request has at most "
+            f"{max_total_tokens} tokens in all"
+        )
+    ends_by_time = options.seconds is not None
+    wanted = math.ceil((options.requests or DEFAULT_REQUESTS) * share)
+    drawn = Poisson(
+        rate=float(options.poisson * share),
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        max_total_tokens=own_tokens,
+        max_requests=math.inf if ends_by_time else wanted,
+        max_seconds=math.inf if options.seconds is None else options.seconds,
+        seed=(options.seed, first),
+    )
+    if not options.beginnings:
+        return iter(drawn)
+    beginnings = Beginnings(options.beginnings, options.beginning_tokens)
+    return beginnings.given_to(iter(drawn), (options.seed, first + 1))
 
 
 def _routing(
@@ -300,31 +352,20 @@ def _routing(
     num_groups = min(len(deployment.layout.lockstep_groups), MAX_GROUPS)
     if not options.beginnings or num_groups == 1:
         return None
-    assert options.poisson is not None
-    share = num_groups / len(deployment.layout.lockstep_groups)
-    own = Poisson(
-        rate=options.poisson * share,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        max_total_tokens=_max_total_tokens(deployment, num_blocks) - options.beginning_tokens,
-        max_requests=math.inf
-        if options.seconds
-        else (options.requests or DEFAULT_REQUESTS) * share,
-        max_seconds=math.inf if options.seconds is None else options.seconds,
-        seed=(options.seed, 0),
-    )
-    if own.max_total_tokens < 2:
-        raise ConfigError(
-            f"--beginning-tokens is {options.beginning_tokens}; a request has at most "
-            f"{_max_total_tokens(deployment, num_blocks)} tokens in all"
-        )
-    beginnings = Beginnings(options.beginnings, options.beginning_tokens)
+    share = Fraction(num_groups, len(deployment.layout.lockstep_groups))
     return compare_routing(
         lambda: [
-            SimulatedGroup(deployment, kind.negotiated, num_blocks, times)
+            SimulatedGroup(
+                deployment,
+                kind.negotiated,
+                num_blocks,
+                times,
+                accepted=options.accepted or 0.0,
+                seed=options.seed,
+            )
             for _ in range(num_groups)
         ],
-        lambda: beginnings.given_to(iter(own), (options.seed, 1)),
+        lambda: _draw(deployment, options, num_blocks, share=share),
     )
 
 
@@ -355,11 +396,24 @@ def _load_in_words(options: LoadOptions, trace: Trace | None, num_groups: int) -
         return f"the batches of {options.trace}, each a step of every group"
     if trace is not None:
         return f"the requests of {options.trace}, dealt to {num_groups} groups in turn"
+    prefixes = ""
+    if options.beginnings:
+        prefixes = (
+            f"; each prompt begins with {options.beginning_tokens} more tokens, one of "
+            f"{options.beginnings} prefixes"
+        )
     return (
         f"{options.poisson:g} requests a second at random, about {options.prompt_tokens:g} tokens "
         f"each and as many as {options.output_tokens:g} in answer (means before clipping), spread "
-        f"lognormally; seed {options.seed}; each of {num_groups} groups gets an equal share"
+        f"lognormally; seed {options.seed}{prefixes}; each of {num_groups} groups gets an equal "
+        "share"
     )
+
+
+def _drafts_in_words(options: LoadOptions, num_drafts: int) -> list[str]:
+    if not num_drafts:
+        return []
+    return [f"a draft is accepted with probability {options.accepted:g} if all before it are"]
 
 
 def _groups_in_words(kinds: Sequence[GroupKind], num_groups: int, trace: Trace | None) -> list[str]:

@@ -50,6 +50,7 @@ class Shares:
         return {
             "steps": self.steps,
             "live_tokens": self.live_tokens,
+            "padded_tokens": self.padded_tokens,
             "padding_share": self.padding_share,
             "eager_step_share": self.eager_steps / self.steps if self.steps else 0.0,
             "eager_token_share": self.eager_tokens / self.live_tokens if self.live_tokens else 0.0,

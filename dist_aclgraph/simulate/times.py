@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.choice import step_costs
 from dist_aclgraph.planning.descriptor import RunMode
+from dist_aclgraph.planning.step_line import Line
 
 STEP_MS, TOKEN_MS, CAPTURE_MS = 10.0, 0.05, 50.0
 
@@ -26,6 +27,7 @@ class StepTimes:
     Attributes:
         base_s: time of any step.
         token_s: time per token, padding included.
+        eager: the line of steps without a graph; None prices them as a graph of their size.
         capture_s: time of one capture, during which no step runs.
         measured: measured times by mode and bucket, which replace the formula. Other sizes are
             interpolated; larger sizes grow with their tokens.
@@ -35,21 +37,21 @@ class StepTimes:
     base_s: float = STEP_MS / 1e3
     token_s: float = TOKEN_MS / 1e3
     capture_s: float = CAPTURE_MS / 1e3
+    eager: Line | None = None
     measured: Mapping[RunMode, Mapping[int, float]] = field(default_factory=dict)
     source: str = ""
     _known: dict[tuple[int, RunMode], float] = field(default_factory=dict, compare=False)
 
     def step_s(self, num_tokens: int, mode: RunMode) -> float:
-        """Return the seconds of a step of so many tokens, padding included.
-
-        A step without a graph takes as long as a graph of exactly its size.
-        """
+        """Return the seconds of a step of so many tokens, padding included."""
         key = num_tokens, mode
         if key not in self._known:
             self._known[key] = self._step_s(num_tokens, mode)
         return self._known[key]
 
     def _step_s(self, num_tokens: int, mode: RunMode) -> float:
+        if mode == "NONE" and self.eager is not None:
+            return self.eager.at(num_tokens)
         measured = self.measured.get(mode) or self._of_any_mode()
         if measured:
             return step_costs([num_tokens], measured)[0]
@@ -65,6 +67,11 @@ class StepTimes:
     @property
     def in_words(self) -> str:
         eager = "a step without a graph takes what a graph of its size would"
+        if self.eager is not None:
+            eager = (
+                f"a step without a graph takes {self.eager.base_s * 1e3:.4g} ms, and "
+                f"{self.eager.token_s * 1e3:.4g} ms for each token"
+            )
         if self.measured:
             return f"step times are those of {self.source}; {eager}"
         return (
@@ -73,18 +80,38 @@ class StepTimes:
         )
 
 
-def line_times(step_ms: float, token_ms: float, capture_ms: float) -> StepTimes:
+def line_times(
+    step_ms: float,
+    token_ms: float,
+    capture_ms: float,
+    eager_step_ms: float | None = None,
+    eager_token_ms: float | None = None,
+) -> StepTimes:
     """Return times by the formula.
+
+    Args:
+        eager_step_ms, eager_token_ms: of steps without a graph; None means as those with one.
 
     Raises:
         ConfigError: steps would take no time, or negative time.
     """
-    if step_ms < 0 or token_ms < 0 or capture_ms < 0 or step_ms + token_ms <= 0:
-        raise ConfigError(
-            f"a step of {step_ms:g} ms and {token_ms:g} ms for each token, a capture of "
-            f"{capture_ms:g} ms: none may be negative, and a step must take some time"
-        )
-    return StepTimes(step_ms / 1e3, token_ms / 1e3, capture_ms / 1e3)
+    eager_ms = Line(
+        step_ms if eager_step_ms is None else eager_step_ms,
+        token_ms if eager_token_ms is None else eager_token_ms,
+    )
+    for line in (Line(step_ms, token_ms), eager_ms):
+        if min(*line, capture_ms) < 0 or sum(line) <= 0:
+            raise ConfigError(
+                f"a step of {line.base_s:g} ms and {line.token_s:g} ms for each token, a capture "
+                f"of {capture_ms:g} ms: none may be negative, and a step must take some time"
+            )
+    is_same = eager_ms == (step_ms, token_ms)
+    return StepTimes(
+        step_ms / 1e3,
+        token_ms / 1e3,
+        capture_ms / 1e3,
+        None if is_same else Line(eager_ms.base_s / 1e3, eager_ms.token_s / 1e3),
+    )
 
 
 def read_times(path: Path, capture_ms: float) -> StepTimes:
@@ -101,12 +128,17 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
         raise ConfigError(f"the times {path} are not JSON: {e}") from e
     measured: defaultdict[RunMode, dict[int, float]] = defaultdict(dict)
     captures = []
+    eager: list[tuple[int, Line]] = []
     try:
-        for bucket in _buckets(report):
-            if bucket["step_seconds"] > 0:
-                measured[bucket["mode"]][int(bucket["bucket"])] = float(bucket["step_seconds"])
-            if bucket.get("capture_seconds", 0.0) > 0:
-                captures.append(float(bucket["capture_seconds"]))
+        for found in _groups(report):
+            if times := found.get("eager_times"):
+                line = Line(float(times["base_seconds"]), float(times["token_seconds"]))
+                eager.append((int(times["steps"]), line))
+            for bucket in found.get("buckets", ()):
+                if bucket["step_seconds"] > 0:
+                    measured[bucket["mode"]][int(bucket["bucket"])] = float(bucket["step_seconds"])
+                if bucket.get("capture_seconds", 0.0) > 0:
+                    captures.append(float(bucket["capture_seconds"]))
     except (KeyError, TypeError, ValueError) as e:
         raise ConfigError(
             f"{path} is no report of a deployment: its buckets need mode, bucket and step_seconds"
@@ -114,12 +146,25 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
     if not measured:
         raise ConfigError(f"{path} has no bucket whose steps were timed: it replayed nothing")
     capture_s = sum(captures) / len(captures) if captures else capture_ms / 1e3
-    return StepTimes(capture_s=capture_s, measured=dict(measured), source=str(path))
+    return StepTimes(
+        capture_s=capture_s, eager=_mean(eager), measured=dict(measured), source=str(path)
+    )
 
 
-def _buckets(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the buckets of a report, of one group or of several."""
+def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
+    """Return the mean of lines by their steps, or None if there is none."""
+    steps = sum(count for count, _ in lines)
+    if not steps:
+        return None
+    return Line(
+        sum(count * line.base_s for count, line in lines) / steps,
+        sum(count * line.token_s for count, line in lines) / steps,
+    )
+
+
+def _groups(report: Any) -> Iterator[dict[str, Any]]:
+    """Yield the reports of all groups in a report, of one group or of several."""
     if isinstance(report, dict):
-        yield from report.get("buckets", ())
+        yield report
         for group in report.get("groups", ()):
-            yield from _buckets(group)
+            yield from _groups(group)

@@ -67,7 +67,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
     notes: tuple[Note, ...] = ()
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
 
-    def check(self) -> None:
+    def check_columns(self) -> None:
         """Return if the columns fit each other.
 
         Raises:

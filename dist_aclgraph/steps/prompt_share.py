@@ -36,8 +36,8 @@ class PromptShare:
 def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     """Return one rank's share of a step; the step itself if no prompt is long enough.
 
-    Requests stay those of the whole step; tokens, and places among them, are the rank's. A place on
-    another rank is 0.
+    The requests are those of the whole step; the tokens, and their places, are the rank's. A place
+    on another rank is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

@@ -40,7 +40,7 @@ class OutputText:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
 
-    def take(
+    def add_tokens(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[RowLogprobs | None],

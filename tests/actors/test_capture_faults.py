@@ -106,6 +106,7 @@ def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoin
     assert report["pool_bytes"] == SMALLEST_SEGMENT
 
 
+@pytest.mark.slow
 def test_an_operator_that_fails_while_captured_costs_that_bucket_alone(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 2 * LAYERS + 2}
     with lockstep(make_faulty_config(checkpoint, fault=fault)) as group:

@@ -244,7 +244,7 @@ def test_the_death_of_all_groups_at_once_loses_no_request(pair: Pair) -> None:
             os.kill(pid, signal.SIGKILL)
 
         wait_until(lambda: service.report()["state"] == "RECOVERING", "it does not know")
-        service.deployment.check()
+        service.deployment.raise_if_dead()
         wait_until(
             lambda: len(set(service.client.states()) - names) == 2 and pair.all_serve(),
             "no others",
@@ -311,8 +311,8 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
             count, sent = len(found.ended), service.client.routed()["1"].routed_requests
             wait_until(lambda: len(found.ended) > count + 16, "the streams stand")
             assert service.client.routed()["1"].routed_requests == sent
-            service.client.check()
-            service.deployment.check()
+            service.client.raise_if_dead()
+            service.deployment.raise_if_dead()
 
             # Its place is taken by a new one, under a name of its own.
             service.deployment.scale(2)

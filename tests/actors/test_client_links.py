@@ -41,6 +41,7 @@ from tests.actors.loop_group import (
 )
 from tests.actors.strangers import NUM_JUNK
 from tests.deployments import Answer, greedy_params
+from tests.slow import slow
 
 NEVER_S = 600.0  # a silence that no test waits for
 
@@ -162,7 +163,7 @@ def test_a_step_longer_than_any_silence_harms_nobody(
     client.submit("r", [1, 2, 3], greedy_params(40), [], answer.take)
 
     while not answer.ended.wait(0.05):
-        client.check()
+        client.raise_if_dead()
 
     assert (answer.finish_reason, len(answer.tokens)) == ("length", 40), answer.error
 
@@ -357,7 +358,7 @@ def test_lists_of_groups_that_overtake_each_other_leave_the_latest(make_group: M
     assert client.receive().version == 2
 
 
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_known", [slow(True), False])
 def test_a_flood_of_junk_ends_nothing_but_its_senders_link(
     make_group: MakeGroup, make_client: MakeClient, is_known: bool
 ) -> None:

@@ -271,3 +271,17 @@ def test_what_few_steps_took_says_nothing_of_their_graph(
     [(graph, seconds)] = group.loop.step_seconds().items()
     assert graph.num_tokens == 1
     assert seconds > 0
+
+
+def test_steps_without_a_graph_are_timed_over_their_tokens(
+    group: Group, client: EngineClient
+) -> None:
+    for count in range(MEAN_FROM):
+        assert group.loop.eager_times() == {}
+        answer = Answer()
+        client.submit(str(count), [1] * (2 + count % 2), greedy_params(1), [], answer.take)
+        assert answer.ended.wait(WAIT_S)
+
+    times = group.loop.eager_times()
+    assert times["steps"] == MEAN_FROM
+    assert times["base_seconds"] + times["token_seconds"] > 0

@@ -82,7 +82,7 @@ def worker_pids(service: Serving) -> list[int]:
 
 def is_dead(service: Serving) -> bool:
     try:
-        service.client.check()
+        service.client.raise_if_dead()
     except EngineDeadError:
         return True
     return False
@@ -112,7 +112,7 @@ def test_a_killed_worker_ends_requests_with_its_rank_and_leaves_no_process(
         wait_until(lambda: is_dead(run.service), "the client does not know")
         wait_until(lambda: not serves(run.service), "the controller does not know")
         with pytest.raises(EngineDeadError, match="rank 1"):
-            run.service.deployment.check()
+            run.service.deployment.raise_if_dead()
         # A request after the death ends at once, with the cause.
         with pytest.raises(EngineDeadError, match="rank 1"):
             submit_some(run.service, 1)
@@ -180,8 +180,8 @@ def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
             assert not answer.error
         assert service.client.num_resumed == 3
         service.generate(make_prompts([20] * 3), greedy_params(10), "again")
-        service.client.check()
-        service.deployment.check()
+        service.client.raise_if_dead()
+        service.deployment.raise_if_dead()
         [loss] = service.client.losses()
         assert "rank 1" in loss
         wait_until(lambda: bool(service.report()["lost_groups"]), "the controller does not know")
@@ -192,7 +192,7 @@ def test_the_death_of_a_group_is_its_own(checkpoint: Path) -> None:
 
         wait_until(lambda: is_dead(service), "the client does not know")
         with pytest.raises(EngineDeadError, match=r"rank 0.*rank 1"):
-            service.deployment.check()
+            service.deployment.raise_if_dead()
         with pytest.raises(EngineDeadError, match="rank 0"):
             submit_some(service, 1)
         assert_processes_are_gone(run.pids)
@@ -223,13 +223,13 @@ def test_a_killed_controller_takes_everything_with_it(checkpoint: Path) -> None:
             assert answer.ended.wait(ANSWER_S)
         wait_until(lambda: not serves(run.service), "nobody knows of its death")
         with pytest.raises(EngineDeadError, match="the controller has died; it is not started"):
-            run.service.deployment.check()
+            run.service.deployment.raise_if_dead()
         assert_processes_are_gone([engine, *run.pids])
 
 
 def serves(service: Serving) -> bool:
     try:
-        service.deployment.check()
+        service.deployment.raise_if_dead()
     except EngineDeadError:
         return False
     return True

@@ -149,6 +149,7 @@ def test_without_a_server_a_program_loads_for_itself(tmp_path: Path) -> None:
     assert not Path(starter.path).parent.exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_forked_from_a_process_with_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +210,7 @@ def test_a_server_stays_for_later_starts_and_is_replaced_when_it_is_gone(tmp_pat
 
 def test_what_loads_something_else_has_a_server_of_its_own() -> None:
     others = processes.children(os.getpid())
-    device = CONFIG.device.model_copy(update={"hccl_buffer_mb": 300})
+    device = CONFIG.device.model_copy(update={"hccl_expansion": "AIV"})
     with closing(ForkingStarter()) as starter:
         command = starter.command(CONFIG)
 

@@ -58,7 +58,7 @@ def until(peers: LocalPeers, condition) -> None:
 
 def next_of(peers: LocalPeers) -> bytes:
     until(peers, lambda: peers._arrived)
-    frame = peers.take()
+    frame = peers.poll_frame()
     assert frame is not None
     return frame
 
@@ -205,7 +205,7 @@ def test_the_death_of_a_worker_is_known_at_once_and_its_torn_frame_is_none(
 
     until(peers, lambda: peers.num_lost == 1)
 
-    assert peers.take() is None
+    assert peers.poll_frame() is None
     process.join()
 
 

@@ -83,9 +83,9 @@ def test_the_rank_with_less_memory_sizes_the_cache_of_both(checkpoint: Path) -> 
         checkpoint,
         "FULL_DECODE_ONLY",
         "calibrated",
-        scheduler={"max_num_seqs": 64},
+        scheduler={"max_num_seqs": 160, "max_num_batched_tokens": 160},
         kv={"num_blocks": None},
-        emulator={"memory_mb_by_rank": {0: 64}, "streams_by_rank": {1: STREAMS_BEFORE + 12}},
+        emulator={"memory_mb_by_rank": {0: 128}, "streams_by_rank": {1: STREAMS_BEFORE + 12}},
     )
     with lockstep(config) as group:
         assert_serves(group)

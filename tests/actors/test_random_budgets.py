@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.laws import count
 from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 50
+ROUNDS = count(100)  # 25, or all with the full profile
 
 
 @pytest.mark.parametrize("accounting", ["pinned", slow("software_sq")])

@@ -71,7 +71,7 @@ def test_each_client_gets_its_own_requests_whole(data: st.DataObject) -> None:
     for link, step in recipients.hand_out(outputs):
         read = from_engine_decoder.decode(encoder.encode(Deltas(step, 1)))
         assert isinstance(read, Deltas)
-        read.step.check()
+        read.step.check_columns()
         found[int(link.client)] = list(read.step.each(names[int(link.client)]))
 
     everything = list(outputs)
@@ -133,4 +133,4 @@ TWO = pack_ints([3, 4])
 )
 def test_columns_that_do_not_fit_each_other_are_refused(step: StepDeltas) -> None:
     with pytest.raises(NotAMessageError):
-        step.check()
+        step.check_columns()

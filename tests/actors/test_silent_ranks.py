@@ -76,6 +76,7 @@ def test_a_rank_that_says_nothing_is_blamed_before_those_that_wait(make_group: A
     assert "rank 5 does not say where it stands" in str(error)
 
 
+@pytest.mark.slow
 def test_nobody_is_blamed_where_all_wait(make_group: Any) -> None:
     error = silence_of(make_group(True, True))
 

@@ -39,7 +39,7 @@ class Obedient(FakeDeployment):
             on_progress(Progress("LOADING", 0, 0, ""))
         return self
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         if self.failure:
             raise EngineDeadError(self.failure)
 

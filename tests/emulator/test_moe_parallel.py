@@ -7,6 +7,8 @@ dist.init_process_group("hccl")
 n = dist.get_world_size()
 own = dist.new_group(list(range(n)))
 group = own._get_backend(torch.device("npu")).get_hccl_comm_name(rank)  # makes the communicator
+"""
+LAYER = """
 EXPERTS, K, H = 8, 3, 64
 local = EXPERTS // n
 torch.manual_seed(0)
@@ -63,6 +65,7 @@ def refused(rule, x=None, ids=None, domain=None, **options):
     else:
         raise AssertionError(rule)
 """
+SETUP += LAYER
 
 
 def assert_all_pass(results):
@@ -152,7 +155,7 @@ refused("BS 257 is not 1 to 256", *batch(257, 0)[:2])
 refused("quant_mode 2", quant_mode=2)
 refused("global_bs 6 does not hold 4 rows", global_bs=6)
 refused("comm_alg fullmesh_v1 is not one", comm_alg="fullmesh_v1")
-refused("comm_alg hierarchy needs 16 ranks", comm_alg="hierarchy")
+refused("comm_alg hierarchy needs 16, 32 or 64 ranks, got 2", comm_alg="hierarchy")
 refused("x_active_mask must be bool", x_active_mask=torch.ones(4).npu())
 
 twice = torch.zeros(4, K, dtype=torch.int32)
@@ -251,6 +254,18 @@ else:
     assert_all_pass(run_ranks(bare, 2, devices=2, cann="9.0.0"))
 
 
+def test_hierarchy_of_an_a2_takes_no_mask_and_needs_the_weights(run_ranks):
+    code = """
+given = to_device(*batch(4, 0))
+refused("x_active_mask with comm_alg hierarchy", comm_alg="hierarchy", expert_scales=given[2],
+        x_active_mask=torch.ones(4, dtype=torch.bool).npu())
+refused("comm_alg hierarchy without expert_scales", comm_alg="hierarchy")
+check(Layer(comm_alg="hierarchy")(*given)[0], *batch(4, 0))
+"""
+    # Fewer ranks than the documented sixteen.
+    assert_all_pass(run_ranks(SETUP + code, 2, devices=2, strict=False))
+
+
 def test_without_arithmetic_ranks_stay_in_step(run_ranks):
     results = run_ranks(
         SETUP
@@ -292,3 +307,91 @@ check(layer(*to_device(*given))[0], *given)  # neither refusal did any harm
         devices=2,
     )
     assert_all_pass(results)
+
+
+WITH_BUFFER = """
+def domain_of(buffer_mb):
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": buffer_mb}
+    made = dist.new_group(list(range(n)), pg_options=options)
+    return (made._get_backend(torch.device("npu")).get_hccl_comm_name(rank), n, rank, EXPERTS)
+
+def stopped(rule, rows, **options):
+    layer = Layer(**options)
+    try:
+        layer(*to_device(*batch(rows, 0)))
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        assert rule in str(error), error
+    else:
+        raise AssertionError(rule)
+    os._exit(0)  # the device is stopped
+"""
+A3 = {"soc": "Ascend910_9391", "hccl_expansion": "AICPU"}
+
+
+def run_with_buffers(run_ranks, code, variable_mb, **settings):
+    environment = {"HCCL_BUFFSIZE": str(variable_mb)}
+    assert_all_pass(run_ranks(code, 2, devices=2, environment=environment, **settings))
+
+
+# 512 rows of 1024 elements for 8 experts, 3 of them each, on 2 ranks of an A3:
+# 2 * (4 * 512 * 2 * 2560 + 3 * 512 * 2048) bytes are 26 MB.
+@pytest.mark.parametrize("cann,rule", [("8.5.0", True), ("9.0.0", False)])
+def test_an_a3_of_cann_8_takes_the_variable_for_the_domains_buffer(run_ranks, cann, rule):
+    fits = """
+H = 1024
+x, ids, _ = batch(512, 0)
+refused("HCCL_BUFFSIZE is too SMALL, NEEDED_HCCL_BUFFSIZE = 27MB, HCCL_BUFFSIZE=20MB", x, ids)
+large = domain_of(27)
+"""
+    if rule:
+        fits += 'refused("HCCL_BUFFSIZE is too SMALL", x, ids, large)'
+    else:
+        fits += """
+layer, given = Layer(), batch(512, 1)
+layer.domain = large
+check(layer(*to_device(*given))[0], *given)
+"""
+    run_with_buffers(run_ranks, SETUP + WITH_BUFFER + fits, 20, cann=cann, **A3)
+
+
+def test_the_kernel_of_an_a3_stops_where_the_buffer_is_smaller_than_the_variable(run_ranks):
+    code = """
+H = 1024
+small = domain_of(10)
+group = small[0]
+stopped("AICORE exception: the communicator's buffer has 10 MB, and HCCL_BUFFSIZE says 20", 4)
+"""
+    run_with_buffers(run_ranks, SETUP + WITH_BUFFER + code, 20, cann="8.5.0", **A3)
+
+
+# 256 rows of 64 elements: 2 * (256 * 2 * 3 * 128 + 2 MiB) bytes are a little more than 4 MB.
+def test_the_kernel_of_an_a2_runs_beyond_a_small_buffer(run_ranks):
+    code = """
+given = batch(256, 0)
+layer = Layer()
+layer.domain = domain_of(5)
+check(layer(*to_device(*given))[0], *given)
+stopped("MTE out of range: the batch needs 5 MB of the communicator's buffer, which has 4", 256)
+"""
+    run_with_buffers(run_ranks, SETUP + WITH_BUFFER + code, 4)
+
+
+def test_the_runtimes_domain_has_the_buffer_that_every_release_looks_for(run_ranks, tmp_path):
+    code = f"""
+from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
+from dist_aclgraph.topology import ParallelLayout
+
+n, buffers = 2, {{"buffer_mb": 20}}
+join_lockstep_group("file://{tmp_path}/meeting", rank, n, 60.0, **buffers)
+groups = make_groups(ParallelLayout(dp=n, ep=n, mc2=True), rank, mc2_buffer_mb=27, **buffers)
+group = groups.mc2.hccl_name
+{LAYER}
+H = 1024
+given = batch(512, 0)
+check(Layer()(*to_device(*given))[0], *given)
+assert groups.ep.backend.options.hccl_config == {{"hccl_buffer_size": 20}}
+assert groups.mc2.backend.options.hccl_config == {{}}
+"""
+    run_with_buffers(run_ranks, code, 20, cann="8.5.0", **A3)

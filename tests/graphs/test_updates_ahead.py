@@ -199,6 +199,22 @@ def test_a_graph_is_released_with_tasks_open(decoder: AttentionDecoder, device: 
     run(decoder, device, decoder.capture(4), rows)
 
 
+def test_captures_and_releases_keep_no_device_memory(
+    decoder: AttentionDecoder, device: Device
+) -> None:
+    rows, free = make_rows(2), []
+
+    for _ in range(100):
+        graph = decoder.capture(4)
+        run(decoder, device, graph, rows)  # leaves tasks open
+        decoder.npu.synchronize()
+        graph.release()
+        decoder.npu.give_back()
+        free.append(decoder.npu.memory().free_bytes)
+
+    assert set(free[1:]) == {free[0]}
+
+
 def test_lengths_that_a_task_has_are_not_sent_again(decoder: AttentionDecoder) -> None:
     graph, rows = decoder.capture(BUCKET), make_rows(2)
     decoder.replay(graph, rows, kv_lens=[9, 9, 1, 1])

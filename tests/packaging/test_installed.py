@@ -106,6 +106,7 @@ def test_demo_configurations_are_found_from_anywhere(installation: Installation)
     assert '"buckets"' in done.stdout
 
 
+@pytest.mark.slow
 def test_the_application_of_serve_run_finds_its_default_configuration(
     installation: Installation,
 ) -> None:

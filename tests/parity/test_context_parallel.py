@@ -114,7 +114,7 @@ def check(reference: Reference, layout: Layout) -> None:
     assert [answer.tokens for answer in answers] == reference.tokens
 
 
-QUICK = (LAYOUTS[0], LAYOUTS[2], LAYOUTS[14])
+QUICK = (LAYOUTS[2], LAYOUTS[14])
 
 
 @pytest.mark.parametrize("layout", slow_unless(lambda each: each in QUICK, LAYOUTS), ids=name)

@@ -90,7 +90,7 @@ def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[in
 
 
 # Each exchange, each mode, and drafts; the other layouts take minutes.
-QUICK = (LAYOUTS[4], LAYOUTS[8], LAYOUTS[10], MC2_LAYOUTS[1])
+QUICK = (LAYOUTS[8], LAYOUTS[10], MC2_LAYOUTS[1])
 
 
 def name(layout: Layout) -> str:

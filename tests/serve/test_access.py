@@ -101,10 +101,10 @@ def test_a_foreign_name_that_points_to_loopback_is_refused():
     access = read_access(ServeConfig(allowed_hosts=("mine.local",)), checks_host=True)
 
     for host in (b"localhost:8000", b"127.0.0.1", b"[::1]:8000", b"MINE.local:80"):
-        access.check("GET", "/v1/models", {b"host": host})
+        access.authorize("GET", "/v1/models", {b"host": host})
     for host in (b"evil.example", b"localhost.evil.example:8000", b"127.0.0.2"):
         with pytest.raises(Exception, match="not known as"):
-            access.check("GET", "/health", {b"host": host})
+            access.authorize("GET", "/health", {b"host": host})
 
 
 def test_beyond_loopback_there_is_a_key_or_a_word_about_it(monkeypatch):

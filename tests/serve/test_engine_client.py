@@ -176,7 +176,7 @@ def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engin
         ids, last = collect(deltas)
         assert (len(ids), last.finish_reason) == (300, "length")
     until(lambda: both.capacity().total == 1)
-    both.check()
+    both.raise_if_dead()
 
 
 def test_a_drained_engine_that_goes_is_no_loss(both, engine, other):
@@ -269,7 +269,7 @@ def test_a_silent_engine_ends_its_requests_with_a_typed_error(client, engine):
     _, last = collect(deltas)
     assert isinstance(error_of(last), EngineDeadError)
     with pytest.raises(EngineDeadError, match="silent"):
-        client.check()
+        client.raise_if_dead()
     with pytest.raises(EngineDeadError):
         client.submit("b", [1], PARAMS, (), deltas.put)
 
@@ -302,7 +302,7 @@ def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkey
     errors = [collect(deltas)[1].error for deltas in answers]
     assert any("Too many open files" in error for error in errors)
     with pytest.raises(EngineDeadError):
-        both.check()
+        both.raise_if_dead()
 
 
 def test_an_engine_that_answers_again_is_used_again(client, engine):
@@ -314,7 +314,7 @@ def test_an_engine_that_answers_again_is_used_again(client, engine):
 
     def alive() -> bool:
         try:
-            client.check()
+            client.raise_if_dead()
         except EngineDeadError:
             return False
         return True

@@ -356,7 +356,7 @@ def test_a_request_right_behind_a_large_answer_goes_on_like_all_others(service: 
     assert answer.bodies == plain[0].bodies + plain[1].bodies
 
 
-@pytest.mark.parametrize("num_before", [20, 200])
+@pytest.mark.parametrize("num_before", [20, slow(200)])
 def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
     service: Service, num_before: int
 ) -> None:

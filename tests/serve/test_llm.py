@@ -33,7 +33,7 @@ class FakeDeployment:
     def report(self) -> dict[str, object]:
         return {"plan_version": 1}
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         pass
 
     def outlook(self) -> Outlook:

@@ -98,6 +98,7 @@ def test_numbers_under_load_lie_between_two_scrapes_and_then_equal_the_last(brow
         assert "[object" not in page.tab.inner_text("body")
 
 
+@pytest.mark.slow
 def test_charts_are_drawn_from_what_was_counted(browser, own_service):
     with under_load(own_service), shown(browser, own_service) as page:
         drawn = "document.querySelector('[data-chart={}] path').getAttribute('d').length > 5"
@@ -119,6 +120,7 @@ def test_no_other_host_is_asked_and_nothing_is_complained_of(browser, service):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.slow
 def test_a_phone_shows_it_without_scrolling_sideways_and_every_text_can_be_read(
     browser, service, scheme
 ):
@@ -132,6 +134,7 @@ def test_a_phone_shows_it_without_scrolling_sideways_and_every_text_can_be_read(
         assert (brightness > 3 * 128) == (scheme == "light")
 
 
+@pytest.mark.slow
 def test_it_says_what_is_not_well(browser, own_service):
     with shown(browser, own_service) as page:
         assert page.tab.inner_text("#state") == "1 of 1 group serves"
@@ -141,6 +144,7 @@ def test_it_says_what_is_not_well(browser, own_service):
         assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_groups_that_drain_or_are_lost_are_shown_beside_those_that_serve(browser):
     other = FakeEngine()
     with serving(other=other, link_s=SILENT_S) as service, shown(browser, service) as page:
@@ -167,6 +171,7 @@ def test_groups_that_drain_or_are_lost_are_shown_beside_those_that_serve(browser
     other.close()
 
 
+@pytest.mark.slow
 def test_a_service_that_is_gone_is_said_and_the_page_goes_on_asking(browser, own_service):
     with shown(browser, own_service) as page:
         page.tab.route("**/status.json", lambda route: route.abort())
@@ -183,6 +188,7 @@ def test_texts_of_the_service_are_never_markup(browser, own_service):
         assert page.tab.query_selector("img") is None
 
 
+@pytest.mark.slow
 def test_a_page_that_is_opened_during_the_start_says_so_and_shows_numbers_then(browser, service):
     front = Front("the service is starting")
     listener = listen("127.0.0.1", 0)

@@ -116,7 +116,7 @@ def test_a_request_waits_for_the_group_that_comes_up_and_goes_on_there(one: Depl
     one.submit("a", 400)
     before, _ = one.collect("a", 20)
     one.lose()
-    one.client.check()
+    one.client.raise_if_dead()
     assert one.client.num_held == one.client.num_outstanding == 1
 
     one.replace()
@@ -181,7 +181,7 @@ def test_a_request_that_has_waited_too_long_may_be_sent_again_later(hasty: Deplo
 
     assert type(error_of(last)) is EngineUnavailableError
     assert "recovery.wait_s = 0.3 s" in last.error
-    hasty.client.check()
+    hasty.client.raise_if_dead()
     assert hasty.client.num_outstanding == 0
 
 
@@ -198,7 +198,7 @@ def test_requests_end_with_the_cause_once_no_group_will_come(one: Deployment) ->
         assert isinstance(error_of(last), EngineDeadError)
         assert last.error == one.outlook.failure
     with pytest.raises(EngineDeadError, match="no restart is left"):
-        one.client.check()
+        one.client.raise_if_dead()
     with pytest.raises(EngineDeadError, match="no restart is left"):
         one.submit("c", 10)
 

@@ -106,7 +106,7 @@ def test_output_text_stops_in_the_middle_of_a_token():
 
     pieces = []
     for token_id in TOKENIZER.encode("Hello there"):
-        pieces.append(output.take([token_id], (), None))
+        pieces.append(output.add_tokens([token_id], (), None))
         if pieces[-1].finish_reason is not None:
             break
 
@@ -132,7 +132,7 @@ def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_token
     for start in range(0, len(ids), size):
         if reason is None:
             is_last = start + size == len(ids)
-            piece = output.take(ids[start : start + size], (), "length" if is_last else None)
+            piece = output.add_tokens(ids[start : start + size], (), "length" if is_last else None)
             text, reason = text + piece.text, piece.finish_reason
 
     assert (text, reason) == expected
@@ -154,7 +154,7 @@ def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
         text, tokens, values = "", [], []
         for end in ends:
             last = reason if end == len(ids) else None
-            piece = output.take(ids[start:end], rows[start:end], last)
+            piece = output.add_tokens(ids[start:end], rows[start:end], last)
             text, start = text + piece.text, end
             tokens += piece.token_ids
             values += [row.logprobs[0] for row in piece.logprobs]

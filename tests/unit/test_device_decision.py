@@ -75,6 +75,21 @@ def test_the_chip_that_is_given_goes_before_the_kind(device_kind: str) -> None:
     Chip("Ascend910_9391", "9.1.0").check_assumed(config, "the NPU of rank 0")
 
 
+@pytest.mark.parametrize(
+    ("chip", "memory_bytes"),
+    [
+        ("Ascend910B1", 65_452_113_920),
+        ("Ascend910B3", 65_452_113_920),
+        ("Ascend910B4", 30_208 << 20),
+        ("Ascend910B4-1", 65_452_113_920),
+        ("Ascend910_9391", 65_452_113_920),
+    ],
+)
+def test_plans_assume_the_memory_that_torch_reports_on_a_chip(chip: str, memory_bytes: int) -> None:
+    assert make(kind="npu", soc=chip).device.npu_bytes == memory_bytes
+    assert make(kind="npu", soc=chip, memory_mb=1000).device.npu_bytes == 1000 << 20
+
+
 def known(config: Config) -> NpuFacts:
     return NpuFacts(*(getattr(config.device, key) for key in KEYS))
 
@@ -110,9 +125,9 @@ def test_an_npu_that_does_not_answer_stops_a_start_and_no_plan(
         decide_device(make(), "here", fail)
     planned = decide_device(make(soc="Ascend910B4"), "plan", fail)
 
-    assert planned.device.npu_bytes == 32 << 30
+    assert planned.device.npu_bytes == 30_208 << 20
     (line,) = caplog.messages
     assert line == (
-        "no NPU was asked, and plans assume that each NPU is an Ascend910B4 with 32 GiB under CANN "
-        "9.1.0: 507008"
+        "no NPU was asked, and plans assume that each NPU is an Ascend910B4 with 29.5 GiB under "
+        "CANN 9.1.0: 507008"
     )

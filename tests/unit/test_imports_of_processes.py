@@ -56,6 +56,7 @@ def test_recording_operators_does_not_load_the_compiler() -> None:
     assert "torch._dynamo" not in imported_by(code)
 
 
+@pytest.mark.slow
 def test_torch_loads_in_a_test_process_that_nobody_has_prepared() -> None:
     """Without the variables that ``make`` exports: torch must not load torch_npu by itself."""
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}

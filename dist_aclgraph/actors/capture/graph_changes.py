@@ -40,7 +40,7 @@ class ChannelRanks:
     channel: StepSender
     ranks: tuple[WorldRank, ...]
     epoch: Callable[[], int]
-    check: Callable[[], None]
+    raise_if_dead: Callable[[], None]
     pool_bytes: int
     _num_commands: int = 0
 
@@ -59,7 +59,7 @@ class ChannelRanks:
         self._num_commands += 1
         command = GraphCommand(self.epoch(), self._num_commands, action, graph, plan)
         self.channel.send(command)
-        answers = self.channel.receive_votes(command, timeout_s, self.check)
+        answers = self.channel.receive_votes(command, timeout_s, self.raise_if_dead)
         self.pool_bytes = max(answer.pool_bytes for answer in answers)
         return answers
 

@@ -41,7 +41,8 @@ class CaptureRecord:
     rollbacks: list[str] = field(default_factory=list)
 
 
-OnCapture = Callable[[CaptureRecord, BatchDescriptor | None], None]  # so far, and what comes next
+# Gets the record so far, and the graph that is captured next.
+OnCapture = Callable[[CaptureRecord, BatchDescriptor | None], None]
 
 
 def capture_plan(

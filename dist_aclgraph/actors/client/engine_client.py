@@ -64,7 +64,7 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
-from dist_aclgraph.scheduler.routing import RoutedCounts, Router
+from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
 # Sizes of a cache that are assumed until its engine has told them.
@@ -108,7 +108,7 @@ class EngineClient:
         self._link_s = link_s
         self._groups_version = 0
         # Of equal groups, replicas of the ingress begin with different ones.
-        self._router = Router(first=secrets.randbelow(len(addresses)))
+        self._router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._engines: dict[str, KnownEngine] = {}  # by URL, as for the router
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
@@ -231,7 +231,7 @@ class EngineClient:
         Raises:
             EngineDeadError: no engine has answered.
         """
-        self.check()
+        self.raise_if_dead()
         asked: list[tuple[KnownEngine, int, Future[dict[str, Any]]]] = []
         for engine in self._known():
             query = Query(next(self._query_ids), what)
@@ -260,7 +260,7 @@ class EngineClient:
             raise EngineDeadError(problem)
         return answers
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """Raise EngineDeadError, with the causes, if no engine is alive, and none will be."""
         with self._lock:
             capacity = Capacity.of(self._engines.values())
@@ -328,7 +328,7 @@ class EngineClient:
             return list(self._engines.values())
 
     def _add(self, name: str, address: Address, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add an engine, or update what is known of it. The lock is held, once the thread runs."""
+        """Add an engine, or update its sizes. The caller holds the lock, once the thread runs."""
         url = address.file.url
         if url not in self._engines:
             endpoint = address.seen_from(self._node_id)

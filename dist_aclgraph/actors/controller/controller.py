@@ -103,7 +103,7 @@ class Controller:
         """Return the id of this process, on its node."""
         return os.getpid()
 
-    def check(self) -> str:
+    def failure(self) -> str:
         """Return why the deployment has ended, or "" while a group serves or may serve again."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
@@ -119,7 +119,7 @@ class Controller:
         progress = str(self.progress())
         if self._upkeep is not None and self._upkeep.trouble:
             progress += f"; the last try failed: {self._upkeep.trouble}"
-        return Outlook(serving.listed, self.check(), progress, self._term.token)
+        return Outlook(serving.listed, self.failure(), progress, self._term.token)
 
     def report(self) -> dict[str, Any]:
         """Return the plan, the ranks and every engine's counters, as far as they are known.
@@ -136,7 +136,7 @@ class Controller:
         reports = self._reports_of(groups)
         merged = dict(reports[0]) if reports else {}
         merged["state"] = self._state.value
-        merged["failure"] = self.check()
+        merged["failure"] = self.failure()
         merged["controller"] = self._name
         merged["ray_address"] = ray.get_runtime_context().gcs_address
         merged["groups"] = reports[1:]

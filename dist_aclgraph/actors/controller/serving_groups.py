@@ -356,7 +356,7 @@ class ServingGroups:
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """Free NPUs for a group in the place of a lost one: those of a spare, if there is one.
+        """Release the NPUs of a spare, if there is one, for the group that replaces a lost one.
 
         The NPUs that Ray counts as free may be on a node whose death Ray has not noticed yet.
 

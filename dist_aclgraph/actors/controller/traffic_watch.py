@@ -81,7 +81,7 @@ class TrafficWatch:
         self, answers: Sequence[tuple[LockstepGroup, SeenTraffic]], num_asked: int, now_s: float
     ) -> None:
         groups, seen = [group for group, _ in answers], [found for _, found in answers]
-        traffic = self._history.take([group.traffic for group in seen], now_s)
+        traffic = self._history.record([group.traffic for group in seen], now_s)
         plans = [group.plan for group in seen if group.plan is not None]
         if len(plans) < num_asked:
             return

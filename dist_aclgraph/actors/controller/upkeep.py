@@ -162,7 +162,7 @@ class Upkeep:
         """Start a missing group; after a failure, try again later."""
         try:
             self._serving.find_place()
-            was_left = self._restarts.take(self._clock())
+            was_left = self._restarts.spend(self._clock())
             assert was_left, "looked at before"
             self._serving.replace_one()
         except Exception as e:  # of any kind: the other groups serve on

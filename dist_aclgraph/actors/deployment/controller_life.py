@@ -176,7 +176,7 @@ class ControllerKeeper:
         logger.error("%s, and all groups with it: another one is started", death)
         self.progress = death
         while not self._stopping.is_set():
-            if not self._restarts.take(time.monotonic()):
+            if not self._restarts.spend(time.monotonic()):
                 allowed = f"recovery.restarts_per_hour allows {self._restarts.per_hour}"
                 self.failure = f"{death}; it is not started again: {allowed}"
                 return

@@ -89,7 +89,7 @@ class RayDeployment(Deployment):
         except RayError as e:
             raise ours(e, "asking for a report") from e
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """Return if the deployment serves, or may again.
 
         Raises:
@@ -99,7 +99,7 @@ class RayDeployment(Deployment):
         if self._keeper.progress:
             return
         try:
-            failure = ray.get(self._controller.check.remote(), timeout=ANSWER_S)
+            failure = ray.get(self._controller.failure.remote(), timeout=ANSWER_S)
         except UNKNOWN:
             return
         except RayError as e:
@@ -148,7 +148,7 @@ class RayDeployment(Deployment):
         Raises:
             DistAclGraphError: it could not be done; all groups that served go on.
         """
-        check(config)
+        check_startable(config)
         fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
 
     def shut_down(self) -> None:
@@ -164,7 +164,7 @@ class RayDeployment(Deployment):
         _leave_ray(self._local_ray, self._owns_connection)
 
 
-def check(config: Config) -> None:
+def check_startable(config: Config) -> None:
     """Return if no file that this process can read refuses the deployment.
 
     Raises:
@@ -194,7 +194,7 @@ def start(
         RayDiedError: the Ray that was started for it has died.
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
-    check(config)
+    check_startable(config)
     owns_connection = not ray.is_initialized()
     # In a cluster that is there already, this node needs no device: workers look at theirs.
     is_local = owns_connection and ray_address() is None

@@ -23,7 +23,7 @@ class Deployment(Protocol):
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
         ...
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """Raise EngineDeadError if the deployment does not serve, and will not."""
         ...
 

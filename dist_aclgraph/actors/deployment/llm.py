@@ -147,7 +147,7 @@ class LLM:
                     client.abort(delta.request_id)  # no effect unless a stop string ended it
         except EngineDeadError:
             if self._deployment is not None:
-                self._deployment.check()  # may know of the cause
+                self._deployment.raise_if_dead()  # may know of the cause
             raise
         finally:
             for request_id in running:
@@ -202,7 +202,7 @@ class LLM:
         if delta.finish_reason == "abort":
             raise EngineUnavailableError("the engine ended the request")
         ids = unpack_ints(delta.token_ids).tolist()
-        piece = output.take(ids, delta.logprobs, delta.finish_reason)
+        piece = output.add_tokens(ids, delta.logprobs, delta.finish_reason)
         completion.text += piece.text
         completion.token_ids += piece.token_ids
         completion.logprobs += piece.logprobs

@@ -160,7 +160,7 @@ class Engine:
             self._channel,
             self._world_ranks,
             lambda: scheduler.epoch,
-            self._check,
+            self._raise_if_dead,
             pool_bytes=settings.report["pool_bytes"],
         )
         timeouts = config.timeouts
@@ -189,9 +189,9 @@ class Engine:
         self._thread.start()
         return clients.address
 
-    def _check(self) -> None:
+    def _raise_if_dead(self) -> None:
         assert self._loop is not None
-        self._loop.check()
+        self._loop.raise_if_dead()
 
     def take_traffic(self) -> SeenTraffic:
         """Return what the group has seen since the last call."""

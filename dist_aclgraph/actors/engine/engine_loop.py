@@ -33,6 +33,7 @@ from dist_aclgraph.ints import INT_BYTES, unpack_ints
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
+from dist_aclgraph.planning.step_line import LineFit
 from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.request import Request
@@ -65,9 +66,12 @@ class _Mean:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step in flight, how long it took to decide and to send, and when it was sent."""
+    """A step in flight, its tokens on the rank with the most, how long it took to decide and to
+    send, and when it was sent.
+    """
 
     plan: StepPlan
+    num_tokens: int
     schedule_s: float
     send_s: float
     at_s: float
@@ -128,6 +132,7 @@ class EngineLoop:
         self._counted: Counter[str] = Counter()
         self._num_steps = 0
         self._step_times: defaultdict[BatchDescriptor, _Mean] = defaultdict(_Mean)
+        self._eager_times = LineFit()
         self._num_tokens: Counter[str] = Counter()
 
     # ---- any thread
@@ -194,6 +199,17 @@ class EngineLoop:
         means = list(self._step_times.items())
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
+    def eager_times(self) -> dict[str, float]:
+        """Return the line of the times of steps without a graph; empty after few such steps."""
+        if self._eager_times.count < MEAN_FROM:
+            return {}
+        base_s, token_s = self._eager_times.line()
+        return {
+            "steps": self._eager_times.count,
+            "base_seconds": base_s,
+            "token_seconds": token_s,
+        }
+
     # ---- the loop's thread
 
     def run(self) -> None:
@@ -240,7 +256,9 @@ class EngineLoop:
         if plan is not None:
             self._channel.send(plan)
             sent_s = time.perf_counter()
-            self._flying.append(_Sent(plan, scheduled_s - start_s, sent_s - scheduled_s, sent_s))
+            num_tokens = self._scheduler.last_num_tokens
+            schedule_s, send_s = scheduled_s - start_s, sent_s - scheduled_s
+            self._flying.append(_Sent(plan, num_tokens, schedule_s, send_s, sent_s))
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
         self._deliver(outputs)
@@ -255,7 +273,7 @@ class EngineLoop:
         """Wait for the oldest step in flight; return its outputs."""
         sent = self._flying.popleft()
         plan = sent.plan
-        results = self._channel.receive(plan, self._step_timeout_s, self.check)
+        results = self._channel.receive(plan, self._step_timeout_s, self.raise_if_dead)
         received_s = time.perf_counter()
         outputs = self._scheduler.update(results)
         done_s = time.perf_counter()
@@ -265,6 +283,8 @@ class EngineLoop:
         self._resumption.note_step()
         if plan.graph is not None:
             self._step_times[plan.graph].add(took_s)
+        else:
+            self._eager_times.add(sent.num_tokens, took_s)
         self._num_tokens["generation"] += outputs.num_tokens
         for request in outputs.failed:
             link, number = self._recipients.pop(request.request_id)
@@ -277,7 +297,7 @@ class EngineLoop:
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
         """Bring the group back, if it may come back; return no outputs, as its steps run again."""
         try:
-            comeback = self._resumption.run(error, self._scheduler.epoch, self.check)
+            comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
             self.fail(str(e))
         else:
@@ -287,7 +307,7 @@ class EngineLoop:
                 self._scheduler.lose_kv()
         return StepOutputs()
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """End the wait for a step once a worker is known to be lost.
 
         Raises:
@@ -321,7 +341,7 @@ class EngineLoop:
 
     def _take(self, timeout_s: float) -> None:
         """Handle all messages of clients; wait up to ``timeout_s`` for the first one."""
-        for link, wish in self._links.take(timeout_s):
+        for link, wish in self._links.next_events(timeout_s):
             if isinstance(wish, Submit):
                 self._submit(link, wish)
             elif wish is not None:
@@ -396,6 +416,7 @@ class EngineLoop:
         return {
             **ranks_report,
             **group_report(self._scheduler, dict(self._changes.costs), self.step_seconds()),
+            "eager_times": self.eager_times(),
             "rollbacks": [*ranks_report.get("rollbacks", []), *self._changes.failures],
             "metrics": self.metrics(),
             "timings_us": dict(self._timings_us),

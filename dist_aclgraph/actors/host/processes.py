@@ -14,7 +14,9 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl
 
 
 def set_name(name: str) -> None:
-    """Call this process so, for ``name_of`` and ``ps``: its first 15 bytes."""
+    """Set the name of this process, as ``name_of`` and ``ps`` show it; the kernel keeps 15
+    bytes.
+    """
     _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 

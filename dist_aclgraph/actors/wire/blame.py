@@ -33,7 +33,7 @@ class Verdict:
 
 
 def judge(world_ranks: Sequence[WorldRank], statuses: RankStatuses) -> Verdict:
-    """Say who is to blame among ranks that did not answer.
+    """Return which of the silent ranks caused the failure.
 
     Args:
         world_ranks: of the whole group.

@@ -148,7 +148,7 @@ class ClientLinks:
         )
         self._thread.start()
 
-    def take(self, timeout_s: float) -> list[ClientEvent]:
+    def next_events(self, timeout_s: float) -> list[ClientEvent]:
         """Return the clients' events, after waiting up to ``timeout_s`` for the first one."""
         events: list[ClientEvent] = []
         try:

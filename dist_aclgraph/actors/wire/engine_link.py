@@ -150,7 +150,7 @@ class EngineLink:
 
     def _check(self, message: Deltas) -> None:
         try:
-            message.step.check()
+            message.step.check_columns()
         except NotAMessageError as e:
             raise self._lost("broken", f"the engine has sent junk: {e}") from None
 

@@ -117,7 +117,7 @@ class LocalPeers:
                 self._flush(peer)
         return bool(found)
 
-    def take(self) -> bytes | None:
+    def poll_frame(self) -> bytes | None:
         """Return the next frame of any worker, None if there is none."""
         return self._arrived.popleft() if self._arrived else None
 

@@ -66,7 +66,7 @@ class RemotePeers:
             self.num_workers += WORKERS_OF_FRAME.get(self._plans.recv(), 0)
         return bool(found)
 
-    def take(self) -> bytes | None:
+    def poll_frame(self) -> bytes | None:
         """Return the next frame of any worker, None if there is none."""
         return self._results.recv() if has_message(self._results) else None
 

@@ -60,7 +60,7 @@ class Deadline:
         self.at_s = min(self.at_s, time.monotonic() + timeout_s)
 
 
-def nobody_says(ranks: Sequence[GroupRank]) -> RankStatuses:
+def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
     """The statuses of ranks that cannot be asked."""
     return dict.fromkeys(ranks)
 
@@ -72,7 +72,7 @@ class StepSender:
         self,
         world_ranks: Sequence[WorldRank],
         place: Place,
-        ask: AskRanks = nobody_says,
+        ask: AskRanks = unknown_statuses,
     ) -> None:
         """Bind.
 
@@ -229,9 +229,9 @@ class StepSender:
 
     def _take(self) -> bytes | None:
         """Return the next frame of any worker, None if there is none."""
-        frame = self._local.take()
+        frame = self._local.poll_frame()
         if frame is None and self._remote is not None:
-            frame = self._remote.take()
+            frame = self._remote.poll_frame()
         return frame
 
     def _silence(self, what: str, answered: set[GroupRank], timeout_s: float) -> WorkerLostError:

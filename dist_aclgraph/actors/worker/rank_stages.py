@@ -19,7 +19,7 @@ from dist_aclgraph.actors.worker.stream_ledger import StreamLedger
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.bad_memory import MemoryRange, lies_in
 from dist_aclgraph.device.kind import DeviceKind
-from dist_aclgraph.environment import launch_blocking, visible_devices
+from dist_aclgraph.environment import is_soft_partition, launch_blocking, visible_devices
 from dist_aclgraph.errors import DeviceError, DeviceFault
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.budget import StreamOffer, max_piecewise_sizes
@@ -28,7 +28,7 @@ from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import RankMemory
-from dist_aclgraph.planning.modes import GraphSupport, normalise_mode
+from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
 from dist_aclgraph.shapes.model_facts import ModelFacts
@@ -66,6 +66,7 @@ def join_rank(
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
+    check_partition(config.graph.mode, is_soft=is_soft_partition())
     chip = Chip(npu.name, npu.cann)
     _check_chip(config, spec, chip, npu.kind, rank)
     exchange = ExchangeRule.from_config(config, spec, chip)
@@ -88,9 +89,18 @@ def _join_groups(
     from dist_aclgraph.comm.groups import join_lockstep_group, make_groups
 
     timeouts, size = config.timeouts, layout.world_size
+    buffer_mb = config.device.hccl_buffer_mb
     if size > 1:
-        join_lockstep_group(rendezvous, group_rank, size, timeouts.join_s, meeting)
-    return make_groups(layout, group_rank, exchange.mc2_buffer_mb, watchdog_s=timeouts.watchdog_s)
+        join_lockstep_group(
+            rendezvous, group_rank, size, timeouts.join_s, meeting, buffer_mb=buffer_mb
+        )
+    return make_groups(
+        layout,
+        group_rank,
+        buffer_mb=buffer_mb,
+        mc2_buffer_mb=exchange.mc2_buffer_mb,
+        watchdog_s=timeouts.watchdog_s,
+    )
 
 
 def _check_chip(
@@ -99,10 +109,10 @@ def _check_chip(
     whose = f"the NPU of rank {rank}"
     if kind == "emulated":
         if config.device.emulator.strict:
-            chip.check(config, facts, whose)
+            chip.check_attention(config, facts, whose)
         return
     chip.check_assumed(config, whose)
-    chip.check(config, facts, whose)
+    chip.check_attention(config, facts, whose)
 
 
 @contextmanager
@@ -180,7 +190,8 @@ class JoinedRank:
 
         config, spec = self.config, self.spec
         before = self.npu.memory().free_bytes
-        total, done = self._check_needs(before), 0
+        memory = self._check_needs(before)
+        total, done = memory.weight_bytes, 0
 
         def note(num_bytes: int) -> None:
             nonlocal done
@@ -209,22 +220,23 @@ class JoinedRank:
         self.npu.synchronize()
         self.npu.give_back()  # what weights were cut out of
         note_progress(total, total)
-        return LoadedRank(self, model, before - self.npu.memory().free_bytes)
+        taken_bytes = before - self.npu.memory().free_bytes
+        return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
 
-    def _check_needs(self, free_bytes: int) -> int:
+    def _check_needs(self, free_bytes: int) -> RankMemory:
         """Refuse weights that are missing or cannot fit, before any of them is read.
 
         Returns:
-            The bytes of the weights.
+            The account of this rank.
         """
         config, spec = self.config, self.spec
         # What HCCL takes is documented and not measured: no reason to refuse.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
-        memory.check(config, f"the NPU of rank {self.rank}")
+        memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
             config, memory.free_bytes, config.max_model_len or spec.max_position_embeddings
         )
-        return memory.weight_bytes
+        return memory
 
     def _make_expert_setup(self) -> ExpertSetup:
         from dist_aclgraph.layers.experts import ExpertSetup
@@ -236,12 +248,11 @@ class JoinedRank:
             else None
         )
         self.streams.book("side stream of shared experts, and the pool that all streams are of")
-        product = self.exchange.mc2.product if self.exchange.mc2 is not None else None
         return ExpertSetup(
             self.groups,
             self.config.parallel.expert_capacity,
             side,
-            mc2_sends_scales=product is not None and product.takes_scales,
+            self.exchange.mc2.operators if self.exchange.mc2 is not None else None,
         )
 
 
@@ -252,6 +263,7 @@ class LoadedRank:
     joined: JoinedRank
     model: Decoder
     weight_bytes: int
+    eager_bytes: int  # estimate of the temporary memory of the largest eager step
 
     def join_again(self, rendezvous: str, meeting: socket.socket | None) -> LoadedRank:
         """See ``JoinedRank.join_again``."""
@@ -356,13 +368,15 @@ class RunningRank:
         capture: with software queues the count does not rise again when graphs are released.
         """
         joined = self.joined
+        joined.npu.give_back()  # what eager steps took is in their estimate
+        free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
             rank=joined.rank,
             available=joined.npu.available_streams(),
             counts_graphs=self.runner.free_streams is not None,
             reserve=joined.config.graph.reserve_streams,
-            free_bytes=joined.npu.memory().free_bytes,
+            free_bytes=max(0, free_bytes),
             device=joined.npu.name,
             cann=joined.npu.cann,
             card=f"{socket.gethostname()}:{chips}",

@@ -21,7 +21,7 @@ CORES_OF_AN_NPU = 5
 
 @dataclass(frozen=True)
 class HostFiles:
-    """Where a host keeps what is looked at; tests have others."""
+    """The paths that are checked; tests pass other ones."""
 
     dev: Path = Path("/dev")
     etc: Path = Path("/etc")

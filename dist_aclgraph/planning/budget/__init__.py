@@ -9,7 +9,7 @@ from dist_aclgraph.planning.buckets import trim_sizes
 from dist_aclgraph.planning.budget.calibrated import CalibratedBudget
 from dist_aclgraph.planning.budget.cann_pinned import CannPinnedBudget
 from dist_aclgraph.planning.budget.cann_software_sq import CannSoftwareSqBudget
-from dist_aclgraph.planning.budget.domains import streams_per_domain
+from dist_aclgraph.planning.budget.domains import streams_per_domain, streams_per_graph
 from dist_aclgraph.planning.budget.formula import (
     LegacyInputs,
     Variant,
@@ -46,6 +46,7 @@ __all__ = [
     "max_piecewise_sizes",
     "share_cards",
     "streams_per_domain",
+    "streams_per_graph",
     "total",
     "trim_sizes",
 ]

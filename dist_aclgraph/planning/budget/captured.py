@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dist_aclgraph.planning.buckets import GraphFamily
-from dist_aclgraph.planning.budget.domains import streams_per_domain
+from dist_aclgraph.planning.budget.domains import streams_per_graph
 from dist_aclgraph.planning.budget.model import BudgetTerm, Price
 from dist_aclgraph.planning.budget.workload import Domain, Workload
 
@@ -68,11 +68,11 @@ class Shape:
         id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
-        domains = [domain for domain, _ in self.collectives]
-        inner = sum(streams_per_domain(workload.expansion, d.num_ranks) for d in domains)
+        num_domains = len(self.collectives)
+        inner = num_domains * streams_per_graph(workload.expansion)
         terms = (
             BudgetTerm("main lane", 1, "one captured stream"),
-            BudgetTerm("HCCL lanes", len(domains), "one for each domain that the graph touches"),
+            BudgetTerm("HCCL lanes", num_domains, "one for each domain that the graph touches"),
             BudgetTerm("domains", inner, f"what {workload.expansion} takes in these domains"),
             BudgetTerm("overlap", int(self.beside > 0), "shared experts beside the main lane"),
             BudgetTerm("cascades", cascaded, f"lanes longer than {QUEUE_ENTRIES} entries"),

@@ -42,7 +42,7 @@ class Access:
     digests: tuple[bytes, ...] = ()
     hosts: frozenset[str] | None = None
 
-    def check(self, method: str, path: str, headers: Headers) -> None:
+    def authorize(self, method: str, path: str, headers: Headers) -> None:
         """Return if the request may be read.
 
         Raises:

@@ -59,7 +59,7 @@ class Edge:
         extensions = scope.get("extensions", {})
         is_owed = RESUMED in extensions
         try:
-            self._access.check(method, path, headers)
+            self._access.authorize(method, path, headers)
             if method == "POST" and path in GENERATING:
                 self._state.admit(None)
                 self._state.slots.acquire(1, is_owed=is_owed)

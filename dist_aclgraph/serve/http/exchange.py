@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.serve.http.connection import HttpConnection
 
 log = logging.getLogger(__name__)
-HIGH_WATER_BYTES = 64 << 10  # of a body that nobody has read yet
+HIGH_WATER_BYTES = 64 << 10  # unread bytes of a body
 CLOSE = {"Connection": "close"}
 CLOSE_HEADER = (b"connection", b"close")
 CHUNKED_HEADER = (b"transfer-encoding", b"chunked")

@@ -1,4 +1,4 @@
-"""History: the last ten minutes of /metrics, for the status page.
+"""History: keeps the last ten minutes of /metrics for the status page.
 
 Every few seconds the metrics are collected, and what has changed since the last time is kept as one
 point: rates, and quantiles of the latencies in between. The number of points is bounded.

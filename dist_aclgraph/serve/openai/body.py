@@ -40,7 +40,7 @@ class BodyBudget:
         self.max_bytes = max_bytes
         self.num_bytes = 0
 
-    def check(self) -> None:
+    def check_room(self) -> None:
         """Return if another piece of a body may be read.
 
         Raises:
@@ -73,7 +73,7 @@ class HeldBody:
 
     async def __call__(self) -> Message:
         if self._has_more and not self._is_owed:
-            self._budget.check()
+            self._budget.check_room()
         message = await self._receive()
         self._has_more = message.get("more_body", False)
         num_bytes = self._copies * len(message.get("body", b""))
@@ -90,7 +90,7 @@ class HeldBody:
 class Body(msgspec.Struct, kw_only=True, gc=False):
     """Base of request bodies. ``strict`` returns a class that refuses unknown fields."""
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Refuse what the types allow and the service does not offer.
 
         Raises:
@@ -153,7 +153,7 @@ async def read_body(
 
     def read() -> R:
         body: B = decode(data, wanted)
-        body.check()
+        body.check_fields()
         return convert(body)
 
     if len(data) <= MAX_INLINE_BYTES:

@@ -42,7 +42,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
 class Sink(Protocol):
     """Takes the pieces of a generation, on the event loop's thread."""
 
-    def take(self, piece: ChoicePiece) -> None:
+    def add_piece(self, piece: ChoicePiece) -> None:
         """Take what one delta brought to one choice; the last piece has a finish reason.
 
         A delta whose tokens have no text (yet) brings a piece, too: it shows clients that the
@@ -50,7 +50,7 @@ class Sink(Protocol):
         """
         ...
 
-    def end(self, error: Exception | None) -> None:
+    def finish(self, error: Exception | None) -> None:
         """Called once, after the last piece: all choices have ended, or one has failed."""
         ...
 
@@ -160,7 +160,9 @@ class Generation:
         def overrun() -> None:
             if self._num_open:
                 self._num_open = 0
-                sink.end(GenerationTimeoutError(f"the answer was not complete after {limit_s:g} s"))
+                sink.finish(
+                    GenerationTimeoutError(f"the answer was not complete after {limit_s:g} s")
+                )
 
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(max(0.0, limit_s - passed_s), overrun)
@@ -193,15 +195,15 @@ class Generation:
 
     def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         try:
-            sink.take(self._advance(choice, delta, now_s))
+            sink.add_piece(self._advance(choice, delta, now_s))
         except Exception as e:  # of any kind: the client waits for the end
             self._num_open = 0
-            sink.end(e)
+            sink.finish(e)
             return
         if choice.is_done:
             self._num_open -= 1
             if not self._num_open:
-                sink.end(None)
+                sink.finish(None)
 
     def _advance(self, choice: _Choice, delta: RequestDelta, now_s: float) -> ChoicePiece:
         """Return what a delta brings.
@@ -216,7 +218,7 @@ class Generation:
             if reason == "abort":
                 raise EngineUnavailableError(delta.error or "the server ended the request")
             raise error_of(delta)
-        piece = choice.output.take(delta.tokens, delta.logprobs, reason)
+        piece = choice.output.add_tokens(delta.tokens, delta.logprobs, reason)
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:

@@ -34,7 +34,7 @@ async def show_model(state: ApiState, request: Request) -> Response:
 
 async def health(state: ApiState, request: Request) -> Response:
     """200 while a group lives or is being replaced, with the progress; 503 once all are dead."""
-    state.check()
+    state.raise_if_dead()
     if outage := state.client.outage():
         return json_response({"status": "recovering", "reason": outage})
     return json_response({"status": "ok"})
@@ -42,7 +42,7 @@ async def health(state: ApiState, request: Request) -> Response:
 
 async def ready(state: ApiState, request: Request) -> Response:
     """200 if a request would run at once, with the free capacity."""
-    state.check()
+    state.raise_if_dead()
     if state.is_draining:
         raise EngineUnavailableError("the server is stopping")
     if outage := state.client.outage():

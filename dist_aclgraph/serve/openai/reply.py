@@ -117,10 +117,10 @@ class _Gathered:
         self._of_choice: dict[int, list[ChoicePiece]] = {}
         self._ended: asyncio.Future[Exception | None] = _future()
 
-    def take(self, piece: ChoicePiece) -> None:
+    def add_piece(self, piece: ChoicePiece) -> None:
         self._of_choice.setdefault(piece.index, []).append(piece)
 
-    def end(self, error: Exception | None) -> None:
+    def finish(self, error: Exception | None) -> None:
         if not self._ended.done():
             self._ended.set_result(error)
 
@@ -154,12 +154,12 @@ class _Frames:
         self._is_begun = False
         self._first: asyncio.Future[Exception | None] = _future()
 
-    def take(self, piece: ChoicePiece) -> None:
+    def add_piece(self, piece: ChoicePiece) -> None:
         self.outlet.put(self._shape.frames(self._generation, piece))
         if not self._is_begun:
             self._begin(None)
 
-    def end(self, error: Exception | None) -> None:
+    def finish(self, error: Exception | None) -> None:
         """Put the stream's end out; after a failure one error frame and no [DONE]."""
         if error is None:
             self.outlet.put(self._shape.last_frames(self._generation))

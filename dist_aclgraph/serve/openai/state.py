@@ -72,9 +72,9 @@ class ApiState:
         while self.slots.taken and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
-    def check(self) -> None:
+    def raise_if_dead(self) -> None:
         """Raise if no request can be served any more."""
-        self.client.check()
+        self.client.raise_if_dead()
 
     def admit(self, model: str | None) -> None:
         """Raise if a request for ``model`` cannot be taken now."""

@@ -121,7 +121,7 @@ class GenerateRequest(Body, kw_only=True):
     cache_salt: str | None = None
     logit_bias: Annotated[Raw, schemas.LOGIT_BIAS] = ABSENT
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         if not _is_empty(self.logit_bias):
             raise InvalidParameterError("logit_bias is not offered", "logit_bias")
         if len(self.cache_salt or "") > MAX_CACHE_SALT_CHARS:
@@ -183,8 +183,8 @@ class ChatRequest(GenerateRequest, kw_only=True):
     tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
     parallel_tool_calls: bool | None = None
 
-    def check(self) -> None:
-        super().check()
+    def check_fields(self) -> None:
+        super().check_fields()
         if not _is_empty(self.tools):
             raise InvalidParameterError("tools are not offered", "tools")
         if bytes(self.tool_choice) not in (b"", b"null", b'"none"', b'"auto"'):
@@ -218,8 +218,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     suffix: str | None = None
     best_of: int | None = None
 
-    def check(self) -> None:
-        super().check()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.suffix:
             raise InvalidParameterError("suffix is not offered", "suffix")
         if self.best_of not in (None, 1):
@@ -255,7 +255,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         if (self.prompt is None) == _is_empty(self.messages):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 

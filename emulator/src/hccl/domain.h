@@ -26,4 +26,7 @@ struct Domain {
 // collectives are refused.
 EMU_SHARED std::optional<Domain> find_domain(const std::string &name, uint32_t rank);
 
+// The value of HCCL_BUFFSIZE, or HCCL's default.
+EMU_SHARED uint32_t hccl_buffsize_mb();
+
 }  // namespace emu::hccl

@@ -1,4 +1,5 @@
 // Creation and destruction of communicators, and torch_npu's queries about them.
+#include "hccl/domain.h"
 #include "hccl/handles.h"
 #include "hccl/meeting.h"
 #include "runtime/faults.h"
@@ -47,12 +48,15 @@ static int32_t follow_abort(int32_t device, aclrtDeviceTaskAbortStage stage, uin
   return 0;
 }
 
-// From the communicator's configuration, else HCCL_BUFFSIZE, else HCCL's default.
+uint32_t hccl_buffsize_mb() {
+  const char *text = getenv("HCCL_BUFFSIZE");
+  return text ? static_cast<uint32_t>(strtoul(text, nullptr, 10)) : 200;
+}
+
 static uint32_t buffer_mb(const HcclCommConfig *config) {
   if (config && config->hcclBufferSize != HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET)
     return config->hcclBufferSize;
-  const char *text = getenv("HCCL_BUFFSIZE");
-  return text ? static_cast<uint32_t>(strtoul(text, nullptr, 10)) : 200;
+  return hccl_buffsize_mb();
 }
 
 static HcclResult open(const HcclRootInfo &info, uint32_t ranks, uint32_t rank,

@@ -32,7 +32,7 @@ HcclResult emu::hccl::launch_on(const Comm &c, const char *name, aclrtStream str
     return fail(HCCL_E_SUSPENDING, "%s: communicator %s is suspended", name, c->name.c_str())
                ? HCCL_E_SUSPENDING
                : HCCL_SUCCESS;
-  if (use_domain(stream, c.get(), c->ranks))
+  if (use_domain(stream, c.get()))
     return HCCL_E_RUNTIME;
   // A task that is destroyed without running is no longer a user.
   bool is_captured = graph_of_capture(stream) != 0;

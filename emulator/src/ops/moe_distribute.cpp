@@ -13,12 +13,62 @@ using hccl::Domain;
 
 namespace {
 
+// Bytes of the domain's buffer: those that dispatch and combine use, those that the tiling assumes,
+// and those that the communicator has.
+struct Window {
+  int64_t needed, assumed, real;
+};
+
 struct Parallel {
   Domain domain;
   int64_t experts, local, ranks, rank, most_rows;  // most_rows: of one rank's batch
+  Window window;
 };
 
+constexpr int64_t MIB = 1 << 20;
+
 bool is_a3() { return chip() == Chip::A3; }
+
+int64_t aligned(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+// The formulas of op-plugin's document of npu_moe_distribute_dispatch_v2, for types of two bytes and
+// no shared experts.
+int64_t needed_bytes(const std::string &algorithm, int64_t experts, int64_t ranks, int64_t rows,
+                     int64_t k, int64_t hidden) {
+  int64_t local = experts / ranks, row = 2 * hidden;
+  int64_t with_choices = row + 4 * aligned(k, 8) * 4;
+  if (algorithm == "hierarchy")
+    return is_a3() ? experts * rows * with_choices + 404 * MIB
+                   : (experts + ranks / 4) * aligned(rows * with_choices, 512) + 8 * MIB;
+  if (!is_a3())
+    return 2 * (rows * ranks * std::min(local, k) * row + 2 * MIB);
+  int64_t sent = aligned(row, 32) + 64;
+  sent = algorithm == "fullmesh_v2" ? aligned(sent, 480) / 480 * 512 : aligned(sent, 512);
+  return 2 * (local * rows * ranks * sent + k * rows * aligned(row, 512));
+}
+
+// The tiling for A3 asks the communicator for its buffer only since December 2025, and for hierarchy
+// never (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
+Window window_of(const Domain &domain, const std::string &algorithm, int64_t needed) {
+  int64_t real = domain.buffer_mb * MIB, variable = hccl::hccl_buffsize_mb() * MIB;
+  return {needed, is_cann_8_5() || algorithm == "hierarchy" ? variable : real, real};
+}
+
+// The tiling for A2 compares nothing.
+void check_tiling(const Window &w) {
+  refuse_unless(!is_a3() || w.needed <= w.assumed, "HCCL_BUFFSIZE is too SMALL, "
+                "NEEDED_HCCL_BUFFSIZE = ", w.needed / MIB + 1, "MB, HCCL_BUFFSIZE=",
+                w.assumed / MIB, "MB");
+}
+
+// The kernel of A3 compares the buffer with that of the tiling (check_winsize.h); the kernel of A2
+// reads and writes beyond it.
+void check_kernel(const Window &w) {
+  TORCH_CHECK(!is_a3() || w.real >= w.assumed, "AICORE exception: the communicator's buffer has ",
+              w.real / MIB, " MB, and HCCL_BUFFSIZE says ", w.assumed / MIB);
+  TORCH_CHECK(w.needed <= w.real, "MTE out of range: the batch needs ", w.needed / MIB + 1,
+              " MB of the communicator's buffer, which has ", w.real / MIB);
+}
 
 // Rules: op-plugin documents npu_moe_distribute_dispatch_v2 and _combine_v2. Not emulated:
 // quantisation, ranks of shared experts, tensor-parallel groups.
@@ -49,7 +99,10 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
                (is_a3() ? algorithm == "fullmesh_v1" || algorithm == "fullmesh_v2"
                         : algorithm == "fullmesh");
   refuse_unless(known, "comm_alg ", algorithm, " is not one of this product");
-  demand(algorithm != "hierarchy" || ranks >= 16, "comm_alg hierarchy needs 16 ranks, got ", ranks);
+  if (algorithm == "hierarchy")
+    demand(is_a3() ? ranks % 16 == 0 && ranks <= 256 : ranks == 16 || ranks == 32 || ranks == 64,
+           "comm_alg hierarchy needs ", is_a3() ? "multiples of 16 to 256" : "16, 32 or 64",
+           " ranks, got ", ranks);
   demand(experts >= 1 && experts <= 1024, "moe_expert_num ", experts, " is not 1 to 1024");
   refuse_unless(experts % ranks == 0, "moe_expert_num ", experts, " is not a multiple of ", ranks,
                 " ranks");
@@ -64,7 +117,11 @@ Parallel bind_parallel(const std::string &group, int64_t ranks, int64_t rank, in
            " must be a multiple of 32, at most ", algorithm == "hierarchy" ? 10240 : 7168);
   refuse_unless(global_rows % ranks == 0 && rows <= global_rows / ranks, "global_bs ", global_rows,
                 " does not hold ", rows, " rows for each of ", ranks, " ranks");
-  return {*domain, experts, experts / ranks, ranks, rank, global_rows / ranks};
+  Window window = window_of(
+      *domain, algorithm,
+      needed_bytes(algorithm, experts, ranks, global_rows / ranks, k, hidden));
+  check_tiling(window);
+  return {*domain, experts, experts / ranks, ranks, rank, global_rows / ranks, window};
 }
 
 void require_activations(const char *what, const Tensor &t) {
@@ -72,7 +129,9 @@ void require_activations(const char *what, const Tensor &t) {
   demand(is_half(t), what, " must be float16 or bfloat16, got ", t.scalar_type());
 }
 
-void check_mask(const OptTensor &mask, const Tensor &ids) {
+void check_mask(const OptTensor &mask, const Tensor &ids, const std::string &algorithm) {
+  refuse_unless(!mask || is_a3() || algorithm != "hierarchy", "x_active_mask with comm_alg ",
+                "hierarchy");
   if (mask)
     refuse_unless(mask->scalar_type() == at::kBool && mask->is_contiguous() &&
                       (mask->sizes() == ids.sizes() ||
@@ -144,6 +203,7 @@ struct Dispatch {
 void run(const Dispatch &d) {
   AtenScope scope;
   const Parallel &p = d.parallel;
+  check_kernel(p.window);
   if (settings().timed) {
     meet_only(p.domain, describe("MoeDistributeDispatch", p, d.x.size(1), d.ids.size(1)));
     d.tokens.zero_();
@@ -215,6 +275,7 @@ struct Return {
 void run(const Return &c) {
   AtenScope scope;
   const Parallel &p = c.parallel;
+  check_kernel(p.window);
   Tensor rows = c.rows.contiguous(), scales = c.scales.contiguous(), ids = c.ids.contiguous();
   int64_t k = ids.size(1), tokens = ids.size(0), hidden = rows.size(1);
   if (settings().strict && !skipping())
@@ -276,8 +337,8 @@ OP(aclnnMoeDistributeDispatchV2,
                    "expert_ids must be int32 [BS, K], got ", ids.sizes(), " for x ", x.sizes());
      Parallel p = bind_parallel(group, ranks, rank, experts, tp_ranks, shard_type, shared_ranks,
                                 algorithm, global_rows, x.size(0), ids.size(1), x.size(1));
-     check_mask(mask, ids);
-     demand(!mask || is_a3() || algorithm != "hierarchy", "x_active_mask with comm_alg hierarchy");
+     check_mask(mask, ids, algorithm);
+     refuse_unless(scales || algorithm != "hierarchy", "comm_alg hierarchy without expert_scales");
      demand(!scales || !is_a3() || algorithm == "hierarchy",
             "expert_scales is for comm_alg hierarchy on this product");
      refuse_unless(!scales || (scales->sizes() == ids.sizes() && scales->scalar_type() == at::kFloat),
@@ -312,7 +373,7 @@ OP(aclnnMoeDistributeCombineV2,
                    " ", scales.sizes());
      Parallel p = bind_parallel(group, ranks, rank, experts, tp_ranks, shard_type, shared_ranks,
                                 algorithm, global_rows, ids.size(0), ids.size(1), rows.size(1));
-     check_mask(mask, ids);
+     check_mask(mask, ids, algorithm);
      demand(is_a3() || row_scales, "expand_scales must be given on this product");
      demand(!is_a3() || !row_scales || algorithm == "hierarchy",
             "expand_scales is for comm_alg hierarchy on this product");

@@ -87,18 +87,18 @@ aclError Graph::append(Stream *stream, Node node, int *index) {
   return 0;
 }
 
-aclError Graph::use_domain(const void *domain, uint32_t ranks) {
+aclError Graph::use_domain(const void *domain) {
   if (!domains_.insert(domain).second)
     return 0;
-  return take_streams(StreamBudget::GraphDomains, streams_per_domain(ranks),
+  return take_streams(StreamBudget::GraphDomains, streams_per_graph(),
                       ACL_ERROR_RT_RESOURCE_ALLOC_FAIL,
                       "streams of a communication domain in a capture");
 }
 
-aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks) {
+aclError use_domain(aclrtStream stream, const void *domain) {
   Stream *s = stream_of(stream);
   Lock lock(g_capture_mutex);
-  return s->graph ? s->graph->use_domain(domain, ranks) : 0;
+  return s->graph ? s->graph->use_domain(domain) : 0;
 }
 
 uint32_t graph_of_capture(aclrtStream stream) {

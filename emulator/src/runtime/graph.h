@@ -52,7 +52,7 @@ struct Graph : std::enable_shared_from_this<Graph> {
   // Each may find no free stream id; then the capture is invalid and the code is returned.
   aclError add_lane(Stream *stream);
   aclError append(Stream *stream, Node node, int *index = nullptr);
-  aclError use_domain(const void *domain, uint32_t ranks);
+  aclError use_domain(const void *domain);
 
   void end_capture();  // streams leave the graph
   bool has_unjoined_lane() const;

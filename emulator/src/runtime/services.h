@@ -12,7 +12,7 @@ EMU_SHARED void close_domain(uint32_t ranks, int device);
 
 // Before a collective of `domain` is launched: a captured graph takes stream ids for each domain
 // that it uses.
-EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain, uint32_t ranks);
+EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain);
 
 // The id of the graph that the stream is being captured into; 0 if it is not.
 EMU_SHARED uint32_t graph_of_capture(aclrtStream stream);

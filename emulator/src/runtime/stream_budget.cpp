@@ -50,19 +50,20 @@ std::string StreamBudget::shortage() {
          std::to_string(h[Captured] + h[Cascaded] + h[GraphDomains]) + " by captured graphs)";
 }
 
-// A reading of public notes, never measured: vllm-ascend's stream formula counts one for each
-// domain under AIV and two under FFTS+; of AI CPU it says "up to rank count, at most 16, less one".
-long streams_per_domain(uint32_t ranks) {
+// A reading of public notes, never measured. vllm-ascend's stream formula multiplies its graphs by
+// one for each domain under AIV, and by two else. A comment there says that AI CPU takes "up to
+// rank_size (max 16) - 1 streams per collective communication domain on the device".
+long streams_per_graph() {
   if (settings().hccl_streams_per_domain >= 0)
     return settings().hccl_streams_per_domain;
-  switch (settings().hccl_expansion) {
-  case HcclExpansion::Aiv:
-    return 1;
-  case HcclExpansion::Ffts:
-    return 2;
-  default:
-    return std::max(1L, std::min<long>(ranks, 16) - 1);
-  }
+  return settings().hccl_expansion == HcclExpansion::Aiv ? 1 : 2;
+}
+
+long streams_per_domain(uint32_t ranks) {
+  bool is_set = settings().hccl_streams_per_domain >= 0;
+  if (is_set || settings().hccl_expansion != HcclExpansion::Aicpu)
+    return streams_per_graph();
+  return std::max(1L, std::min<long>(ranks, 16) - 1);
 }
 
 aclError open_domain(uint32_t ranks, int *device) {

@@ -31,7 +31,9 @@ private:
   Held held_{};
 };
 
-// Ids that a communication domain holds, and that a captured graph takes when it uses the domain.
+// Ids that a communication domain holds.
 long streams_per_domain(uint32_t ranks);
+// Ids that a captured graph takes for each domain that it uses.
+long streams_per_graph();
 
 }  // namespace emu

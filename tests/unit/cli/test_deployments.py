@@ -50,7 +50,7 @@ def test_every_deployment_has_a_plan_whose_memory_adds_up(path: Path) -> None:
 
     spent = sum(part["bytes"] for part in memory["parts"])
     assert spent + memory["left_bytes"] == memory["device_bytes"]
-    assert memory["left_bytes"] >= 0 and memory["warnings"] == []
+    assert memory["left_bytes"] >= 0
     assert {"attention", "step buffers", "graphs", "KV blocks"} <= {
         part["name"] for part in memory["parts"]
     }
@@ -69,7 +69,7 @@ def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> No
     kv, wanted = report["kv"], load_config(CONFIGS / f"{name}.yaml").max_model_len
 
     assert kv["max_model_len"] == wanted
-    assert kv["tokens"] >= 4 * wanted
+    assert kv["tokens"] >= 3 * wanted
     assert report["ranks"][0]["left_streams"] > 0
     assert report["plans"][0]["families"][0]["buckets"][-1] == max(
         load_config(CONFIGS / f"{name}.yaml").graph.sizes or ()
@@ -85,9 +85,9 @@ def test_shards_hold_longer_contexts_and_more_requests_on_the_same_npus(name: st
     assert ranks == [report["layout"]["world_size"]] * 2
     assert (whole["dcp"], whole["pcp"]) == (1, 1)
     assert shared["bytes_per_token"] * shared["dcp"] == whole["bytes_per_token"]
-    # Each NPU keeps as many streams as before, except those of its own domains.
-    assert 0.95 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.05
-    assert shared["requests"] >= 0.95 * whole["requests"] * shared["dcp"]
+    # Only the memory of eager steps, and of buffers, differs.
+    assert 0.9 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.2
+    assert shared["requests"] >= 0.9 * whole["requests"] * shared["dcp"]
     # The file and the page say the numbers that the plan prints.
     for page in (CONFIGS / f"{name}.yaml", CONFIGS.parent / "docs" / "use" / "contexts.md"):
         said = set(re.findall(r"\d[\d,]*\b", page.read_text(encoding="utf-8")))
@@ -134,23 +134,93 @@ def test_fewer_npus_or_wider_weights_are_refused(name: str, overrides: dict[str,
         plan(name, overrides)
 
     message = str(caught.value)
-    assert "GiB of each NPU, which has 64.00: raise parallel.tp or parallel.ep" in message
+    assert "GiB of each NPU, which has 60.96; weights take " in message
+    assert "of them: raise parallel.tp or parallel.ep" in message
     is_quantised = name == R1 and "quantization" not in overrides
     assert ("quantization=w8a8" in message) != is_quantised
 
 
 def test_a_request_that_the_blocks_do_not_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len is 163840; .*: lower it, or raise kv.me"):
-        plan(V3, {"max_model_len": 163840, "kv.memory_fraction": 0.4})
+        plan(V3, {"max_model_len": 163840, "kv.memory_fraction": 0.6})
+    with pytest.raises(ConfigError, match=r"requests of 25601: .*max_num_batched_tokens"):
+        plan(V3, {"scheduler.max_num_batched_tokens": 8192})
     with pytest.raises(ConfigError, match=r"only [01] KV blocks"):
         plan(V3, {"kv.memory_fraction": 0.0001})
 
 
-def test_estimates_that_eager_steps_do_not_find_free_are_a_warning() -> None:
-    memory = plan(V3, {"scheduler.max_num_batched_tokens": 8192})["memory"]
+EP256 = {"parallel.ep": 256, "parallel.tp": 1, "parallel.dp": 256, "quantization": "w8a8"}
 
-    assert memory["left_bytes"] < 0
-    assert "eager steps of 8192 tokens" in memory["warnings"][0]
+
+@pytest.mark.parametrize(
+    ("overrides", "largest"),
+    [
+        (
+            A3 | EP256 | {"device.mc2_buffer_mb": None},
+            r"eager steps take 1\d\d\.\d\d of them: lower scheduler.max_num_batched_tokens "
+            r"\(2048\)",
+        ),
+        (
+            {"scheduler.max_num_batched_tokens": 16384},
+            r"eager steps take .* lower scheduler.max_num_batched_tokens \(16384\)",
+        ),
+        (
+            {"device.mc2_buffer_mb": 60000},
+            "MC2 buffers take 117.19 of them: set device.mc2_buffer_mb below 60000",
+        ),
+        (
+            {"device.hccl_buffer_mb": 60000},
+            "HCCL buffers take 234.38 of them: set device.hccl_buffer_mb below 60000",
+        ),
+    ],
+)
+def test_a_part_that_is_too_large_is_named_with_its_key(
+    overrides: dict[str, Any], largest: str
+) -> None:
+    with pytest.raises(ConfigError, match=largest):
+        plan(V3, overrides)
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(16, 128), (32, 256)])
+def test_blocks_take_what_eager_steps_of_many_ranks_leave(dp: int, ep: int) -> None:
+    memory = plan(V3, {"parallel.dp": dp, "parallel.ep": ep})["memory"]
+    parts = {part["name"]: part["bytes"] for part in memory["parts"]}
+
+    assert parts["eager steps"] > 10 << 30 and memory["left_bytes"] > 0
+
+
+@pytest.mark.parametrize("chip", ["Ascend310P3", "Ascend950", "foo"])
+def test_an_unknown_chip_is_refused_unless_its_memory_is_given(chip: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^device.soc is {chip}; plans know Ascend910B"):
+        plan(QWEN3, {"device.soc": chip})
+
+    report = plan(QWEN3, {"device.soc": chip, "device.memory_mb": 62_420})
+
+    assert f"nothing is known about the chip {chip}: " in report["assumptions"][0]
+
+
+def test_a_tensor_parallel_group_of_several_nodes_must_be_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tp is 16; a node has 8 NPUs .*_across_nodes"):
+        plan(R1, A2)
+
+    assert plan(R1, A2 | {"parallel.tp_across_nodes": True})["layout"]["world_size"] == 16
+    assert plan(R1, A3)["layout"]["world_size"] == 16
+
+
+def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
+    pieces = A3 | {"graph.mode": "PIECEWISE"}
+    by_model = {
+        model: plan(QWEN3, pieces | {"graph.budget_model": model})
+        for model in ("calibrated", "legacy-last")
+    }
+    buckets = {
+        model: len(report["plans"][0]["families"][0]["buckets"])
+        for model, report in by_model.items()
+    }
+
+    assert buckets["legacy-last"] == 3
+    # Beside the formula's two streams for a domain, each graph has a lane of HCCL's own.
+    assert buckets["calibrated"] == 2
 
 
 def test_chips_differ_in_exchange_and_in_what_hccl_takes() -> None:
@@ -158,8 +228,12 @@ def test_chips_differ_in_exchange_and_in_what_hccl_takes() -> None:
 
     assert a2["ranks"][0]["taken"]["communication domains"] == 2 + 2 + 2
     assert a3["ranks"][0]["taken"]["communication domains"] == 7 + 15 + 15
-    assert price(a3) - price(a2) == (7 + 15) - (2 + 2)
+    assert price(a3) == price(a2)  # a graph takes two streams for a domain with both
     assert "an Ascend910_9391" in " ".join(a3["assumptions"])
-    # MC2 takes 256 tokens of a rank on A2, 512 on A3.
-    more = {"scheduler.max_num_batched_tokens": 8192, "device.mc2_buffer_mb": 1280}
+    # MC2 takes 256 tokens of a rank on A2 with fullmesh, 512 on A3.
+    more = {
+        "scheduler.max_num_batched_tokens": 8192,
+        "device.mc2_buffer_mb": 1280,
+        "parallel.mc2_algorithm": "fullmesh",
+    }
     assert [kinds(plan(QWEN3, chip | more))["mc2"] for chip in (A2, A3)] == [8 * 256, 8 * 512]

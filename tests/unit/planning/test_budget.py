@@ -23,6 +23,7 @@ from dist_aclgraph.planning.budget import (
     max_piecewise_sizes,
     share_cards,
     streams_per_domain,
+    streams_per_graph,
     total,
 )
 from dist_aclgraph.shapes.model_facts import read_model_facts
@@ -83,6 +84,7 @@ def test_what_a_communication_domain_costs() -> None:
         assert streams_per_domain("FFTS", ranks) == 2
     aicpu = [streams_per_domain("AICPU", ranks) for ranks in (1, 2, 3, 8, 16, 17, 64)]
     assert aicpu == [1, 1, 2, 7, 15, 15, 15]
+    assert [streams_per_graph(mode) for mode in ("AIV", "FFTS", "AICPU")] == [1, 2, 2]
 
 
 def test_the_configured_expansion_mode_prices_the_workload() -> None:

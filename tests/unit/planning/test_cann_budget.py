@@ -18,7 +18,7 @@ from dist_aclgraph.planning.budget import (
     StreamOffer,
     Workload,
     make_budget_model,
-    streams_per_domain,
+    streams_per_graph,
     total,
 )
 from dist_aclgraph.planning.budget.captured import shapes
@@ -112,13 +112,14 @@ def test_two_names_for_one_rank_set_cost_streams_once(workload) -> None:
 
 def test_an_expert_domain_of_its_own_is_priced_where_experts_run() -> None:
     dense = Workload(num_layers=10, tp=2, dp=2)
-    experts = Workload(num_layers=10, tp=2, dp=2, ep=4, moe=True, expansion="AICPU")
-    more = 1 + streams_per_domain("AICPU", 4)
-    inside_tp = streams_per_domain("AICPU", 2) - streams_per_domain("FFTS", 2)
+    experts = Workload(num_layers=10, tp=2, dp=2, ep=4, moe=True)
+    more = 1 + streams_per_graph("FFTS")
 
-    assert price(DECODE, experts) - price(DECODE, dense) == more + inside_tp
+    assert price(DECODE, experts) - price(DECODE, dense) == more
     # The first piece holds the embedding only: no experts.
-    assert price(PIECES, experts) - price(PIECES, dense) == 10 * more + 11 * inside_tp
+    assert price(PIECES, experts) - price(PIECES, dense) == 10 * more
+    # With AICPU, a domain holds more streams, but a graph takes no more of them.
+    assert price(PIECES, replace(experts, expansion="AICPU")) == price(PIECES, experts)
 
 
 def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import make_config
+from dist_aclgraph.config.chips import generation_of
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.planning.chip import Chip, generation_of
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 
@@ -32,7 +33,7 @@ SHARDED = {"parallel": {"tp": 4, "dcp": 2}}
 
 def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
     config = make_config({"model": "m", **keys})
-    Chip("Ascend910B1", cann).check(config, facts(**model), "the NPU of rank 3")
+    Chip("Ascend910B1", cann).check_attention(config, facts(**model), "the NPU of rank 3")
 
 
 @pytest.mark.parametrize(

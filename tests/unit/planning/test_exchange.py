@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.config import make_config
-from dist_aclgraph.environment import child_environment
+from dist_aclgraph.config import Mc2Algorithm, make_config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule, expert_capacity
-from dist_aclgraph.planning.mc2 import Mc2, mc2_buffer_mb
+from dist_aclgraph.planning.mc2 import MC2_OPERATORS, Mc2, Mc2Batch, Mc2Operators
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 
-A3 = Chip("Ascend910_9391", "9.1.0")
+A2, A3 = Chip("Ascend910B1", "9.1.0"), Chip("Ascend910_9391", "9.1.0")
 DEEPSEEK_V3 = Mc2(
     ep=32,
     num_experts=256,
     top_k=8,
     hidden=7168,
     element_bytes=2,
-    chip=Chip("Ascend910B1", "9.1.0"),
+    chip=A2,
     expansion="FFTS",
     buffer_mb=4096,
+    algorithm="fullmesh",
 )
 
 
@@ -60,7 +60,7 @@ def rule_of(facts: ModelFacts, buffer_mb: int | None = 200, **parallel: Any) -> 
     config = make_config({"model": "unused", "device": {"mc2_buffer_mb": buffer_mb}})
     wanted = config.parallel.model_copy(update={"tp": 8, "dp": 4, "ep": 32, **parallel})
     config = config.model_copy(update={"parallel": wanted})
-    return ExchangeRule.from_config(config, facts, Chip("Ascend910B1", "9.1.0"))
+    return ExchangeRule.from_config(config, facts, A2)
 
 
 rules = st.builds(
@@ -72,6 +72,7 @@ rules = st.builds(
     hidden=st.sampled_from([1024, 2048, 7168]),
     chip=st.sampled_from([Chip(name, "9.1.0") for name in ("Ascend910B1", A3.name, "Ascend950")]),
     buffer_mb=st.integers(50, 4000),
+    algorithm=st.sampled_from(["auto", "fullmesh", "hierarchy"]),
 )
 
 
@@ -98,36 +99,61 @@ def test_capacity_of_few_tokens_is_all_of_them() -> None:
 # ---- MC2's buffer
 
 
-def test_mc2_asks_for_the_buffer_that_its_operator_states() -> None:
-    assert mc2_buffer_mb(512, 2048, ep=2, num_local=64, top_k=8) == 609
-
-
-@given(st.integers(1, 512), st.integers(1, 8192), st.integers(2, 64), st.integers(1, 64))
-def test_mc2_buffer_grows_with_rows_and_experts(
-    rows: int, hidden: int, ep: int, num_local: int
+@pytest.mark.parametrize(
+    ("chip", "algorithm", "needed_mb"),
+    [
+        # 2 x 512 x (16 x 8 x 4608 + 8 x 4096) bytes
+        (A3, "fullmesh", 609),
+        # 2 x (512 x 16 x 8 x 4096 bytes + 2 MiB)
+        (A2, "fullmesh", 517),
+        # (128 + 16 / 4) x 512 x (4096 + 128) bytes + 8 MiB
+        (A2, "hierarchy", 281),
+    ],
+)
+def test_mc2_asks_for_the_buffer_that_its_operator_states(
+    chip: Chip, algorithm: Mc2Algorithm, needed_mb: int
 ) -> None:
-    needed = mc2_buffer_mb(rows, hidden, ep, num_local, 8)
+    mc2 = replace(DEEPSEEK_V3, chip=chip, algorithm=algorithm, hidden=2048, ep=16, num_experts=128)
 
-    assert needed <= mc2_buffer_mb(rows + 1, hidden, ep, num_local, 8)
-    assert needed <= mc2_buffer_mb(rows, hidden, ep, num_local + 1, 8)
-    assert needed * (1 << 20) > 2 * rows * 2 * hidden * (ep * num_local + 8)
+    assert mc2.needed_mb(512) == needed_mb
+
+
+traffics = st.builds(
+    Mc2Batch,
+    num_rows=st.integers(1, 512),
+    hidden=st.integers(1, 8192),
+    ep=st.integers(2, 64),
+    num_local=st.integers(1, 64),
+    top_k=st.just(8),
+)
+
+
+@given(traffics, st.sampled_from(MC2_OPERATORS))
+def test_mc2_buffer_grows_with_rows_and_experts_and_holds_the_tokens(
+    traffic: Mc2Batch, operators: Mc2Operators
+) -> None:
+    rows, hidden, ep, num_local, top_k = traffic
+    needed = operators.buffer_bytes
+
+    assert needed(traffic) <= needed(traffic._replace(num_rows=rows + 1))
+    assert needed(traffic) <= needed(traffic._replace(num_local=num_local + 1))
+    assert needed(traffic) > rows * 2 * hidden * ep * min(num_local, top_k)
 
 
 def test_an_explicit_mc2_with_too_small_a_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mc2_buffer_mb is 200; 64 tokens of one rank need 479"):
+    with pytest.raises(ConfigError, match=r"mc2_buffer_mb is 200; 64 tokens of one rank need 242"):
         rule_of(make_facts(), exchange="mc2")
 
-    rule = rule_of(make_facts(), buffer_mb=479, exchange="mc2")
+    rule = rule_of(make_facts(), buffer_mb=242, exchange="mc2")
     assert rule.choose(512) == "mc2"
 
 
 def test_mc2_has_by_default_the_buffer_of_its_largest_batch() -> None:
     rule = rule_of(make_facts(), buffer_mb=None, exchange="mc2")
-    needed = mc2_buffer_mb(512 // 8, 7168, ep=32, num_local=8, top_k=8)
 
     assert rule.choose(512) == "mc2"
-    assert rule.mc2_buffer_mb == needed == 479
-    assert replace(rule, max_tokens=1024).mc2_buffer_mb == 957
+    assert rule.mc2_buffer_mb == 242
+    assert replace(rule, max_tokens=1024).mc2_buffer_mb == 475
     assert rule_of(make_facts(), buffer_mb=600, exchange="mc2").mc2_buffer_mb == 600
 
 
@@ -141,13 +167,37 @@ def test_auto_falls_back_where_the_buffer_ends_and_says_so() -> None:
     decision = make_rule(buffer_mb=200).decide(512)
 
     assert decision.kind == "all_to_all"
-    assert "device.mc2_buffer_mb is 200; 64 tokens of one rank need 479" in decision.reason
+    assert "device.mc2_buffer_mb is 200; 64 tokens of one rank need 453" in decision.reason
 
 
-def test_workers_get_the_buffer_that_the_rule_counts_on() -> None:
-    config = make_config({"model": "unused", "device": {"hccl_buffer_mb": 609}})
+# ---- MC2's algorithm
 
-    assert child_environment(config)["HCCL_BUFFSIZE"] == "609"
+
+@pytest.mark.parametrize(
+    ("chip", "ep", "algorithm"),
+    [
+        (A2, 8, "fullmesh"),
+        (A2, 16, "hierarchy"),
+        (A2, 64, "hierarchy"),
+        (A2, 128, "fullmesh"),
+        (A3, 32, "fullmesh"),
+    ],
+)
+def test_several_nodes_of_a2_take_the_hierarchy_where_it_is_possible(
+    chip: Chip, ep: int, algorithm: str
+) -> None:
+    operators = replace(DEEPSEEK_V3, chip=chip, ep=ep, algorithm="auto").operators
+
+    assert operators is not None
+    assert operators.algorithm == algorithm
+
+
+@pytest.mark.parametrize(("cann", "most"), [("9.1.0", 512), ("8.5.0", 256)])
+def test_the_hierarchy_takes_more_tokens_with_cann_9(cann: str, most: int) -> None:
+    mc2 = replace(DEEPSEEK_V3, chip=Chip(A2.name, cann), algorithm="hierarchy")
+
+    assert mc2.obstacle(most) is None
+    assert mc2.obstacle(most + 1) == f"{most + 1} tokens of one rank; A2 takes {most}"
 
 
 # ---- the choice
@@ -191,6 +241,8 @@ def test_batches_beyond_the_operators_of_a_configured_mc2_go_another_way() -> No
         ("hangs with device.hccl_expansion AIV", {"chip": A3, "expansion": "AIV"}),
         ("ep is 4; A2 takes multiples of 8", {"ep": 4, "chip": Chip("Ascend910B1", "8.5.0")}),
         ("parallel.ep is 24; A2 takes 2, 3, 4", {"ep": 24, "num_experts": 240}),
+        ("ep is 8; A2 takes 16, 32, 64 with hierarchy", {"ep": 8, "algorithm": "hierarchy"}),
+        ("mc2_algorithm is hierarchy; A3 takes fullmesh", {"chip": A3, "algorithm": "hierarchy"}),
         ("hidden size is 7200; A2 takes 32 to 7168 in steps of 32", {"hidden": 7200}),
         ("hidden size is 512; A3 takes 1024", {"chip": A3, "hidden": 512}),
         ("2048 experts, 8 for each token; it takes at most 1024", {"num_experts": 2048}),

@@ -141,22 +141,25 @@ def test_logits_take_what_graphs_can_hold_and_not_what_can_run() -> None:
 def test_what_is_left_is_what_the_parts_leave() -> None:
     memory = account(make())
 
-    assert memory.free_bytes + memory.taken_bytes == 64 * GIB
+    assert memory.free_bytes + memory.taken_bytes + memory.eager_bytes == 64 * GIB
+    assert sum(part.bytes for part in memory.needs) == 64 * GIB - memory.free_bytes
     assert account(make(), device_bytes=GIB).free_bytes == 0
 
 
 def test_weights_that_do_not_fit_are_refused_with_sizes_and_remedies() -> None:
     config = make(parallel={"tp": 16, "ep": 16})
-    account(make()).check(make())
+    account(make()).check_fits(make())
 
-    with pytest.raises(ConfigError, match=r"take 8\d\.\d\d GiB of each NPU, which has 64.00: raise "
-                       r"parallel.tp or parallel.ep, or set quantization=w8a8"):  # fmt: skip
-        account(config).check(config)
+    weights = r"weights take 8\d\.\d\d of them: raise parallel.tp or parallel.ep, or set quant"
+    with pytest.raises(ConfigError, match=rf"of each NPU, which has 64.00; {weights}"):
+        account(config).check_fits(config)
 
     quantised = make(parallel={"tp": 16, "ep": 16}, quantization="w8a8")
-    account(quantised).check(quantised)
-    with pytest.raises(ConfigError, match=r"of rank 3, which has 1.00: raise .* parallel.ep$"):
-        account(quantised, device_bytes=GIB).check(quantised, "rank 3")
+    account(quantised).check_fits(quantised)
+    with pytest.raises(
+        ConfigError, match=r"of rank 3, which has 1.00; weights .*: raise .* parallel.ep; "
+    ):
+        account(quantised, device_bytes=GIB).check_fits(quantised, "rank 3")
 
 
 def test_a_checkpoint_in_int8_is_priced_as_it_is(tmp_path: Path) -> None:

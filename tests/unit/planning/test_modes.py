@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 from typing import get_args
 
@@ -10,9 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import GraphMode, make_config
-from dist_aclgraph.environment import launch_blocking
+from dist_aclgraph.environment import is_soft_partition, launch_blocking
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.planning.modes import GraphSupport, normalise_mode, with_possible_mode
+from dist_aclgraph.planning.modes import (
+    GraphSupport,
+    check_partition,
+    normalise_mode,
+    with_possible_mode,
+)
 from dist_aclgraph.shapes.model_facts import read_model_facts
 
 modes = st.sampled_from(get_args(GraphMode))
@@ -97,3 +104,22 @@ def test_blocking_launches_exclude_graphs(monkeypatch: pytest.MonkeyPatch) -> No
     assert normalise_mode("NONE", GraphSupport(), launch_blocking=True) == ("NONE", ())
     monkeypatch.delenv("ASCEND_LAUNCH_BLOCKING")
     assert not launch_blocking()
+
+
+def test_full_graphs_are_refused_on_a_soft_partition() -> None:
+    with pytest.raises(ConfigError, match=r"\(ENPU_ENABLE\) and graph.mode is FULL_DECODE_ONLY"):
+        check_partition("FULL_DECODE_ONLY", is_soft=True)
+
+    check_partition("FULL_DECODE_ONLY", is_soft=False)
+    check_partition("PIECEWISE", is_soft=True)
+
+
+def test_a_soft_partition_is_found_by_the_variable_that_its_library_sets() -> None:
+    assert not is_soft_partition()
+    libc = ctypes.CDLL(None)
+    libc.setenv(b"ENPU_ENABLE", b"True", 1)
+    try:
+        assert "ENPU_ENABLE" not in os.environ
+        assert is_soft_partition()
+    finally:
+        libc.unsetenv(b"ENPU_ENABLE")

@@ -19,7 +19,7 @@ def test_no_hour_has_more_restarts_than_are_allowed(gaps: list[float], per_hour:
     for gap in gaps:
         now_s += gap
         recent = [at for at in taken if at > now_s - HOUR_S]
-        allowed = budget.take(now_s)
+        allowed = budget.spend(now_s)
         assert allowed == (len(recent) < per_hour)
         if allowed:
             taken.append(now_s)

@@ -13,7 +13,7 @@ from dist_aclgraph.scheduler.routing import (
     REQUEST_TOKENS,
     WORTH_OF_CACHED,
     PrefixMemory,
-    Router,
+    RequestRouter,
     block_hashes,
     choose_group,
 )
@@ -22,8 +22,8 @@ BLOCK = 4
 loads = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 300)), min_size=1, max_size=6)
 
 
-def make_router(*names: str, cache_blocks: int = 1000, first: int = 0) -> Router:
-    router = Router(first)
+def make_router(*names: str, cache_blocks: int = 1000, first: int = 0) -> RequestRouter:
+    router = RequestRouter(first)
     for name in names:
         router.add(name, cache_blocks, BLOCK)
     return router
@@ -186,7 +186,7 @@ def test_a_group_that_began_anew_has_nothing_cached():
 
 
 def test_groups_with_blocks_of_different_sizes_are_each_known_by_their_own():
-    router, shared = Router(), begin(1, 40)
+    router, shared = RequestRouter(), begin(1, 40)
     router.add("small", 1000, 4)
     router.add("large", 1000, 16)
     for i, name in enumerate(["small", "large"]):

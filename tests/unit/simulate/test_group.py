@@ -187,6 +187,25 @@ def test_who_comes_while_a_step_runs_waits_for_those_in_flight(
     assert simulated.clock_s == 4
 
 
+def test_latencies_are_those_of_the_simulated_clock(checkpoint: Path) -> None:
+    config = make(checkpoint, scheduler={"max_num_seqs": 1, "steps_in_flight": 1})
+
+    found = play(group(config), [Arrival(0, 5, 4), Arrival(0.5, 5, 1), Arrival(90, 5, 3)])
+
+    # A prompt takes a step, and each further token; the second request waits for the first.
+    assert found.latencies.first_token_s == [1, 4 + 1 - 0.5, 1]
+    assert found.latencies.per_token_s == [1, 1]
+
+
+def test_a_request_that_was_preempted_has_one_first_token(checkpoint: Path) -> None:
+    config = make(checkpoint, kv={"block_size": 16, "num_blocks": 5})
+
+    found = play(group(config), [Arrival(0, 15, 40), Arrival(0, 15, 40)])
+
+    assert found.scheduler.num_preemptions == 1
+    assert len(found.latencies.first_token_s) == len(found.latencies.per_token_s) == 2
+
+
 def test_prompts_take_the_time_of_the_largest_share_of_a_rank(checkpoint: Path) -> None:
     config = make(
         checkpoint,

@@ -79,6 +79,16 @@ def test_requests_are_read_as_they_were_written(tmp_path_factory, requests, as_c
     assert read(found) == requests
 
 
+def test_prompts_of_a_trace_may_begin_alike(tmp_path: Path) -> None:
+    header = "arrival_s,prompt_tokens,output_tokens,shared,shared_tokens\n"
+
+    found = read(trace(tmp_path, header + "0,9,2,,8\n1,9,2,3,9\n2,9,2,,\n"))
+
+    assert found == [Arrival(0, 9, 2, 0, 8), Arrival(1, 9, 2, 3, 9), Arrival(2, 9, 2)]
+    first, third = found[0].token_ids(0), found[2].token_ids(2)
+    assert first[:8] == [-1] * 8 != third[:8]
+
+
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
 
 
@@ -102,6 +112,10 @@ HEADER = "arrival_s,prompt_tokens,output_tokens\n"
         (HEADER + "-1,2,3", "expected arrival_s in seconds, 0 or later"),
         (HEADER + "nan,2,3", "expected arrival_s in seconds, 0 or later"),
         (HEADER + "soon,2,3", "expected arrival_s in seconds, 0 or later"),
+        (
+            '{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 1, "shared_tokens": 3}',
+            "expected shared_tokens up to the prompt's 2",
+        ),
         (HEADER + "1,,3", "line 2: found '1,,3'; expected prompt_tokens from 1 to"),
         (HEADER + f"1,{'9' * 10000},3", "..."),
         ('{"arrival_s": 1, "prompt_tokens": 2}', "expected output_tokens from 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -271,7 +272,14 @@ def test_the_report_renders_as_text_and_as_a_picture(checkpoint: Path, tmp_path:
     render_simulation(report, Console(file=out, width=160))
     plot_simulation(report, picture)
 
-    for words in ("step times are assumed", "stands for 2 groups", "powers of two", "steps/s"):
+    for words in (
+        "step times are assumed",
+        "stands for 2 groups",
+        "powers of two",
+        "steps/s",
+        "first token after",
+        "tokens/s",
+    ):
         assert words in out.getvalue()
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write the plot"):
@@ -301,6 +309,28 @@ def test_times_are_a_line_or_those_of_a_report(tmp_path: Path) -> None:
     assert read_times(path, 20.0).measured == measured.measured
 
 
+def test_steps_without_a_graph_have_a_line_of_their_own(tmp_path: Path) -> None:
+    bucket = {"mode": "FULL", "bucket": 8, "step_seconds": 0.2}
+    times = {"steps": 30, "base_seconds": 0.01, "token_seconds": 0.001}
+    slower = {"steps": 10, "base_seconds": 0.05, "token_seconds": 0.001}
+    path = tmp_path / "report.json"
+    groups = [
+        {"buckets": [bucket], "eager_times": times},
+        {"buckets": [], "eager_times": slower},
+        {"buckets": [], "eager_times": {}},
+    ]
+    path.write_text(json.dumps({"groups": groups}))
+    measured, assumed = read_times(path, 20.0), line_times(10.0, 0.5, 20.0, 4.0)
+
+    assert measured.step_s(100, "NONE") == pytest.approx(0.02 + 0.1)
+    assert measured.step_s(8, "FULL") == 0.2
+    assert "takes 20 ms, and 1 ms for each token" in measured.in_words
+    assert assumed.step_s(10, "NONE") == pytest.approx(0.004 + 0.005)
+    assert assumed.step_s(10, "FULL") == pytest.approx(0.010 + 0.005)
+    with pytest.raises(ConfigError, match="must take some time"):
+        line_times(10.0, 0.5, 20.0, -4.0)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -327,9 +357,58 @@ def test_steps_must_take_time() -> None:
             line_times(*times)
 
 
-def test_requests_with_drafts_are_not_simulated(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_nextn_predict_layers": 1}))
-    config = make(tmp_path, speculative={"num_tokens": 1})
+def test_shared_prefixes_are_computed_once(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    lines = [f"{second},40,1,32" for second in range(10)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,shared_tokens", *lines]))
+    drawn = LoadOptions(poisson=20.0, requests=30, prompt_tokens=4, output_tokens=4)
+    shared = LoadOptions(**{**asdict(drawn), "beginnings": 1, "beginning_tokens": 32})
 
-    with pytest.raises(ConfigError, match="nobody knows how many drafts"):
-        simulate(config, LoadOptions(poisson=1.0), StepTimes())
+    traced, alone, together = (
+        run(make(checkpoint), load) for load in (LoadOptions(trace=path), drawn, shared)
+    )
+
+    assert [row["tokens"] for row in traced["groups"][0]["by_tokens"]] == [8, 32]
+    assert traced["overall"]["live_tokens"] == 40 + 9 * 8
+    more = together["overall"]["live_tokens"] - alone["overall"]["live_tokens"]
+    assert more < 0.2 * 30 * 32
+    assert "each prompt begins with 32 more tokens" in together["load"]
+
+
+def with_drafts(directory: Path, num_drafts: int) -> Config:
+    (directory / "config.json").write_text(json.dumps({**SHAPE, "num_nextn_predict_layers": 1}))
+    return make(directory, speculative={"num_tokens": num_drafts}, scheduler={"steps_in_flight": 1})
+
+
+def test_drafts_need_a_share_that_is_accepted(tmp_path: Path) -> None:
+    config = with_drafts(tmp_path, 1)
+
+    with pytest.raises(ConfigError, match=r"speculative.num_tokens is 1: give --accepted"):
+        run(config, LoadOptions(poisson=1.0))
+    with pytest.raises(ConfigError, match=r"--accepted is 1.5; it is a share"):
+        run(config, LoadOptions(poisson=1.0, accepted=1.5))
+
+
+@pytest.mark.parametrize(("accepted", "steps"), [(0.0, 1 + 12), (1.0, 1 + 4)])
+def test_accepted_drafts_save_steps(tmp_path: Path, accepted: float, steps: int) -> None:
+    config = with_drafts(tmp_path, 2)
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,13\n")
+
+    report = run(config, LoadOptions(trace=path, accepted=accepted))
+
+    assert report["groups"][0]["requests"]["generated_tokens"] == 13
+    assert report["groups"][0]["steps"] == steps
+    assert f"a draft is accepted with probability {accepted:g}" in str(report["assumptions"])
+
+
+def test_drafts_are_accepted_as_often_as_given(tmp_path: Path) -> None:
+    config = with_drafts(tmp_path, 2)
+    load = LoadOptions(poisson=20.0, requests=300, prompt_tokens=20, output_tokens=40, accepted=0.7)
+
+    (group,) = run(config, load)["groups"]
+
+    # 1 + 0.7 + 0.49 tokens in each verification; a request's last one may be cut short.
+    replayed = sum(group["replays"].values())
+    assert replayed > 100
+    assert 1.9 < group["drafts"]["tokens_per_verification"] < 2.25

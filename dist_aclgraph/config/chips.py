@@ -1,0 +1,45 @@
+"""The chips that plans know, by the names that CANN gives them.
+
+Memory is the total that torch reports on such a device; driver and firmware take the rest of the
+chip's. Source: logs in public issues of vllm-ascend. On dies of 64 GB they show 65,452,113,920
+bytes, or some MiB more; on an Ascend910B4 they show 29.50 GiB.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
+
+
+class ChipFamily(NamedTuple):
+    """Chips whose names begin alike, and what they have in common.
+
+    Attributes:
+        node_npus: devices of an ordinary server; an A3 has two dies in each of eight packages.
+    """
+
+    prefix: str
+    generation: str
+    memory_mb: int
+    node_npus: int
+
+
+# A name belongs to the first family whose prefix it has.
+CHIP_FAMILIES = (
+    ChipFamily("Ascend910B4-1", "A2", DIE_64_GB_MB, 8),
+    ChipFamily("Ascend910B4", "A2", DIE_32_GB_MB, 8),
+    ChipFamily("Ascend910B", "A2", DIE_64_GB_MB, 8),
+    ChipFamily("Ascend910_93", "A3", DIE_64_GB_MB, 16),
+)
+
+
+def family_of(chip: str) -> ChipFamily | None:
+    """Return the family of a chip, or None if the chip is unknown."""
+    return next((family for family in CHIP_FAMILIES if chip.startswith(family.prefix)), None)
+
+
+def generation_of(chip: str) -> str:
+    """Return the generation of a chip by its name, or the name if the chip is unknown."""
+    family = family_of(chip)
+    return family.generation if family else chip

@@ -1,0 +1,61 @@
+"""Latencies of a simulation's requests: to their first token, and of each further token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dist_aclgraph.scheduler.outputs import StepOutputs
+
+
+class Latencies:
+    """Owns the times of arrivals and first tokens, in simulated seconds.
+
+    Attributes:
+        first_token_s: of each request that has begun, from its arrival (TTFT).
+        per_token_s: of each finished request of several tokens, the mean time between two of its
+            tokens (TPOT).
+    """
+
+    def __init__(self) -> None:
+        self.first_token_s: list[float] = []
+        self.per_token_s: list[float] = []
+        self._arrived_s: dict[str, float] = {}
+        self._begun_s: dict[str, float] = {}
+
+    def note_arrival(self, name: str, at_s: float) -> None:
+        self._arrived_s[name] = at_s
+
+    def note_outputs(self, now_s: float, outputs: StepOutputs) -> None:
+        """Note the first tokens and the ends in the outputs of a step, which has just ended."""
+        for index in outputs.firsts.tolist():
+            name = outputs.requests[index].request_id
+            if name in self._arrived_s:  # else it begins again, after a preemption
+                self.first_token_s.append(now_s - self._arrived_s.pop(name))
+                self._begun_s[name] = now_s
+        for index in outputs.finish_reasons:
+            request = outputs.requests[index]
+            took_s = now_s - self._begun_s.pop(request.request_id)
+            num_further = len(request.tokens) - request.num_prompt_tokens - 1
+            if num_further:
+                self.per_token_s.append(took_s / num_further)
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Return mean, median and 99th percentile; zeros if there is no value."""
+    found = np.array(seconds or [0.0])
+    return {
+        "mean": float(found.mean()),
+        "p50": float(np.quantile(found, 0.5)),
+        "p99": float(np.quantile(found, 0.99)),
+    }
+
+
+def latency_report(latencies: Latencies, num_tokens: int, seconds: float) -> dict[str, Any]:
+    """Return the latencies of a group, and its tokens a second, as plain values."""
+    return {
+        "first_token_s": quantiles(latencies.first_token_s),
+        "per_token_s": quantiles(latencies.per_token_s),
+        "tokens_per_s": num_tokens / seconds if seconds else 0.0,
+    }
