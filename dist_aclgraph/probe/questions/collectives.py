@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dist_aclgraph.config.device import A2_CHIPS
+from dist_aclgraph.config.chips import generation_of
 from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Between, Level, Probe
 
 COUNT = 300_000  # elements: more than one chunk of a buffer
@@ -92,7 +92,7 @@ def _mc2(bench: Bench) -> Answer:
     own = _dist(bench).new_group(list(range(bench.ranks)))
     name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
     domain = (name, bench.ranks, bench.rank, num_experts)
-    is_a2 = bench.npu.name.startswith(A2_CHIPS)  # which sends the experts' weights, too
+    is_a2 = generation_of(bench.npu.name) == "A2"  # which sends the experts' weights, too
     torch.manual_seed(bench.rank)
     x, weights = torch.randn(6, 1024).bfloat16(), torch.rand(6, 3)
     experts = torch.rand(6, num_experts).topk(3).indices.int().npu()
