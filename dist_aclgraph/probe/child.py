@@ -1,4 +1,4 @@
-"""The process of one question: it opens the device, puts the question and prints the answer."""
+"""The process of one question: it opens the device, puts the question and sends the answer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
 from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device.kind import DeviceKind
+from dist_aclgraph.environment import (
+    disable_backend_autoload,
+    environment_with,
+    take_over_environment,
+)
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.probe.question import MISSING, REFUSED, STOPPED, Answer, Bench, Between, Probe
 from dist_aclgraph.probe.questions import probe_named
 from dist_aclgraph.probe.row import MAX_TEXT, Outcome
 
-BEGUN, ANSWER = "PROBE BEGUN", "PROBE ANSWER "  # lines of a child's output
 JOIN_S = 60.0
 _CODE = re.compile(r"error code is (\d+)|\b([1-5]\d{5})\b")
 
@@ -26,41 +32,53 @@ class Task(msgspec.Struct, frozen=True):
     """The work of one child process.
 
     Attributes:
-        device: the configuration's section ``device``, as JSON.
+        device_id: the NPU that this process may use.
         meeting: file where the ranks of a question meet.
+        output: file for what libraries print.
     """
 
     name: str
     kind: DeviceKind
-    device: str
+    device: DeviceConfig
+    device_id: int
     rank: int
     ranks: int
-    meeting: str
+    meeting: Path
+    output: Path
 
 
-def main(plant: Callable[[], None] | None = None) -> None:
-    """Run the task of the command line.
+def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None) -> None:
+    """Send None once the device is open, and then the outcome.
 
     Args:
         plant: called once the device is open; tests change the device here.
     """
-    task = msgspec.json.decode(sys.argv[1], type=Task)
-    probe = probe_named(task.name)
+    _begin(task)
     try:
+        probe = probe_named(task.name)
         bench = _open_bench(task, probe)
         if plant is not None:
             plant()
     except Exception as e:  # The outermost frame: whatever a broken installation raises is a row.
-        _print_answer(
-            Outcome("the device cannot be opened", code=_code_of(e), text=str(e)[:MAX_TEXT])
-        )
-        return
-    print(BEGUN, flush=True)
-    _print_answer(ask(probe, bench))
-    # A peer may still need this process. Its parent ends it, or has died.
-    sys.stdin.read()
+        outcome = Outcome("the device cannot be opened", code=_code_of(e), text=str(e)[:MAX_TEXT])
+    else:
+        parent.send(None)
+        outcome = ask(probe, bench)
+    parent.send(outcome)
+    # A peer may still need this process. Its parent closes the pipe, or has died.
+    parent.poll(None)
     # Without destructors, which may wait for a stopped device.
     os._exit(0)
+
+
+def _begin(task: Task) -> None:
+    os.setsid()  # the user's interrupt is for the parent
+    file = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    variables = {"ASCEND_RT_VISIBLE_DEVICES": str(task.device_id), "OMP_NUM_THREADS": "1"}
+    take_over_environment(environment_with(variables))
+    disable_backend_autoload()
 
 
 def ask(probe: Probe, bench: Bench) -> Outcome:
@@ -115,19 +133,11 @@ def _open_bench(task: Task, probe: Probe) -> Bench:
     from dist_aclgraph.comm.groups import join_lockstep_group
     from dist_aclgraph.device.npu import open_npu, torch_npu
 
-    npu = open_npu(DeviceConfig.model_validate_json(task.device), task.rank)
+    npu = open_npu(task.device, task.rank)
     import torch
 
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     if task.ranks > 1:
         join_lockstep_group(f"file://{task.meeting}", task.rank, task.ranks, JOIN_S)
     return Bench(torch, torch_npu(), npu, task.rank, task.ranks, is_emulated)
-
-
-def _print_answer(outcome: Outcome) -> None:
-    # Libraries may have left a line without its end.
-    print("\n" + ANSWER + msgspec.json.encode(outcome).decode(), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,22 +4,20 @@ process and a stopped device are answers; the next question gets new processes.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 import msgspec
 
 from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device.kind import DeviceKind, npus_here
-from dist_aclgraph.environment import environment_with, visible_devices
-from dist_aclgraph.probe.child import ANSWER, BEGUN, Task
+from dist_aclgraph.environment import visible_devices
+from dist_aclgraph.probe.child import Task, main
 from dist_aclgraph.probe.device_rules import RuleAnswer, answers_of
 from dist_aclgraph.probe.question import Between, Probe
 from dist_aclgraph.probe.row import MAX_TEXT, Outcome, Report, Row, judged
@@ -27,9 +25,6 @@ from dist_aclgraph.probe.row import MAX_TEXT, Outcome, Report, Row, judged
 LOAD_S = 120.0  # limit of loading torch_npu, opening the device and joining the other ranks
 NEAR = 2.0  # factor within which a number is as known
 END_S = 5.0  # limit of a child's end after its answer
-LOOK_S = 0.02
-TAIL_BYTES = 64 << 10
-CHILD = (sys.executable, "-m", "dist_aclgraph.probe.child")
 NO_ANSWER, DIED, CUT_OFF = "no answer", "the process died", "the run was cut off here"
 
 
@@ -39,7 +34,7 @@ class Runner:
     Args:
         device: the device of all questions.
         rules: known answers of a chip with a CANN, by name, in place of the emulator's.
-        child: the program of a child process.
+        child: the function of a child process, called with a ``Task`` and a pipe.
         longest_s: lowers the limits of all questions.
     """
 
@@ -48,10 +43,11 @@ class Runner:
         kind: DeviceKind,
         device: DeviceConfig,
         rules: Callable[[str, str], Mapping[str, RuleAnswer]] = answers_of,
-        child: Sequence[str] = CHILD,
+        child: Callable[..., None] = main,
         longest_s: float | None = None,
     ) -> None:
         self._kind = kind
+        self._context = _context(kind)
         self._device = device
         self._rules = rules
         self._child = child
@@ -108,106 +104,105 @@ class Runner:
         if len(ids) < probe.ranks:
             return Outcome(f"needs {probe.ranks} NPUs, found {len(ids)}", was_asked=False)
         with tempfile.TemporaryDirectory(prefix="probe-") as folder:
-            children = [
-                self._start(probe, rank, ids[rank], Path(folder)) for rank in range(probe.ranks)
-            ]
+            children: list[_Child] = []
             try:
-                return _joined([child.outcome() for child in self._finished(probe, children)])
+                for rank in range(probe.ranks):
+                    children.append(self._start(probe, rank, ids[rank], Path(folder)))
+                self._wait(probe, children)
+                return _joined([child.outcome() for child in children])
             finally:
                 for child in children:
                     child.end()
 
     def _start(self, probe: Probe, rank: int, device_id: int, folder: Path) -> _Child:
-        device = self._device.model_copy(update={"task_queue": probe.task_queue})
         task = Task(
             name=probe.name,
             kind=self._kind,
-            device=device.model_dump_json(),
+            device=self._device.model_copy(update={"task_queue": probe.task_queue}),
+            device_id=device_id,
             rank=rank,
             ranks=probe.ranks,
-            meeting=str(folder / "meeting"),
+            meeting=folder / "meeting",
+            output=folder / f"{rank}.out",
         )
-        variables = {
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "ASCEND_RT_VISIBLE_DEVICES": str(device_id),
-        }
-        command = [*self._child, msgspec.json.encode(task).decode()]
-        return _Child(command, environment_with(variables), folder / f"{rank}.out")
+        return _Child(self._context, self._child, task)
 
-    def _finished(self, probe: Probe, children: list[_Child]) -> list[_Child]:
+    def _wait(self, probe: Probe, children: Sequence[_Child]) -> None:
         """Wait until each child has answered or ended, or a limit is over."""
         limit_s = min(probe.limit_s, self._longest_s or probe.limit_s)
         deadline = time.monotonic() + LOAD_S
         has_begun = False
-        while not all(child.is_done() for child in children):
-            if not has_begun and all(child.has_begun() for child in children):
+        while waiting := [child for child in children if not child.is_done]:
+            ready = wait([child.pipe for child in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for child in waiting:
+                if child.pipe in ready:
+                    child.read()
+            if not has_begun and all(child.has_begun for child in children):
                 has_begun = True
                 deadline = time.monotonic() + limit_s
-            if time.monotonic() > deadline:
-                for child in children:
-                    child.has_hung = True
-                break
-            time.sleep(LOOK_S)
-        return children
+
+
+def _context(kind: DeviceKind) -> ForkServerContext | SpawnContext:
+    """Return how processes start: with the emulator already loaded, or with nothing."""
+    if kind == "npu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dist_aclgraph.probe.preloaded"])
+    return context
 
 
 class _Child:
-    """One process of a question, in a process group of its own; its output goes to a file."""
+    """One process of a question.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], out: Path) -> None:
-        self._out = out
-        self.has_hung = False
-        with out.open("wb") as file:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                start_new_session=True,
-            )
+    Attributes:
+        pipe: from the process; it ends with the process.
+        has_begun: whether the device is open, or will not be.
+    """
 
-    def has_begun(self) -> bool:
-        return BEGUN in self._tail() or self.is_done()
+    def __init__(
+        self, context: ForkServerContext | SpawnContext, main: Callable[..., None], task: Task
+    ) -> None:
+        self.pipe, childs_end = context.Pipe()
+        self.has_begun = self.is_done = False
+        self._outcome: Outcome | None = None
+        self._output = task.output
+        self._process = context.Process(target=main, args=(task, childs_end))
+        self._process.start()
+        childs_end.close()
 
-    def is_done(self) -> bool:
-        # In this order: the answer may be written between the two.
-        return self._process.poll() is not None or ANSWER in self._tail()
+    def read(self) -> None:
+        """Read a message, or the end of the process."""
+        try:
+            self._outcome = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.is_done = True
+        self.has_begun = True
+        self.is_done = self.is_done or self._outcome is not None
 
     def outcome(self) -> Outcome:
         """Return the answer, or the reason why there is none."""
-        tail = self._tail()
-        lines = [line for line in tail.splitlines() if line.startswith(ANSWER)]
-        if lines:
-            with suppress(msgspec.MsgspecError):
-                return msgspec.json.decode(lines[-1].removeprefix(ANSWER), type=Outcome)
-        if self.has_hung:
-            asked = BEGUN in tail
-            found = NO_ANSWER if asked else "the device was not opened in time"
-            return Outcome(found, text=tail[-MAX_TEXT:])
-        code = self._process.poll()
-        ending = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
-        return Outcome(DIED, text=f"{ending}\n{tail[-MAX_TEXT // 2 :]}")
+        if self._outcome is not None:
+            return self._outcome
+        if not self.is_done:
+            found = NO_ANSWER if self.has_begun else "the device was not opened in time"
+            return Outcome(found, text=self._last_output())
+        self._process.join(END_S)
+        code = self._process.exitcode or 0
+        ending = f"signal {-code}" if code < 0 else f"exit status {code}"
+        return Outcome(DIED, text=f"{ending}\n{self._last_output()}")
 
     def end(self) -> None:
         """End the process; one that hangs in the driver is left behind."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if self.has_hung else END_S)
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+        self.pipe.close()
+        self._process.join(END_S if self.is_done else 0)
+        self._process.kill()
+        self._process.join(END_S)
 
-    def _tail(self) -> str:
-        with self._out.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+    def _last_output(self) -> str:
+        text = self._output.read_text(errors="replace") if self._output.exists() else ""
+        return text[-MAX_TEXT // 2 :]
 
 
 def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:

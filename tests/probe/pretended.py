@@ -86,5 +86,5 @@ def plant() -> None:
     torch.distributed.all_gather_into_tensor = wrong_gather
 
 
-if __name__ == "__main__":
-    child.main(plant)
+def main(task, parent):
+    child.main(task, parent, plant)

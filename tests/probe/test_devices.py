@@ -1,27 +1,25 @@
 """A probe of the emulator, and of a device that is pretended: the emulator with differences."""
 
-import sys
-
 import pytest
 
 from dist_aclgraph.config import DeviceConfig, EmulatorConfig
 from dist_aclgraph.device import emulator
+from dist_aclgraph.probe import child
 from dist_aclgraph.probe.device_rules import rules_text
 from dist_aclgraph.probe.questions import PROBES, probes_of
 from dist_aclgraph.probe.row import Report
-from dist_aclgraph.probe.runner import CHILD, Runner
+from dist_aclgraph.probe.runner import Runner
 from tests import laws
+from tests.probe import pretended
 from tests.probe.pretended import PLANTED, STREAMS
 
-PRETENDED = (sys.executable, "-m", "tests.probe.pretended")
 
-
-def probe(probes, child=CHILD, **emulated):
+def probe(probes, main=child.main, **emulated):
     """Return the report of the emulator with these settings."""
     emulator.build()
     device = DeviceConfig(kind="emulated", emulator=EmulatorConfig(**emulated))
     report = Report("0", "emulated", "full")
-    runner = Runner("emulated", device, child=child, longest_s=60)
+    runner = Runner("emulated", device, child=main, longest_s=60)
     runner.run(probes, report, lambda r: None, lambda row: None)
     return report
 
@@ -44,7 +42,7 @@ def test_the_emulator_answers_as_it_says():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_pretended_device_differs_by_what_was_planted():
-    report = probe(asked(), PRETENDED, streams=STREAMS)
+    report = probe(asked(), pretended.main, streams=STREAMS)
 
     found = {row.name: row.found for row in report.differences()}
     assert set(found) == set(PLANTED)
@@ -57,7 +55,7 @@ def test_a_pretended_device_differs_by_what_was_planted():
 def test_rules_made_from_a_report_make_the_emulator_answer_so(tmp_path):
     names = {"facts.chip", "facts.cann", "operators.swiglu"}
     chosen = [p for p in PROBES if p.name in names | {"rules.attention.dim_272"}]
-    report = probe(chosen, PRETENDED)
+    report = probe(chosen, pretended.main)
     rules = tmp_path / "rules.toml"
     rules.write_text(rules_text(report))
 
