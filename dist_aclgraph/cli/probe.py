@@ -10,7 +10,7 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.device_rules import rules_name, rules_text
-from dist_aclgraph.probe.page import difference_table, report_page
+from dist_aclgraph.probe.page import report_page, table
 from dist_aclgraph.probe.question import Level
 from dist_aclgraph.probe.questions import probes_of
 from dist_aclgraph.probe.row import Report, Row, read_report, write_report
@@ -60,5 +60,5 @@ def compare(path: Path) -> str:
     name = rules_name(report.chip or "unknown", report.cann or "unknown")
     rules = path.with_name(name)
     rules.write_text(rules_text(report), encoding="utf-8")
-    table = "\n".join(difference_table(report.differences()))
-    return f"{table}\n\n{rules}: copy it to emulator/rules/ to make these answers known"
+    differences = "\n".join(table(report.differences()))
+    return f"{differences}\n\n{rules}: copy it to emulator/rules/ to make these answers known"

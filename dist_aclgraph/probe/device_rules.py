@@ -11,7 +11,7 @@ from dist_aclgraph.config.rules import read_rules
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.question import ACCEPTED, MISSING, REFUSED, Between
 from dist_aclgraph.probe.questions import PROBES
-from dist_aclgraph.probe.row import Report
+from dist_aclgraph.probe.row import Report, plain
 from dist_aclgraph.shipped import shipped
 
 RuleAnswer = str | float
@@ -82,7 +82,7 @@ def rules_text(report: Report) -> str:
     numbers = {probe.name for probe in PROBES if isinstance(probe.says, Between)}
     answers = [
         f"{_text(row.name)} = {_value(row.found, row.number if row.name in numbers else None)}"
-        f"  # the emulator: {_plain(row.emulator)}"
+        f"  # the emulator: {plain(row.emulator)}"
         for row in report.differences()
     ]
     head = [f"chip = {_text(report.chip)}", f"cann = {_text(report.cann)}"]
@@ -96,9 +96,4 @@ def _value(found: str, number: float | None) -> str:
 
 
 def _text(text: str) -> str:
-    return json.dumps(_plain(text), ensure_ascii=False)
-
-
-def _plain(text: str) -> str:
-    """Return a stranger's text without line ends and control characters."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return json.dumps(plain(text), ensure_ascii=False)

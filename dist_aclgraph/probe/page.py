@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dist_aclgraph.probe.row import Report, Row
+from dist_aclgraph.probe.row import Report, Row, plain
 
 MAX_CELL = 200  # characters
 
@@ -23,49 +23,43 @@ def report_page(report: Report) -> str:
         "",
         "## Differences",
         "",
-        *difference_table(different),
+        *table(different),
         "",
         "## All answers",
         "",
-        "| question | emulator | found | us | code |",
-        "| --- | --- | --- | --- | --- |",
-        *(_line(row) for row in report.rows),
+        *table(report.rows),
         "",
         "## Details",
     ]
     for row in report.rows:
         if row.text:
             quoted = "\n".join(f"    {line}" for line in row.text.splitlines())
-            lines += ["", f"### {row.name}", "", quoted]
+            lines += ["", f"### {_cell(row.name)}", "", quoted]
     return "\n".join(lines) + "\n"
 
 
-def difference_table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table, or one sentence if there is no difference."""
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a table, or one word if there is no row."""
     if not rows:
-        return ["Every answer is the emulator's."]
-    return [
-        "| name | question | emulator | found | code |",
-        "| --- | --- | --- | --- | --- |",
+        return ["None."]
+    lines = [
+        ("name", "question", "emulator", "found", "us", "code"),
+        ("---",) * 6,
         *(
-            _cells(row.name, row.question, row.emulator, row.found, str(row.code or ""))
+            (
+                row.name,
+                row.question,
+                row.emulator,
+                row.found,
+                "" if row.us is None else f"{row.us:.0f}",
+                str(row.code or ""),
+            )
             for row in rows
         ),
     ]
-
-
-def _line(row: Row) -> str:
-    us = "" if row.us is None else f"{row.us:.0f}"
-    mark = "**" if row.is_same is False else ""
-    found = f"{mark}{_cell(row.found)}{mark}"
-    cells = (row.question, row.emulator)
-    return f"| {' | '.join(map(_cell, cells))} | {found} | {us} | {row.code or ''} |"
-
-
-def _cells(*texts: str) -> str:
-    return f"| {' | '.join(map(_cell, texts))} |"
+    return [f"| {' | '.join(map(_cell, line))} |" for line in lines]
 
 
 def _cell(text: str) -> str:
     """Return a text for a cell: one line, and no character that Markdown or HTML reads."""
-    return re.sub(r"([|<>`*\[\]])", r"\\\1", " ".join(text.split()))[:MAX_CELL]
+    return re.sub(r"([|<>`*\[\]])", r"\\\1", " ".join(plain(text).split())[:MAX_CELL])

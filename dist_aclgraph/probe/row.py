@@ -103,6 +103,11 @@ def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Ro
     )
 
 
+def plain(text: str) -> str:
+    """Return a stranger's text without line ends and control characters."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def read_report(path: Path) -> Report:
     """Read a report, which may come from a stranger.
 

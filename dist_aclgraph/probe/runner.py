@@ -35,7 +35,6 @@ class Runner:
         device: the device of all questions.
         rules: known answers of a chip with a CANN, by name, in place of the emulator's.
         child: the function of a child process, called with a ``Task`` and a pipe.
-        longest_s: lowers the limits of all questions.
     """
 
     def __init__(
@@ -44,14 +43,12 @@ class Runner:
         device: DeviceConfig,
         rules: Callable[[str, str], Mapping[str, RuleAnswer]] = answers_of,
         child: Callable[..., None] = main,
-        longest_s: float | None = None,
     ) -> None:
         self._kind = kind
         self._context = _context(kind)
         self._device = device
         self._rules = rules
         self._child = child
-        self._longest_s = longest_s
 
     def run(
         self,
@@ -129,7 +126,6 @@ class Runner:
 
     def _wait(self, probe: Probe, children: Sequence[_Child]) -> None:
         """Wait until each child has answered or ended, or a limit is over."""
-        limit_s = min(probe.limit_s, self._longest_s or probe.limit_s)
         deadline = time.monotonic() + LOAD_S
         has_begun = False
         while waiting := [child for child in children if not child.is_done]:
@@ -141,7 +137,7 @@ class Runner:
                     child.read()
             if not has_begun and all(child.has_begun for child in children):
                 has_begun = True
-                deadline = time.monotonic() + limit_s
+                deadline = time.monotonic() + probe.limit_s
 
 
 def _context(kind: DeviceKind) -> ForkServerContext | SpawnContext:

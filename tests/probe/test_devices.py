@@ -19,7 +19,7 @@ def probe(probes, main=child.main, **emulated):
     emulator.build()
     device = DeviceConfig(kind="emulated", emulator=EmulatorConfig(**emulated))
     report = Report("0", "emulated", "full")
-    runner = Runner("emulated", device, child=main, longest_s=60)
+    runner = Runner("emulated", device, child=main)
     runner.run(probes, report, lambda r: None, lambda row: None)
     return report
 

@@ -29,6 +29,8 @@ def answering(task, parent):
     answer = Outcome("yes", chip="C", cann="9.1")
     if name == "ranks":
         answer = replace(answer, found=f"yes {task.rank}")
+    if name == "device":
+        answer = replace(answer, found=f"{task.kind} {task.device_id}")
     if name == "number":
         answer = replace(answer, number=5.0)
     parent.send(answer)
@@ -84,6 +86,17 @@ def test_ranks_that_differ_are_named():
         "rank 0: yes 0; rank 1: yes 1",
         f"rank 0: yes; rank 1: {NO_ANSWER}",
     ]
+
+
+def test_an_npu_gets_new_processes_that_see_it_alone(monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,5")
+    report = Report("0", "npu", "quick")
+
+    Runner("npu", DeviceConfig(), child=answering).run(
+        [make_probe("device"), make_probe("ranks", ranks=2)], report, lambda r: None, lambda r: None
+    )
+
+    assert [row.found for row in report.rows] == ["npu 3", "rank 0: yes 0; rank 1: yes 1"]
 
 
 def test_a_question_that_needs_more_npus_is_no_difference(monkeypatch):
