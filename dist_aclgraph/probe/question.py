@@ -35,11 +35,19 @@ class Bench:
     is_emulated: bool = False
 
     def compare(self, got: Any, want: Any, tolerance: float = 0.0) -> Answer:
-        """Compare a device tensor with a host tensor; a tolerance of 0 means bit by bit."""
+        """Compare a device tensor with a host tensor.
+
+        Args:
+            tolerance: relative to the root mean square of a row; 0 means exactly.
+        """
         found, right = got.cpu().double(), want.double()
         if found.shape != right.shape:
             return Answer(DIFFERENT, f"shape {tuple(found.shape)}, not {tuple(right.shape)}")
-        if self.torch.allclose(found, right, atol=tolerance, rtol=tolerance, equal_nan=True):
+        if tolerance:
+            size = right.square().mean(-1, keepdim=True).sqrt()
+            size[size == 0] = 1
+            found, right = found / size, right / size
+        if self.torch.allclose(found, right, atol=tolerance, rtol=0.0, equal_nan=True):
             return Answer(EQUAL)
         largest = (found - right).abs().max().item()
         return Answer(DIFFERENT, f"largest difference {largest:.3g}, allowed {tolerance:g}")

@@ -1,6 +1,7 @@
 """The answer of one question: values, numbers, and what each error is called."""
 
 import pytest
+import torch
 
 from dist_aclgraph.errors import DeviceError
 from dist_aclgraph.probe.child import ask
@@ -44,6 +45,14 @@ def test_a_number_has_its_unit():
     outcome = outcome_of(lambda bench: 12.5, Between(0, 20, "us"))
 
     assert (outcome.found, outcome.number) == ("12.5 us", 12.5)
+
+
+def test_small_values_are_compared_by_their_own_size():
+    small, bench = torch.tensor([[1.0, -2.0], [0.0, 0.0]]) / 1000, Bench(torch)
+
+    found = [bench.compare(small * factor, small, 0.03).found for factor in (1.01, 1.05)]
+
+    assert found == ["equal", "different"]
 
 
 def test_details_are_bounded():

@@ -10,7 +10,7 @@ from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Betwee
 
 COUNT = 300_000  # elements: more than one chunk of a buffer
 NUM_REPEATS = 20
-TOLERANCE = 3e-2  # of bfloat16, relative and absolute
+TOLERANCE = 3e-2  # of bfloat16
 
 
 def _dist(bench: Bench) -> Any:
