@@ -127,9 +127,8 @@ def _code_of(error: Exception) -> int | None:
 
 
 def _open_bench(task: Task, probe: Probe) -> Bench:
-    is_emulated = task.kind == "emulated"
     if not probe.needs_device:
-        return Bench(is_emulated=is_emulated)
+        return Bench()
     from dist_aclgraph.comm.groups import join_lockstep_group
     from dist_aclgraph.device.npu import open_npu, torch_npu
 
@@ -140,4 +139,4 @@ def _open_bench(task: Task, probe: Probe) -> Bench:
     torch.manual_seed(0)
     if task.ranks > 1:
         join_lockstep_group(f"file://{task.meeting}", task.rank, task.ranks, JOIN_S)
-    return Bench(torch, torch_npu(), npu, task.rank, task.ranks, is_emulated)
+    return Bench(torch, torch_npu(), npu, task.rank, task.ranks)

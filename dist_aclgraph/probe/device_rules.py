@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dist_aclgraph.config.rules import read_rules
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.probe.question import ACCEPTED, MISSING, REFUSED, Between
+from dist_aclgraph.probe.question import ACCEPTED, MISSING, REFUSED
 from dist_aclgraph.probe.questions import PROBES
 from dist_aclgraph.probe.row import Report, plain
 from dist_aclgraph.shipped import shipped
@@ -65,8 +65,8 @@ def rules_text(report: Report) -> str:
         for probe in PROBES
         if probe.setting
         and (row := rows.get(probe.name))
-        # The answer is the device's: neither an error nor a hang.
-        and row.code is None
+        # An error has a text, and a hang has no duration.
+        and not row.text
         and row.us is not None
     ]
     different = {row.name: row.found for row in report.differences()}
@@ -79,9 +79,8 @@ def rules_text(report: Report) -> str:
         for name, parts in (("admit", admitted), ("refuse", refused))
         if parts
     ]
-    numbers = {probe.name for probe in PROBES if isinstance(probe.says, Between)}
     answers = [
-        f"{_text(row.name)} = {_value(row.found, row.number if row.name in numbers else None)}"
+        f"{_text(row.name)} = {_value(row.found, row.number)}"
         f"  # the emulator: {plain(row.emulator)}"
         for row in report.differences()
     ]

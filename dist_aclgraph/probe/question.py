@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dist_aclgraph.config.chips import generation_of
+
 Level = Literal["quick", "full"]
 
 ACCEPTED, REFUSED, MISSING, STOPPED = "accepted", "refused", "missing", "stopped the device"
@@ -24,7 +26,6 @@ class Bench:
         npu: the open device (``device.npu.Npu``); None likewise.
         rank: of this process among those of the question.
         ranks: number of processes, which are the members of one HCCL world.
-        is_emulated: whether the device is the emulator.
     """
 
     torch: Any = None
@@ -32,7 +33,6 @@ class Bench:
     npu: Any = None
     rank: int = 0
     ranks: int = 1
-    is_emulated: bool = False
 
     def compare(self, got: Any, want: Any, tolerance: float = 0.0) -> Answer:
         """Compare a device tensor with a host tensor.
@@ -79,10 +79,11 @@ class Between:
 
 @dataclass(frozen=True)
 class ByCann:
-    """The answer depends on the line of CANN."""
+    """The answer depends on the line of CANN; ``a2_cann_8`` is that of an A2 if it differs."""
 
     cann_8: str
     cann_9: str
+    a2_cann_8: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Probe:
     call: Callable[[Bench], str | float | Answer]
     says: str | Between | ByCann | None
     level: Level = "full"
-    limit_s: float = 30.0
+    limit_s: float = 60.0
     ranks: int = 1
     needs_device: bool = True
     task_queue: Literal[0, 1] = 0
@@ -117,9 +118,11 @@ class Probe:
     rule: str | None = None
     operator: str | None = None
 
-    def expected(self, cann: str) -> str | Between | None:
+    def expected(self, chip: str, cann: str) -> str | Between | None:
         """Return the emulator's answer. An unknown CANN has the rules of CANN 8, as in plans."""
         if isinstance(self.says, ByCann):
-            is_cann_8 = not cann or cann.startswith("8.")
-            return self.says.cann_8 if is_cann_8 else self.says.cann_9
+            if cann and not cann.startswith("8."):
+                return self.says.cann_9
+            is_a2 = generation_of(chip) == "A2"
+            return (is_a2 and self.says.a2_cann_8) or self.says.cann_8
         return self.says

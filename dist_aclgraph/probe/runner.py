@@ -87,7 +87,7 @@ class Runner:
             on_row(row)
 
     def _expected(self, probe: Probe, report: Report) -> str | Between | None:
-        expected = probe.expected(report.cann)
+        expected = probe.expected(report.chip, report.cann)
         known = self._rules(report.chip, report.cann).get(probe.name)
         if known is None:
             return expected

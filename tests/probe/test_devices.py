@@ -67,13 +67,21 @@ def test_rules_made_from_a_report_make_the_emulator_answer_so(tmp_path):
 
 @pytest.mark.slow
 def test_an_older_cann_is_not_a_difference():
-    names = {"facts.cann", "rules.attention.block_16", "rules.attention.latent_lse"}
+    names = {
+        "facts.chip",
+        "facts.cann",
+        "rules.attention.block_16",
+        "rules.attention.latent_lse",
+        "collectives.mc2",
+    }
 
     report = probe([p for p in PROBES if p.name in names], cann="8.5.0")
 
     assert {row.name: row.found for row in report.rows} == {
+        "facts.chip": "Ascend910B1",
         "facts.cann": "8.5.0",
         "rules.attention.block_16": "refused",
         "rules.attention.latent_lse": "refused",
+        "collectives.mc2": "refused",
     }
     assert report.differences() == []

@@ -20,7 +20,7 @@ def make_report(**outcomes):
     report = Report("1.0", "npu", "full", "Ascend910B3", "9.1.0")
     for name, outcome in outcomes.items():
         probe = by_name[name.replace("__", ".")]
-        report.rows.append(judged(probe, probe.expected(report.cann), outcome))
+        report.rows.append(judged(probe, probe.expected(report.chip, report.cann), outcome))
     return report
 
 
@@ -47,6 +47,7 @@ def test_differences_become_rules_and_rules_become_answers(tmp_path):
         facts__streams=Outcome("700 streams", number=700.0, us=1.0),
         operators__swiglu=Outcome("refused", code=161002),
         operators__matmul=Outcome("equal"),
+        graphs__accounting=Outcome("software_sq", us=1.0),
         rules__attention__dim_272=Outcome("accepted"),
     )
     (tmp_path / "Ascend910B3-9.1.0.toml").write_text(rules_text(report))
@@ -55,11 +56,13 @@ def test_differences_become_rules_and_rules_become_answers(tmp_path):
     assert rules["settings"] == {
         "hbm_mb": 62433,
         "streams": 700,
+        "accounting": "software_sq",
         "admit": ["head size 272 "],
         "refuse": ["aclnnSwiGlu"],
     }
     assert answers_of("Ascend910B3", "9.1.0", tmp_path) == {
         "facts.streams": 700.0,
+        "graphs.accounting": "software_sq",
         "operators.swiglu": "refused",
         "rules.attention.dim_272": "accepted",
     }
@@ -100,8 +103,17 @@ def test_names_are_unique_and_quick_questions_few():
     assert len(probes_of("quick")) <= 15
 
 
-@pytest.mark.parametrize(("cann", "answer"), [("8.5.1", "no"), ("", "no"), ("9.1.0", "yes")])
-def test_an_unknown_cann_has_the_stricter_rules(cann, answer):
-    probe = Probe("a", "a?", lambda bench: "", ByCann("no", "yes"))
+@pytest.mark.parametrize(
+    ("chip", "cann", "answer"),
+    [
+        ("Ascend910_9391", "8.5.1", "no"),
+        ("Ascend910_9391", "", "no"),
+        ("Ascend910_9391", "9.1.0", "yes"),
+        ("Ascend910B1", "8.5.1", "never"),
+        ("Ascend910B1", "9.1.0", "yes"),
+    ],
+)
+def test_answers_depend_on_cann_and_chip_and_an_unknown_cann_has_the_stricter(chip, cann, answer):
+    probe = Probe("a", "a?", lambda bench: "", ByCann("no", "yes", a2_cann_8="never"))
 
-    assert probe.expected(cann) == answer
+    assert probe.expected(chip, cann) == answer

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 from dist_aclgraph.device.cann import load_problem
 from dist_aclgraph.device.kind import DEV, npus_here
 from dist_aclgraph.environment import ascend_toolkit, sourced_cann
-from dist_aclgraph.probe.question import Answer, Bench, Between, Probe
+from dist_aclgraph.probe.question import Answer, Bench, Between, Level, Probe
 
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 NUMA = Path("/sys/devices/system/node")
@@ -41,14 +42,11 @@ def _beginning_of(path: Path) -> str:
         return f"{path}: {e.strerror}"
 
 
-def _sourced(bench: Bench) -> str:
-    return str(sourced_cann() or NONE)
-
-
 def _cann_files(bench: Bench) -> Answer:
     toolkit = ascend_toolkit()
-    path = toolkit / "share/info/runtime/version.info"
-    return Answer(str(toolkit) if toolkit.is_dir() else NONE, _beginning_of(path))
+    sourced = " (sourced)" if sourced_cann() else ""
+    text = _beginning_of(toolkit / "share/info/runtime/version.info")
+    return Answer(f"{toolkit}{sourced}" if toolkit.is_dir() else NONE, text)
 
 
 def _driver(bench: Bench) -> Answer:
@@ -67,8 +65,6 @@ def _cores(bench: Bench) -> str:
 
 
 def _libraries(bench: Bench) -> str:
-    if bench.is_emulated:
-        return "emulated"
     return load_problem() or "loaded"
 
 
@@ -76,8 +72,9 @@ def _chip(bench: Bench) -> str:
     return str(bench.npu.name)
 
 
-def _cann(bench: Bench) -> str:
-    return str(bench.npu.cann) or NONE
+def _cann(bench: Bench) -> Answer:
+    cann = str(bench.npu.cann)
+    return Answer(cann) if cann else Answer(NONE, "CANN does not tell its version")
 
 
 def _memory(bench: Bench) -> float:
@@ -102,24 +99,20 @@ def _fork(bench: Bench) -> str:
     return "the child ends" if status == 0 else f"the child ends with status {status}"
 
 
+def _of_machine(
+    name: str, question: str, call: Callable[[Bench], str | Answer], level: Level = "full"
+) -> Probe:
+    return Probe(f"facts.{name}", question, call, None, level, needs_device=False)
+
+
 PROBES = (
-    Probe("facts.machine", "Which machine is it?", _machine, None, "quick", needs_device=False),
-    Probe("facts.wheels", "Which wheels are there?", _wheels, None, "quick", needs_device=False),
-    Probe("facts.cann_sourced", "Which CANN is sourced?", _sourced, None, needs_device=False),
-    Probe("facts.cann_files", "Which CANN is installed?", _cann_files, None, needs_device=False),
-    Probe("facts.driver", "Which driver is installed?", _driver, None, needs_device=False),
-    Probe(
-        "facts.nodes", "Which device nodes are there?", _nodes, None, "quick", needs_device=False
-    ),
-    Probe("facts.cores", "How many cores are there?", _cores, None, needs_device=False),
-    Probe(
-        "facts.libraries",
-        "Can CANN's libraries be loaded?",
-        _libraries,
-        None,
-        limit_s=90.0,
-        needs_device=False,
-    ),
+    _of_machine("machine", "Which machine is it?", _machine, "quick"),
+    _of_machine("wheels", "Which wheels are there?", _wheels, "quick"),
+    _of_machine("cann_files", "Which CANN is installed?", _cann_files, "quick"),
+    _of_machine("driver", "Which driver is installed?", _driver, "quick"),
+    _of_machine("nodes", "Which device nodes are there?", _nodes, "quick"),
+    _of_machine("cores", "How many cores are there?", _cores),
+    _of_machine("libraries", "Can CANN's libraries be loaded?", _libraries),
     Probe("facts.chip", "Which chip is it?", _chip, None, "quick", setting="soc"),
     Probe("facts.cann", "Which CANN does the runtime name?", _cann, None, "quick", setting="cann"),
     Probe(
@@ -138,11 +131,5 @@ PROBES = (
         setting="streams",
     ),
     Probe("facts.threads", "Which threads run after the device is open?", _threads, None),
-    Probe(
-        "facts.fork",
-        "Can a process with an open device fork?",
-        _fork,
-        "the child ends",
-        limit_s=10.0,
-    ),
+    Probe("facts.fork", "Can a process with an open device fork?", _fork, "the child ends"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dist_aclgraph.probe.question import (
@@ -26,7 +27,8 @@ IN_FLIGHT = 2
 NUM_STEPS = 1000
 
 
-def _captured(bench: Bench, body: Callable[[], Any]) -> tuple[Any, Any]:
+def captured(bench: Bench, body: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return the graph of a body, and the body's result."""
     graph = bench.torch.npu.NPUGraph()
     with bench.torch.npu.graph(graph):
         result = body()
@@ -35,7 +37,7 @@ def _captured(bench: Bench, body: Callable[[], Any]) -> tuple[Any, Any]:
 
 def _replay(bench: Bench) -> Answer:
     x = bench.torch.ones(64, device="npu")
-    graph, y = _captured(bench, lambda: (x * 2 + 1) * x)
+    graph, y = captured(bench, lambda: (x * 2 + 1) * x)
     for value in (1.0, 5.0, -2.0):
         x.fill_(value)
         graph.replay()
@@ -61,7 +63,7 @@ def _side_stream(bench: Bench) -> Answer:
         main.wait_stream(side)
         return b + c
 
-    graph, y = _captured(bench, body)
+    graph, y = captured(bench, body)
     x.fill_(3.0)
     graph.replay()
     return bench.compare(y, torch.full((64, 64), 21 * 6.0 + 7.0))
@@ -76,11 +78,11 @@ def _unjoined_stream(bench: Bench) -> str:
         with torch.npu.stream(side):
             return x + 1
 
-    _captured(bench, body)
+    captured(bench, body)
     return ACCEPTED
 
 
-def _inside_capture(bench: Bench, call: Callable[[Any], Any]) -> Answer:
+def _inside_capture(bench: Bench, call: Callable[[Bench, Any], Any]) -> Answer:
     """Make a call inside a capture, and find out whether the graph is still valid."""
     x = bench.torch.ones(4, device="npu")
     refusal: list[str] = []
@@ -88,41 +90,28 @@ def _inside_capture(bench: Bench, call: Callable[[Any], Any]) -> Answer:
     def body() -> Any:
         y = x + 1
         try:
-            call(x)
+            call(bench, x)
         except RuntimeError as e:
             refusal.append(str(e))
         return y * 2
 
-    graph, y = _captured(bench, body)
+    graph, y = captured(bench, body)
     graph.replay()
     is_valid = y.cpu().tolist() == [4.0] * 4
     found = REFUSED if refusal else ACCEPTED
     return Answer(f"{found}, graph {'valid' if is_valid else 'wrong'}", "".join(refusal))
 
 
-def _synchronize_inside(bench: Bench) -> Answer:
-    return _inside_capture(bench, lambda x: bench.torch.npu.synchronize())
-
-
-def _read_inside(bench: Bench) -> Answer:
-    return _inside_capture(bench, lambda x: x.cpu())
-
-
-def _query_inside(bench: Bench) -> Answer:
-    return _inside_capture(bench, lambda x: bench.torch.npu.current_stream().query())
-
-
-def _counts_graphs(bench: Bench) -> str:
+def _accounting(bench: Bench) -> str:
     bench.torch.ones(4, device="npu")
-    is_counted = bench.npu.counts_graphs(bench.torch.npu.Stream())
-    return "counted" if is_counted else "not counted"
+    return "pinned" if bench.npu.counts_graphs(bench.torch.npu.Stream()) else "software_sq"
 
 
 def _streams_of_a_graph(bench: Bench) -> float:
     x = bench.torch.ones(4, device="npu")
-    _captured(bench, lambda: x + 1)[0].reset()  # makes the streams that torch_npu keeps
+    captured(bench, lambda: x + 1)[0].reset()  # makes the streams that torch_npu keeps
     before = bench.npu.available_streams()
-    graphs = [_captured(bench, lambda: x + 1)[0] for _ in range(NUM_CAPTURES)]
+    graphs = [captured(bench, lambda: x + 1)[0] for _ in range(NUM_CAPTURES)]
     taken = before - bench.npu.available_streams()
     for graph in graphs:
         graph.reset()
@@ -131,10 +120,10 @@ def _streams_of_a_graph(bench: Bench) -> float:
 
 def _streams_come_back(bench: Bench) -> str:
     x = bench.torch.ones(4, device="npu")
-    _captured(bench, lambda: x + 1)[0].reset()
+    captured(bench, lambda: x + 1)[0].reset()
     before = bench.npu.available_streams()
     for _ in range(NUM_CAPTURES):
-        _captured(bench, lambda: x + 1)[0].reset()
+        captured(bench, lambda: x + 1)[0].reset()
     lost = before - bench.npu.available_streams()
     return f"{lost} streams are lost"
 
@@ -262,12 +251,15 @@ def _us_of_an_update(bench: Bench) -> float:
 def _other_operator(bench: Bench) -> str:
     torch = bench.torch
     x, y = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
-    updates, graph = torch.npu.Stream(), torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    updates = torch.npu.Stream()
+
+    def body() -> Any:
         stream = torch.npu.current_stream()
         torch.npu.graph_task_group_begin(stream)
         torch.add(x, 3.0, out=y)
-        handle = torch.npu.graph_task_group_end(stream)
+        return torch.npu.graph_task_group_end(stream)
+
+    _, handle = captured(bench, body)
     with torch.npu.stream(updates):
         torch.npu.graph_task_update_begin(updates, handle)
         torch.mul(x, 3.0, out=y)
@@ -280,7 +272,7 @@ def _ai_cpu(bench: Bench) -> str:
     from dist_aclgraph.device.npu import ai_cpu_operators
 
     x = bench.torch.ones(8, device="npu")
-    graph, _ = _captured(bench, lambda: x * 2)
+    graph, _ = captured(bench, lambda: x * 2)
     return f"{len(ai_cpu_operators(graph))} operators"
 
 
@@ -290,34 +282,42 @@ def _after_refusal(bench: Bench) -> Answer:
     x, gamma = torch.zeros(2, 64).half().npu(), torch.zeros(32).half().npu()
     torch.npu.synchronize()
     try:
-        _captured(bench, lambda: bench.ops.npu_rms_norm(x, gamma))
+        captured(bench, lambda: bench.ops.npu_rms_norm(x, gamma))
     except RuntimeError:
         return bench.compare(torch.ones(4, device="npu") + 1, torch.full((4,), 2.0))
     return Answer("the capture was not refused")
+
+
+def _refused_inside(name: str, what: str, call: Callable[[Bench, Any], Any]) -> Probe:
+    return Probe(
+        f"graphs.{name}_inside",
+        f"Is {what} in a capture refused, and the graph valid?",
+        partial(_inside_capture, call=call),
+        f"{REFUSED}, graph valid",
+    )
 
 
 PROBES = (
     Probe("graphs.replay", "Does a replay read its inputs anew?", _replay, EQUAL, "quick"),
     Probe("graphs.side_stream", "Is a forked and joined stream replayed?", _side_stream, EQUAL),
     Probe(
-        "graphs.counts",
-        "Does the count of streams fall with a capture and rise with its release?",
-        _counts_graphs,
-        "counted",
+        "graphs.accounting",
+        "Are streams of graphs counted (pinned), or do graphs borrow queues (software_sq)?",
+        _accounting,
+        "pinned",
+        setting="accounting",
     ),
     Probe(
         "graphs.streams",
         "How many streams does a graph on one stream take?",
         _streams_of_a_graph,
         Between(1, 1, "streams"),
-        limit_s=60.0,
     ),
     Probe(
         "graphs.streams_come_back",
         f"Are all streams free after {NUM_CAPTURES} captures and releases?",
         _streams_come_back,
         "0 streams are lost",
-        limit_s=60.0,
     ),
     Probe(
         "graphs.ai_cpu",
@@ -344,25 +344,11 @@ PROBES = (
         f"Are {NUM_STEPS} replays, {IN_FLIGHT} at a time, with updates, all right?",
         _in_flight,
         EQUAL,
-        limit_s=120.0,
     ),
-    Probe(
-        "graphs.synchronize_inside",
-        "Is a synchronize in a capture refused, and the graph valid?",
-        _synchronize_inside,
-        "refused, graph valid",
-    ),
-    Probe(
-        "graphs.read_inside",
-        "Is a copy to the host in a capture refused, and the graph valid?",
-        _read_inside,
-        "refused, graph valid",
-    ),
-    Probe(
-        "graphs.query_inside",
-        "Is a query of the stream in a capture refused, and the graph valid?",
-        _query_inside,
-        "refused, graph valid",
+    _refused_inside("synchronize", "a synchronize", lambda bench, x: bench.synchronize()),
+    _refused_inside("read", "a copy to the host", lambda bench, x: x.cpu()),
+    _refused_inside(
+        "query", "a query of the stream", lambda bench, x: bench.torch.npu.current_stream().query()
     ),
     Probe(
         "graphs.unjoined_stream",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dist_aclgraph.probe.question import ACCEPTED, REFUSED, STOPPED, Bench, Probe
 
 
@@ -59,14 +61,6 @@ def _shares(bench: Bench, count: int) -> str:
     return ACCEPTED
 
 
-def _sixteen_shares(bench: Bench) -> str:
-    return _shares(bench, 16)
-
-
-def _seventeen_shares(bench: Bench) -> str:
-    return _shares(bench, 17)
-
-
 PROBES = (
     Probe("rules.slots_of_float", "Are slots of float32 accepted?", _slots_of_float, REFUSED),
     Probe(
@@ -83,18 +77,17 @@ PROBES = (
         rule="gamma must be",
     ),
     Probe("rules.product_of_int32", "Is a product of int32 accepted?", _product_of_int32, REFUSED),
-    Probe("rules.shares_16", "Does a merge accept 16 shares?", _sixteen_shares, ACCEPTED),
+    Probe(
+        "rules.shares_16", "Does a merge accept 16 shares?", partial(_shares, count=16), ACCEPTED
+    ),
     Probe(
         "rules.shares_17",
         "Does a merge accept 17 shares?",
-        _seventeen_shares,
+        partial(_shares, count=17),
         REFUSED,
         rule="17 shares",
     ),
     Probe(
-        "rules.expert_below_zero",
-        "Does routing accept the expert -1?",
-        _expert_below_zero,
-        STOPPED,
+        "rules.expert_below_zero", "Does routing accept the expert -1?", _expert_below_zero, STOPPED
     ),
 )
