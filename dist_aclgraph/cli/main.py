@@ -341,11 +341,7 @@ def probe(
             print(compare_report(compare))
             return
         report = run_probe(level, out, DeviceConfig(kind=kind))
-        print(
-            f"{len(report.rows)} answers, {len(report.differences())} differ from the emulator's: "
-            f"{out}, {out.with_suffix('.md')}",
-            flush=True,
-        )
+        print(f"{report.summary()}: {out}, {out.with_suffix('.md')}", flush=True)
         if multiprocessing.active_children():
             os._exit(0)  # Python would wait for a killed process that hangs in the driver
 

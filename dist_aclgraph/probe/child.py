@@ -60,7 +60,12 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         if plant is not None:
             plant()
     except Exception as e:  # The outermost frame: whatever a broken installation raises is a row.
-        outcome = Outcome("the device cannot be opened", code=_code_of(e), text=str(e)[:MAX_TEXT])
+        outcome = Outcome(
+            "the device cannot be opened",
+            code=_code_of(e),
+            text=str(e)[:MAX_TEXT],
+            was_asked=False,
+        )
     else:
         parent.send(None)
         outcome = ask(probe, bench)

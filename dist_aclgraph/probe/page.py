@@ -14,16 +14,14 @@ def report_page(report: Report) -> str:
     """Return the page: differences first, then all answers, then the texts of errors."""
     device = f"{report.chip or 'no device'}, CANN {report.cann or 'unknown'}"
     kind = "emulated NPU" if report.kind == "emulated" else "NPU"
-    different = report.differences()
     lines = [
         f"# Probe of {_cell(device)}",
         "",
-        f"{kind}; dist-aclgraph {report.version}, level {report.level}; "
-        f"{len(report.rows)} questions, {len(different)} answers differ from the emulator's.",
+        f"{kind}; dist-aclgraph {report.version}, level {report.level}; {report.summary()}.",
         "",
         "## Differences",
         "",
-        *table(different),
+        *table(report.differences()),
         "",
         "## All answers",
         "",

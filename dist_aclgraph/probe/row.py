@@ -25,7 +25,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text: the error, or other details.
         chip: name of the device; "" if none was opened.
         cann: version of CANN; "" if unknown.
-        was_asked: whether the machine has what the question needs.
+        was_asked: whether the machine has what the question needs, and the device was opened.
     """
 
     found: str
@@ -56,6 +56,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: int | None
     text: str
     is_same: bool | None
+    was_asked: bool
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,6 +80,14 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     def differences(self) -> list[Row]:
         return [row for row in self.rows if row.is_same is False]
 
+    def summary(self) -> str:
+        """Return the numbers of rows in words."""
+        unasked = sum(not row.was_asked for row in self.rows)
+        return (
+            f"{len(self.rows)} questions, {len(self.differences())} answers differ from the "
+            f"emulator's, {unasked} could not be asked"
+        )
+
 
 def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
     """Return the row of an answer, compared with the emulator's."""
@@ -100,6 +109,7 @@ def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Ro
         code=outcome.code,
         text=outcome.text[:MAX_TEXT],
         is_same=is_same,
+        was_asked=outcome.was_asked,
     )
 
 

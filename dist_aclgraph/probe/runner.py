@@ -57,12 +57,14 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Put all questions that the report does not have, and add their rows.
+        """Put all questions that the report does not have, and those that could not be asked; add
+        their rows.
 
         Args:
             save: called before and after each question.
             on_row: called with each new row.
         """
+        report.rows = [row for row in report.rows if row.was_asked]
         known = {row.name for row in report.rows}
         for probe in probes:
             if probe.name in known:
@@ -183,7 +185,7 @@ class _Child:
             return self._outcome
         if not self.is_done:
             found = NO_ANSWER if self.has_begun else "the device was not opened in time"
-            return Outcome(found, text=self._last_output())
+            return Outcome(found, text=self._last_output(), was_asked=self.has_begun)
         self._process.join(END_S)
         code = self._process.exitcode or 0
         ending = f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -225,4 +227,5 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
         number=None,
         code=codes[0] if codes else None,
         text="\n".join(texts),
+        was_asked=all(outcome.was_asked for outcome in outcomes),
     )

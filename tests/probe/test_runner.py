@@ -26,6 +26,9 @@ def answering(task, parent):
     if name == "interrupt":
         os.kill(int(task.device.soc), signal.SIGINT)
         time.sleep(3600)
+    if name == "unopened" and not task.rank:
+        parent.send(Outcome("unopened", was_asked=False))
+        return
     answer = Outcome("yes", chip="C", cann="9.1")
     if name == "ranks":
         answer = replace(answer, found=f"yes {task.rank}")
@@ -109,6 +112,21 @@ def test_a_question_that_needs_more_npus_is_no_difference(monkeypatch):
 
     (row,) = report.rows
     assert (row.found, row.is_same) == ("needs 2 NPUs, found 1", None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_question_that_could_not_be_asked_is_no_difference_and_is_asked_again(ranks):
+    probe = make_probe("unopened", ranks=ranks)
+    report, _ = run(probe)
+
+    (row,) = report.rows
+    again, saved = run(probe, report=report)
+
+    assert (row.was_asked, row.is_same) == (False, None)
+    assert len(again.rows) == 1 and saved == ["unopened", None]
+    assert again.summary() == (
+        "1 questions, 0 answers differ from the emulator's, 1 could not be asked"
+    )
 
 
 def test_a_run_goes_on_where_it_was_cut_off():
