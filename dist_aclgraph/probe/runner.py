@@ -5,6 +5,7 @@ process and a stopped device are answers; the next question gets new processes.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -172,12 +173,12 @@ class _Child:
 
     def read(self) -> None:
         """Read a message, or the end of the process."""
+        self.has_begun = True
         try:
             self._outcome = self.pipe.recv()
+            self.is_done = self._outcome is not None
         except (EOFError, ConnectionError):
             self.is_done = True
-        self.has_begun = True
-        self.is_done = self.is_done or self._outcome is not None
 
     def outcome(self) -> Outcome:
         """Return the answer, or the reason why there is none."""
@@ -199,8 +200,11 @@ class _Child:
         self._process.join(END_S)
 
     def _last_output(self) -> str:
-        text = self._output.read_text(errors="replace") if self._output.exists() else ""
-        return text[-MAX_TEXT // 2 :]
+        if not self._output.exists():
+            return ""
+        with self._output.open("rb") as file:  # which may be very long
+            file.seek(-min(self._output.stat().st_size, MAX_TEXT // 2), os.SEEK_END)
+            return file.read().decode(errors="replace")
 
 
 def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:

@@ -18,7 +18,13 @@ from dist_aclgraph.probe.question import (
     Between,
     Probe,
 )
-from dist_aclgraph.probe.questions.operators import BLOCK, DIM, attention
+from dist_aclgraph.probe.questions.operators import (
+    BLOCK,
+    DIM,
+    attention,
+    attention_arguments,
+    blocks_in_order,
+)
 
 EDGES = (1, 1023, 1024, 2048)  # KV lengths: a kernel of CANN 9 changes its way at 1024
 LAYERS = 28  # of Qwen3-0.6B
@@ -139,7 +145,7 @@ class UpdatableGraph:
         self.keys, self.values = (
             torch.randn(num_blocks, BLOCK, 2, DIM).bfloat16().npu() for _ in range(2)
         )
-        self._table = torch.arange(num_blocks, dtype=torch.int32).view(1, num_blocks).npu()
+        self._table = blocks_in_order(bench, self.keys, 1)
         self.out = torch.zeros_like(self.query)
         lse = torch.zeros(1, dtype=torch.bfloat16, device="npu")
         arguments = self._arguments(EDGES[-1])
@@ -176,20 +182,7 @@ class UpdatableGraph:
         return attention(self._bench, self.query, self.keys, self.values, [length]).cpu()
 
     def _arguments(self, length: int) -> dict[str, Any]:
-        num_blocks = len(self.keys)
-        return {
-            "query": self.query,
-            "key": self.keys.view(num_blocks, BLOCK, -1),
-            "value": self.values.view(num_blocks, BLOCK, -1),
-            "actual_seq_qlen": [1],
-            "actual_seq_kvlen": [length],
-            "block_table": self._table,
-            "num_query_heads": 4,
-            "num_key_value_heads": 2,
-            "softmax_scale": DIM**-0.5,
-            "input_layout": "TND",
-            "block_size": BLOCK,
-        }
+        return attention_arguments(self.query, self.keys, self.values, [length], self._table)
 
 
 def _update_lengths(bench: Bench) -> Answer:

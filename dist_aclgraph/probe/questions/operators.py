@@ -158,23 +158,36 @@ def _merge_of_shares(bench: Bench) -> Answer:
     return bench.compare(got, (weights * torch.stack(outs)).sum(0), FLOAT32)
 
 
+def blocks_in_order(bench: Bench, keys: Any, num_requests: int) -> Any:
+    """Return the block table of requests that have as many blocks each."""
+    table = bench.torch.arange(len(keys), dtype=bench.torch.int32)
+    return table.view(num_requests, -1).npu()
+
+
+def attention_arguments(
+    query: Any, keys: Any, values: Any, lengths: list[int], table: Any
+) -> dict[str, Any]:
+    """Return the arguments of grouped-query attention with one row for each request."""
+    return {
+        "query": query,
+        "key": keys.view(len(keys), BLOCK, -1),
+        "value": values.view(len(values), BLOCK, -1),
+        "actual_seq_qlen": list(range(1, len(lengths) + 1)),
+        "actual_seq_kvlen": lengths,
+        "block_table": table,
+        "num_query_heads": query.shape[1],
+        "num_key_value_heads": keys.shape[2],
+        "softmax_scale": DIM**-0.5,
+        "input_layout": "TND",
+        "block_size": BLOCK,
+    }
+
+
 def attention(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
     """Return grouped-query attention of one row for each request, over blocks in their order."""
-    columns = keys.shape[0] // len(lengths)
-    table = bench.torch.arange(len(lengths) * columns, dtype=bench.torch.int32)
-    return bench.ops.npu_fused_infer_attention_score_v2(
-        query,
-        keys.view(len(keys), BLOCK, -1),
-        values.view(len(values), BLOCK, -1),
-        actual_seq_qlen=list(range(1, len(lengths) + 1)),
-        actual_seq_kvlen=lengths,
-        block_table=table.view(len(lengths), columns).npu(),
-        num_query_heads=query.shape[1],
-        num_key_value_heads=keys.shape[2],
-        softmax_scale=DIM**-0.5,
-        input_layout="TND",
-        block_size=BLOCK,
-    )[0]
+    table = blocks_in_order(bench, keys, len(lengths))
+    arguments = attention_arguments(query, keys, values, lengths, table)
+    return bench.ops.npu_fused_infer_attention_score_v2(**arguments)[0]
 
 
 def attention_on_host(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
@@ -206,21 +219,15 @@ def _prefill(bench: Bench) -> Answer:
     torch, rows, cached = bench.torch, 40, 100
     query = _random(bench, rows, HEADS, DIM)
     keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))
-    got = bench.ops.npu_fused_infer_attention_score_v2(
-        query.npu(),
-        keys.view(2, BLOCK, -1).npu(),
-        values.view(2, BLOCK, -1).npu(),
-        actual_seq_qlen=[rows],
-        actual_seq_kvlen=[cached + rows],
-        block_table=torch.arange(2, dtype=torch.int32).view(1, 2).npu(),
-        atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu(),
-        sparse_mode=3,
-        num_query_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        softmax_scale=DIM**-0.5,
-        input_layout="TND",
-        block_size=BLOCK,
-    )[0]
+    table = blocks_in_order(bench, keys, 1)
+    arguments = attention_arguments(
+        query.npu(), keys.npu(), values.npu(), [cached + rows], table
+    ) | {
+        "actual_seq_qlen": [rows],
+        "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu(),
+        "sparse_mode": 3,
+    }
+    got = bench.ops.npu_fused_infer_attention_score_v2(**arguments)[0]
     want = [
         attention_on_host(bench, query[i : i + 1], keys, values, [cached + i + 1])
         for i in range(rows)

@@ -7,21 +7,12 @@ from functools import partial
 from dist_aclgraph.probe.question import ACCEPTED, REFUSED, STOPPED, Bench, Probe
 
 
-def _slots_of_float(bench: Bench) -> str:
+def _write(bench: Bench, cache: str = "float16", slots: str = "int32") -> str:
     torch = bench.torch
     key = torch.zeros(2, 2, 16).half().npu()
-    cache = torch.zeros(4, 8, 2, 16).half().npu()
-    slots = torch.zeros(2).npu()
-    bench.ops.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), slots, cache_mode="Norm")
-    return ACCEPTED
-
-
-def _cache_of_another_type(bench: Bench) -> str:
-    torch = bench.torch
-    key = torch.zeros(2, 2, 16).half().npu()
-    cache = torch.zeros(4, 8, 2, 16).npu()
-    slots = torch.zeros(2, dtype=torch.int32).npu()
-    bench.ops.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), slots, cache_mode="Norm")
+    keys, values = (torch.zeros(4, 8, 2, 16, dtype=getattr(torch, cache)).npu() for _ in "kv")
+    at = torch.zeros(2, dtype=getattr(torch, slots)).npu()
+    bench.ops.npu_scatter_pa_kv_cache(key, key, keys, values, at, cache_mode="Norm")
     return ACCEPTED
 
 
@@ -62,11 +53,16 @@ def _shares(bench: Bench, count: int) -> str:
 
 
 PROBES = (
-    Probe("rules.slots_of_float", "Are slots of float32 accepted?", _slots_of_float, REFUSED),
+    Probe(
+        "rules.slots_of_float",
+        "Are slots of float32 accepted?",
+        partial(_write, slots="float32"),
+        REFUSED,
+    ),
     Probe(
         "rules.cache_of_another_type",
         "Is a cache of another type than the keys accepted?",
-        _cache_of_another_type,
+        partial(_write, cache="float32"),
         REFUSED,
     ),
     Probe(
