@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -196,7 +198,10 @@ class _Child:
         """End the process; one that hangs in the driver is left behind."""
         self.pipe.close()
         self._process.join(END_S if self.is_done else 0)
-        self._process.kill()
+        if self._process.is_alive() and self._process.pid:
+            with suppress(ProcessLookupError):  # it is no group yet
+                os.killpg(self._process.pid, signal.SIGKILL)  # a question may have forked
+            self._process.kill()
         self._process.join(END_S)
 
     def _last_output(self) -> str:

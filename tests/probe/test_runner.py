@@ -11,6 +11,7 @@ from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.probe.question import Between, Probe
 from dist_aclgraph.probe.row import Outcome, Report
 from dist_aclgraph.probe.runner import CUT_OFF, DIED, NO_ANSWER, Runner
+from tests.actors.leftovers import is_alive, wait_until
 
 
 def answering(task, parent):
@@ -21,6 +22,11 @@ def answering(task, parent):
     parent.send(None)
     if name == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if name == "fork":
+        if not (forked := os.fork()):
+            time.sleep(3600)
+        task.output.write_text(f"{forked}")
+        time.sleep(3600)
     if name == "hang" or (name == "half" and task.rank == 1):
         time.sleep(3600)
     if name == "interrupt":
@@ -80,6 +86,14 @@ def test_a_hang_and_a_death_are_rows_and_the_next_question_is_asked():
 
     assert [row.found for row in report.rows] == [NO_ANSWER, DIED, "yes"]
     assert report.rows[1].text == "signal 9\na line of a library"
+
+
+def test_a_process_that_a_hung_question_forked_ends_with_it():
+    report, _ = run(make_probe("fork"))
+
+    (row,) = report.rows
+    assert row.found == NO_ANSWER
+    wait_until(lambda: not is_alive(int(row.text)), "it runs on")
 
 
 def test_ranks_that_differ_are_named():
