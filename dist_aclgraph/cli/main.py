@@ -1,4 +1,4 @@
-"""``dist-aclgraph run | serve | scale | roll | plan | simulate | doctor``.
+"""``dist-aclgraph run | serve | scale | roll | plan | simulate | doctor | probe``.
 
 Heavy imports are inside the commands.
 
@@ -9,11 +9,13 @@ exit code 1.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -327,6 +329,43 @@ def doctor(
             findings = examine()
         show_findings(findings, as_json=as_json)
     raise typer.Exit(0 if all(finding.is_ok for finding in findings) else 1)
+
+
+@cli.command()
+def probe(
+    level: Annotated[
+        Literal["quick", "full"], typer.Option(help="quick: under a minute; full: minutes")
+    ] = "quick",
+    out: Annotated[
+        Path, typer.Option(help="the report; answers that it has are not asked again")
+    ] = Path("probe.json"),
+    kind: Annotated[
+        Literal["auto", "npu", "emulated"], typer.Option(help="as device.kind")
+    ] = "auto",
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="REPORT", help="ask nothing: show a report's differences, write them as rules"
+        ),
+    ] = None,
+) -> None:
+    """Ask this machine's device what it does, and report it: a JSON file, and a page to read.
+
+    Each question runs in a process of its own with a limit, harmless ones first. Nothing needs
+    root.
+    """
+    with _user_errors():
+        from dist_aclgraph.cli.probe import compare as compare_report
+        from dist_aclgraph.cli.probe import run_probe
+        from dist_aclgraph.config import DeviceConfig
+
+        if compare is not None:
+            print(compare_report(compare))
+            return
+        report = run_probe(level, out, DeviceConfig(kind=kind))
+        print(f"{report.summary()}: {out}, {out.with_suffix('.md')}", flush=True)
+        if multiprocessing.active_children():
+            os._exit(0)  # Python would wait for a killed process that hangs in the driver
 
 
 @contextmanager

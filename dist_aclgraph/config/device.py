@@ -83,6 +83,11 @@ class EmulatorConfig(Section):
         description="YAML or JSON file of rates for kernels timed, by the names of "
         "docs/develop/device-time.md; they replace the rates of that table",
     )
+    rules: str | None = Field(
+        None,
+        description="file of a real device's rules, made by `dist-aclgraph probe --compare`; its "
+        "settings replace those of the emulator",
+    )
     accounting: Literal["pinned", "software_sq"] = Field(
         "pinned",
         description="how captured graphs take streams: as with old, or as with new drivers",

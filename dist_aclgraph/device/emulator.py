@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from dist_aclgraph.config.rates import read_device_rates
+from dist_aclgraph.config.rules import read_device_rules
 from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.device.versions import installed_name
 from dist_aclgraph.environment import (
@@ -114,10 +115,11 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     Raises:
         EmulatorBuildError: as ``build``.
         DeviceError: a setting is unknown or out of range; torch_npu, or the emulator with other
-            settings, is loaded already; torch is built for CUDA; the file of rates is invalid.
+            settings, is loaded already; torch is built for CUDA; a file of rates or rules is
+            invalid.
     """
     global _loaded_settings
-    wanted = _with_rates({key: _as_text(value) for key, value in settings.items()})
+    wanted = _with_files({key: _as_text(value) for key, value in settings.items()})
     if _loaded_settings is not None:
         if wanted != _loaded_settings:
             raise DeviceError(f"the emulator is loaded with {_loaded_settings}, asked for {wanted}")
@@ -207,13 +209,18 @@ def _check_loaded(what: str) -> None:
         raise DeviceError(f"the emulator is not loaded: it has no {what}")
 
 
-def _with_rates(settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings with the rates of the file instead of the file's name."""
-    others = {key: value for key, value in settings.items() if key != "rates"}
-    if "rates" not in settings:
-        return others
-    rates = read_device_rates(settings["rates"])
-    return others | {f"rate.{name}": value for name, value in rates.items()}
+def _with_files(settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings with the contents of files of rates and of rules, instead of the files' names.
+
+    A device's rules take precedence over other settings.
+    """
+    found = {key: value for key, value in settings.items() if key not in ("rates", "rules")}
+    if "rates" in settings:
+        rates = read_device_rates(settings["rates"])
+        found |= {f"rate.{name}": value for name, value in rates.items()}
+    if "rules" in settings:
+        found |= read_device_rules(settings["rules"])
+    return found
 
 
 def _read_numbers(function: str, device: int | None) -> dict[str, int]:
@@ -316,10 +323,10 @@ def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
 
     Raises:
         EmulatorBuildError: as ``build``.
-        DeviceError: a setting is unknown or out of range, or the file of rates is none; torch is
-            built for CUDA; there is no such program.
+        DeviceError: a setting is unknown or out of range, or a file of rates or rules is none;
+            torch is built for CUDA; there is no such program.
     """
-    settings = _with_rates(settings)
+    settings = _with_files(settings)
     _configure(_load_runtime(), settings)
     package = Path(__file__).parents[2]
     environment = emulated_environment(BUILD, package, Path(sys.executable).parent, settings)

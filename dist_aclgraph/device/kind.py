@@ -64,6 +64,8 @@ def emulator_settings(config: DeviceConfig, rank: int) -> dict[str, str | int | 
     }
     if emulated.rates is not None:
         settings["rates"] = emulated.rates
+    if emulated.rules is not None:
+        settings["rules"] = emulated.rules
     for prefix, fault in (("fault", emulated.fault), ("fault2", emulated.second_fault)):
         if fault.op and fault.rank in (None, rank):
             settings |= {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace emu {
 
@@ -31,6 +32,9 @@ struct Settings {
   std::string soc = "Ascend910B1";
   std::string cann = "8.5.0";
   bool strict = true;         // operators refuse what their documents exclude
+  // a real device's rules where they differ: parts of refusals that it does not make, and operators
+  // that it refuses
+  std::vector<std::string> admitted, refused;
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   bool timed = false;         // in addition, streams have clocks with a chip's time
   int choices = 1;            // without arithmetic, ArgMax takes one of the first so many indices

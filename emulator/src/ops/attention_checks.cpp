@@ -19,8 +19,8 @@ static void must(const Condition &condition, const Parts &...parts) {
 }
 template <class Condition, class... Parts>
 static void should(const Condition &condition, const Parts &...parts) {
-  if (settings().strict)
-    must(condition, parts...);
+  if (settings().strict && !condition)
+    refuse_unless_admitted(text(parts...), kTilingRefused);
 }
 
 void FiaArguments::prepare() {

@@ -9,10 +9,12 @@
 
 namespace emu {
 
+constexpr int kRefused = 161002;
+
 // Thrown in the first phase. The code is what the operator returns to the caller.
 struct Refusal : std::invalid_argument {
   int code;
-  explicit Refusal(const std::string &rule, int code_ = 161002)
+  explicit Refusal(const std::string &rule, int code_ = kRefused)
       : std::invalid_argument(rule), code(code_) {}
 };
 
@@ -29,12 +31,20 @@ void refuse_unless(const Condition &condition, const Parts &...parts) {
     throw Refusal(text(parts...));
 }
 
+// Refuses a call for breaking a rule, unless the settings say that the device does not have it.
+inline void refuse_unless_admitted(const std::string &rule, int code = kRefused) {
+  for (const std::string &admitted : settings().admitted)
+    if (rule.find(admitted) != std::string::npos)
+      return;
+  throw Refusal(rule, code);
+}
+
 // Refuses a call that the operator's document excludes; the document is named beside the check. Not
 // with strict=false.
 template <class Condition, class... Parts>
 void demand(const Condition &condition, const Parts &...parts) {
   if (settings().strict && !condition)
-    throw Refusal(text(parts...));
+    refuse_unless_admitted(text(parts...));
 }
 
 }  // namespace emu

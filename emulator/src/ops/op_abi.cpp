@@ -94,6 +94,11 @@ int refused(const char *op, const std::exception &error) {
   return fail(refusal ? refusal->code : kInvalidArgument, "%s: %s", op, error.what());
 }
 
+void refuse_by_settings(const char *op) {
+  for (const std::string &name : settings().refused)
+    refuse_unless(name != op, "the device refuses this operator");
+}
+
 int launch_phase(const char *name, aclOpExecutor *executor, aclrtStream stream) {
   if (!executor)
     return fail(kNullPointer, "%s: no executor", name);

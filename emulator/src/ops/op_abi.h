@@ -148,6 +148,9 @@ struct TimedTask {
 
 int refused(const char *op, const std::exception &error);
 
+// Refuses an operator that the device of the settings does not have.
+void refuse_by_settings(const char *op);
+
 // ATen has tensors of wide unsigned integers, but hardly any function for them.
 inline bool is_wide_unsigned(const Tensor &t) {
   return t.defined() && (t.scalar_type() == at::kUInt32 || t.scalar_type() == at::kUInt64);
@@ -243,6 +246,7 @@ template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
                                                aclOpExecutor **executor) {
     try {
       *bytes = 0;
+      refuse_by_settings(name);
       // Owned copies: torch_npu destroys the aclTensors right after the launch.
       std::tuple<A...> arguments(Argument<A>::convert(a)...);
       LaunchTraits traits = traits_of(name, rule, arguments);

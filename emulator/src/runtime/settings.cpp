@@ -4,6 +4,7 @@
 #include "emulator.h"
 #include "rates.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -61,6 +62,19 @@ std::string known_cann(const std::string &value) {
   if (value.rfind("8.5.", 0) != 0 && value.rfind("9.", 0) != 0)
     throw std::invalid_argument("want a version of CANN 8.5 or 9, such as 8.5.1 or 9.1.0");
   return value;
+}
+
+// The parts of a list a;b, where + stands for a space.
+std::vector<std::string> parts(const std::string &value) {
+  std::vector<std::string> all;
+  std::istringstream stream(value);
+  for (std::string part; std::getline(stream, part, ';');) {
+    std::replace(part.begin(), part.end(), '+', ' ');
+    if (part.empty())
+      throw std::invalid_argument("want parts between semicolons");
+    all.push_back(part);
+  }
+  return all;
 }
 
 // A part of a file's name.
@@ -134,6 +148,8 @@ const std::map<std::string, Setter> &setters() {
       {"hbm_mb", [](S &s, Text &v) { s.hbm_bytes = size_t(number(v, 1, many)) << 20; }},
       {"soc", [](S &s, Text &v) { s.soc = v; }},
       {"cann", [](S &s, Text &v) { s.cann = known_cann(v); }},
+      {"admit", [](S &s, Text &v) { s.admitted = parts(v); }},
+      {"refuse", [](S &s, Text &v) { s.refused = parts(v); }},
       {"strict", [](S &s, Text &v) { s.strict = boolean(v); }},
       {"kernels",
        [](S &s, Text &v) {

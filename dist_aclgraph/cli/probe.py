@@ -1,0 +1,64 @@
+"""``dist-aclgraph probe``: asks the device of this machine, and compares reports."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.device import emulator
+from dist_aclgraph.device.kind import resolve_kind
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.probe.device_rules import rules_name, rules_text
+from dist_aclgraph.probe.page import report_page, table
+from dist_aclgraph.probe.question import Level
+from dist_aclgraph.probe.questions import probes_of
+from dist_aclgraph.probe.row import Report, Row, read_report, write_report
+from dist_aclgraph.probe.runner import Runner
+from dist_aclgraph.version import VERSION
+
+
+def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
+    """Ask all questions of a level that the report ``out`` does not answer; write report and page.
+
+    Raises:
+        ConfigError: ``out`` is the report of another machine or version.
+        DeviceError: there is no such device.
+        EmulatorBuildError: the emulator cannot be built.
+    """
+    kind = resolve_kind(device.kind)
+    report = Report(VERSION, kind, level)
+    if out.exists():
+        report = read_report(out)
+        if (report.version, report.kind) != (VERSION, kind):
+            raise ConfigError(
+                f"{out} is a report of dist-aclgraph {report.version} on kind {report.kind}: "
+                "give another file with --out"
+            )
+        report.level = level
+    if kind == "emulated":
+        emulator.build()
+    probes = probes_of(level)
+    runner = Runner(kind, device)
+
+    def show(row: Row) -> None:
+        mark = "  DIFFERENT" if row.is_same is False else ""
+        print(f"{len(report.rows)}/{len(probes)} {row.name}: {row.found}{mark}", file=sys.stderr)
+
+    runner.run(probes, report, lambda r: write_report(r, out), show)
+    out.with_suffix(".md").write_text(report_page(report), encoding="utf-8")
+    return report
+
+
+def compare(path: Path) -> str:
+    """Write a report's differences as emulator rules beside it; return them as a table.
+
+    Raises:
+        ConfigError: the file is not a report, or its device has an invalid name.
+    """
+    report = read_report(path)
+    name = rules_name(report.chip or "unknown", report.cann or "unknown")
+    rules = path.with_name(name)
+    rules.write_text(rules_text(report), encoding="utf-8")
+    differences = "\n".join(table(report.differences()))
+    return f"{differences}\n\n{rules}: copy it to emulator/rules/ to make these answers known"

@@ -1,0 +1,128 @@
+"""A question to a device, and the emulator's answer. Nothing here imports torch: the process that
+starts the children must survive a CANN that cannot be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dist_aclgraph.config.chips import generation_of
+
+Level = Literal["quick", "full"]
+
+ACCEPTED, REFUSED, MISSING, STOPPED = "accepted", "refused", "missing", "stopped the device"
+EQUAL, DIFFERENT = "equal", "different"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The tools of a question, inside its child process.
+
+    Attributes:
+        torch: the package torch; None for questions that need no device.
+        ops: the package torch_npu; None likewise.
+        npu: the open device (``device.npu.Npu``); None likewise.
+        rank: of this process among those of the question.
+        ranks: number of processes, which are the members of one HCCL world.
+    """
+
+    torch: Any = None
+    ops: Any = None
+    npu: Any = None
+    rank: int = 0
+    ranks: int = 1
+
+    def compare(self, got: Any, want: Any, tolerance: float = 0.0) -> Answer:
+        """Compare a device tensor with a host tensor.
+
+        Args:
+            tolerance: relative to the root mean square of a row; 0 means exactly.
+        """
+        found, right = got.cpu().double(), want.double()
+        if found.shape != right.shape:
+            return Answer(DIFFERENT, f"shape {tuple(found.shape)}, not {tuple(right.shape)}")
+        if tolerance:
+            size = right.square().mean(-1, keepdim=True).sqrt()
+            size[size == 0] = 1
+            found, right = found / size, right / size
+        if self.torch.allclose(found, right, atol=tolerance, rtol=0.0, equal_nan=True):
+            return Answer(EQUAL)
+        largest = (found - right).abs().max().item()
+        return Answer(DIFFERENT, f"largest difference {largest:.3g}, allowed {tolerance:g}")
+
+    def synchronize(self) -> None:
+        """Wait for the device. Errors of launched work are raised here."""
+        self.torch.npu.synchronize()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a device, and details that are not compared."""
+
+    found: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Between:
+    """The answer is a number, which may vary between limits."""
+
+    low: float
+    high: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.low:g} to {self.high:g} {self.unit}"
+
+
+@dataclass(frozen=True)
+class ByCann:
+    """The answer depends on the line of CANN; ``a2_cann_8`` is that of an A2 if it differs."""
+
+    cann_8: str
+    cann_9: str
+    a2_cann_8: str | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One question.
+
+    Attributes:
+        name: folder and name, e.g. operators.swiglu; unique.
+        call: puts the question; a number needs ``Between``. A RuntimeError means "refused", an
+            AttributeError "missing".
+        says: the emulator's answer; None for a fact of the machine, which is only reported.
+        level: "quick" questions are asked at every level.
+        limit_s: limit of ``call``; loading torch_npu has its own limit.
+        ranks: processes, each with its own NPU.
+        needs_device: whether torch_npu is loaded and a device opened.
+        task_queue: torch_npu's TASK_QUEUE_ENABLE; with 0 an error names its operator.
+        setting: the emulator's setting that has this fact.
+        rule: part of the emulator's refusal, if the emulator refuses and a device may not.
+        operator: the operator that a device may refuse.
+    """
+
+    name: str
+    question: str
+    call: Callable[[Bench], str | float | Answer]
+    says: str | Between | ByCann | None
+    level: Level = "full"
+    limit_s: float = 60.0
+    ranks: int = 1
+    needs_device: bool = True
+    task_queue: Literal[0, 1] = 0
+    setting: str | None = None
+    rule: str | None = None
+    operator: str | None = None
+
+    def expected(self, chip: str, cann: str) -> str | Between | None:
+        """Return the emulator's answer. An unknown CANN has the rules of CANN 8, as in plans."""
+        if isinstance(self.says, ByCann):
+            if cann and not cann.startswith("8."):
+                return self.says.cann_9
+            is_a2 = generation_of(chip) == "A2"
+            return (is_a2 and self.says.a2_cann_8) or self.says.cann_8
+        return self.says

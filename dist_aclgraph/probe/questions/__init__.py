@@ -1,0 +1,44 @@
+"""All questions, harmless ones first: a later question may stop the device, or end the machine."""
+
+from __future__ import annotations
+
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.probe.question import Level, Probe
+from dist_aclgraph.probe.questions import (
+    aborts,
+    attention_rules,
+    collectives,
+    facts,
+    graphs,
+    memory,
+    operators,
+    rules,
+)
+
+PROBES: tuple[Probe, ...] = (
+    *facts.PROBES,
+    *operators.PROBES,
+    *memory.PROBES,
+    *attention_rules.PROBES,
+    *rules.PROBES,
+    *graphs.PROBES,
+    *collectives.PROBES,
+    *aborts.PROBES,
+)
+
+
+def probes_of(level: Level) -> list[Probe]:
+    """Return the questions of a level, in their order."""
+    return [probe for probe in PROBES if level == "full" or probe.level == "quick"]
+
+
+def probe_named(name: str) -> Probe:
+    """Return the question of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = next((probe for probe in PROBES if probe.name == name), None)
+    if found is None:
+        raise ConfigError(f"there is no question {name}")
+    return found

@@ -1,0 +1,170 @@
+"""HCCL between two ranks: sums, captures, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.probe.question import (
+    DIFFERENT,
+    EQUAL,
+    REFUSED,
+    Answer,
+    Bench,
+    Between,
+    ByCann,
+    Level,
+    Probe,
+)
+from dist_aclgraph.probe.questions.graphs import captured
+
+COUNT = 300_000  # elements: more than one chunk of a buffer
+NUM_REPEATS = 20
+TOLERANCE = 3e-2  # of bfloat16
+
+
+def _dist(bench: Bench) -> Any:
+    return bench.torch.distributed
+
+
+def _all_reduce(bench: Bench) -> Answer:
+    x = bench.torch.full((COUNT,), bench.rank + 1.0, device="npu")
+    _dist(bench).all_reduce(x)
+    total = bench.ranks * (bench.ranks + 1) / 2
+    return bench.compare(x, bench.torch.full((COUNT,), total))
+
+
+def _all_gather(bench: Bench) -> Answer:
+    torch = bench.torch
+    out = torch.empty(bench.ranks * COUNT, device="npu")
+    _dist(bench).all_gather_into_tensor(out, torch.full((COUNT,), float(bench.rank), device="npu"))
+    return bench.compare(out, torch.arange(bench.ranks).float().repeat_interleave(COUNT))
+
+
+def _reduce_scatter(bench: Bench) -> Answer:
+    torch = bench.torch
+    whole = torch.arange(bench.ranks * COUNT).float() % 97
+    part = torch.empty(COUNT, device="npu")
+    _dist(bench).reduce_scatter_tensor(part, whole.npu())
+    mine = slice(bench.rank * COUNT, (bench.rank + 1) * COUNT)
+    return bench.compare(part, whole[mine] * bench.ranks)
+
+
+def _all_to_all(bench: Bench) -> Answer:
+    torch = bench.torch
+    out = torch.empty(bench.ranks * 5, device="npu")
+    sent = torch.arange(bench.ranks).float().repeat_interleave(5) + 100 * bench.rank
+    _dist(bench).all_to_all_single(out, sent.npu())
+    want = (torch.arange(bench.ranks) * 100.0 + bench.rank).repeat_interleave(5)
+    return bench.compare(out, want)
+
+
+def _same_bits(bench: Bench) -> Answer:
+    """Repeat a sum of numbers that do not add exactly."""
+    torch = bench.torch
+    x = (torch.randn(COUNT) * 10 ** (bench.rank + 1)).bfloat16().npu()
+    first = x.clone()
+    _dist(bench).all_reduce(first)
+    different = []
+    for i in range(NUM_REPEATS):  # all of them: the other rank takes part in each
+        again = x.clone()
+        _dist(bench).all_reduce(again)
+        if not torch.equal(first.cpu(), again.cpu()):
+            different.append(i)
+    return Answer(DIFFERENT, f"repetitions {different}") if different else Answer(EQUAL)
+
+
+def captured_sum(bench: Bench) -> tuple[Any, Any, Any]:
+    """Return a graph, its input, and its output: the sum of all ranks' inputs, twice."""
+    x, out = bench.torch.ones(64, device="npu"), bench.torch.zeros(64, device="npu")
+
+    def step() -> None:
+        y = x * 2
+        _dist(bench).all_reduce(y)
+        out.copy_(y)
+
+    step()
+    bench.synchronize()
+    graph, _ = captured(bench, step)
+    return graph, x, out
+
+
+def _captured(bench: Bench) -> Answer:
+    graph, x, out = captured_sum(bench)
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        answer = bench.compare(out, bench.torch.full((64,), value * 2 * bench.ranks))
+        if answer.found != EQUAL:
+            break
+    return answer
+
+
+def _mc2(bench: Bench) -> Answer:
+    """Send tokens to experts that change nothing, on all ranks, and add up what comes back."""
+    torch, num_experts = bench.torch, 8
+    own = _dist(bench).new_group(list(range(bench.ranks)))
+    name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
+    domain = (name, bench.ranks, bench.rank, num_experts)
+    is_a2 = generation_of(bench.npu.name) == "A2"  # which sends the experts' weights, too
+    torch.manual_seed(bench.rank)
+    x, weights = torch.randn(6, 1024).bfloat16(), torch.rand(6, 3)
+    experts = torch.rand(6, num_experts).topk(3).indices.int().npu()
+    scales = weights.npu()
+    rows, _, origins, _, counts, _, row_scales = bench.ops.npu_moe_distribute_dispatch_v2(
+        x.npu(),
+        experts,
+        *domain,
+        expert_token_nums_type=0,
+        expert_scales=scales if is_a2 else None,
+    )
+    got = bench.ops.npu_moe_distribute_combine_v2(
+        rows,
+        experts,
+        origins,
+        counts,
+        scales,
+        *domain,
+        expand_scales=row_scales if is_a2 else None,
+    )
+    return bench.compare(got, x.float() * weights.sum(-1, keepdim=True), TOLERANCE)
+
+
+def _streams_of_a_domain(bench: Bench) -> float:
+    x = bench.torch.ones(64, device="npu")
+    bench.torch.npu.synchronize()
+    before = bench.npu.available_streams()
+    _dist(bench).all_reduce(x)
+    bench.torch.npu.synchronize()
+    return float(before - bench.npu.available_streams())
+
+
+def _equal(
+    name: str, question: str, call: Callable[[Bench], Answer], level: Level = "full"
+) -> Probe:
+    return Probe(f"collectives.{name}", question, call, EQUAL, level, ranks=2)
+
+
+PROBES = (
+    _equal("all_reduce", "Is an all-reduce of 2 ranks right?", _all_reduce, "quick"),
+    _equal("all_gather", "Is an all-gather of 2 ranks right?", _all_gather),
+    _equal("reduce_scatter", "Is a reduce-scatter of 2 ranks right?", _reduce_scatter),
+    _equal("all_to_all", "Is an all-to-all of 2 ranks right?", _all_to_all),
+    _equal("same_bits", "Does a repeated sum give the same bits?", _same_bits),
+    _equal("captured", "Is an all-reduce in a graph right?", _captured),
+    Probe(
+        "collectives.mc2",
+        "Do tokens travel to experts and back by MC2?",
+        _mc2,
+        ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),  # which has domains of 8, 16, ... ranks only
+        ranks=2,
+    ),
+    Probe(
+        "collectives.streams",
+        "How many streams does the first collective take, with torch_npu's own?",
+        _streams_of_a_domain,
+        Between(1, 64, "streams"),
+        ranks=2,
+    ),
+)

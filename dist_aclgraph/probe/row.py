@@ -1,0 +1,143 @@
+"""The report as data: rows, and the file that holds them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.probe.question import Between, Level, Probe
+
+MAX_REPORT_BYTES = 16 << 20
+MAX_TEXT = 2000  # characters of an error that a row keeps
+
+
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer of one child process.
+
+    Attributes:
+        found: the answer in plain words.
+        number: the answer where it is a number.
+        us: duration of the question, in microseconds; None if it did not end.
+        code: CANN's error code.
+        text: the error, or other details.
+        chip: name of the device; "" if none was opened.
+        cann: version of CANN; "" if unknown.
+        was_asked: whether the machine has what the question needs, and the device was opened.
+    """
+
+    found: str
+    number: float | None = None
+    us: float | None = None
+    code: int | None = None
+    text: str = ""
+    chip: str = ""
+    cann: str = ""
+    was_asked: bool = True
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One answered question, with the fields of ``Outcome``.
+
+    Attributes:
+        emulator: the expected answer; "" for a fact of the machine.
+        is_same: whether the answer is the expected one; None for a fact, and
+            for a question that the machine cannot be asked.
+    """
+
+    name: str
+    question: str
+    emulator: str
+    found: str
+    number: float | None
+    us: float | None
+    code: int | None
+    text: str
+    is_same: bool | None
+    was_asked: bool
+
+
+class Report(msgspec.Struct, forbid_unknown_fields=True):
+    """All answers of one machine.
+
+    Attributes:
+        version: of this package.
+        running: the question that was being asked when the file was written. If a run was cut off
+            there, the question is not asked again.
+    """
+
+    version: str
+    kind: str
+    level: Level
+    chip: str = ""
+    cann: str = ""
+    running: str | None = None
+    rows: list[Row] = msgspec.field(default_factory=list)
+    schema: int = 1
+
+    def differences(self) -> list[Row]:
+        return [row for row in self.rows if row.is_same is False]
+
+    def summary(self) -> str:
+        """Return the numbers of rows in words."""
+        unasked = sum(not row.was_asked for row in self.rows)
+        return (
+            f"{len(self.rows)} questions, {len(self.differences())} answers differ from the "
+            f"emulator's, {unasked} could not be asked"
+        )
+
+
+def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
+    """Return the row of an answer, compared with the emulator's."""
+    is_same: bool | None
+    if expected is None or not outcome.was_asked:
+        is_same = None
+    elif isinstance(expected, Between):
+        number = outcome.number
+        is_same = number is not None and expected.low <= number <= expected.high
+    else:
+        is_same = outcome.found == expected
+    return Row(
+        name=probe.name,
+        question=probe.question,
+        emulator="" if expected is None else str(expected),
+        found=outcome.found,
+        number=outcome.number,
+        us=outcome.us,
+        code=outcome.code,
+        text=outcome.text[:MAX_TEXT],
+        is_same=is_same,
+        was_asked=outcome.was_asked,
+    )
+
+
+def plain(text: str) -> str:
+    """Return a stranger's text without line ends and control characters."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def read_report(path: Path) -> Report:
+    """Read a report, which may come from a stranger.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a report.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_REPORT_BYTES + 1)
+        if len(content) > MAX_REPORT_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_REPORT_BYTES >> 20} MiB: not a report")
+        return msgspec.json.decode(content, type=Report)
+    except OSError as e:
+        raise ConfigError(f"cannot read the report {path}: {e.strerror}") from e
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{path} is not a report of `dist-aclgraph probe`: {e}") from e
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write a report in one piece, so that a run that is cut off leaves a valid file."""
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    written.replace(path)

@@ -1,0 +1,240 @@
+"""Puts questions one after another, each in processes of its own with a limit. A hang, a dead
+process and a stopped device are answers; the next question gets new processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+
+import msgspec
+
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.device.kind import DeviceKind, npus_here
+from dist_aclgraph.environment import visible_devices
+from dist_aclgraph.probe.child import Task, main
+from dist_aclgraph.probe.device_rules import RuleAnswer, answers_of
+from dist_aclgraph.probe.question import Between, Probe
+from dist_aclgraph.probe.row import MAX_TEXT, Outcome, Report, Row, judged
+
+LOAD_S = 120.0  # limit of loading torch_npu, opening the device and joining the other ranks
+NEAR = 2.0  # factor within which a number is as known
+END_S = 5.0  # limit of a child's end after its answer
+NO_ANSWER, DIED, CUT_OFF = "no answer", "the process died", "the run was cut off here"
+
+
+class Runner:
+    """Owns the child processes of one question at a time. Does not know the questions.
+
+    Args:
+        device: the device of all questions.
+        rules: known answers of a chip with a CANN, by name, in place of the emulator's.
+        child: the function of a child process, called with a ``Task`` and a pipe.
+    """
+
+    def __init__(
+        self,
+        kind: DeviceKind,
+        device: DeviceConfig,
+        rules: Callable[[str, str], Mapping[str, RuleAnswer]] = answers_of,
+        child: Callable[..., None] = main,
+    ) -> None:
+        self._kind = kind
+        self._context = _context(kind)
+        self._device = device
+        self._rules = rules
+        self._child = child
+
+    def run(
+        self,
+        probes: Sequence[Probe],
+        report: Report,
+        save: Callable[[Report], None],
+        on_row: Callable[[Row], None],
+    ) -> None:
+        """Put all questions that the report does not have, and those that could not be asked; add
+        their rows.
+
+        Args:
+            save: called before and after each question.
+            on_row: called with each new row.
+        """
+        report.rows = [row for row in report.rows if row.was_asked]
+        known = {row.name for row in report.rows}
+        for probe in probes:
+            if probe.name in known:
+                continue
+            if report.running == probe.name:
+                outcome = Outcome(CUT_OFF)  # perhaps the question ended the machine
+            else:
+                report.running = probe.name
+                save(report)
+                try:
+                    outcome = self._ask(probe)
+                except KeyboardInterrupt:
+                    report.running = None  # the user has ended the run, not the question
+                    save(report)
+                    raise
+            report.chip = outcome.chip or report.chip
+            report.cann = outcome.cann or report.cann
+            row = judged(probe, self._expected(probe, report), outcome)
+            report.rows.append(row)
+            report.running = None
+            save(report)
+            on_row(row)
+
+    def _expected(self, probe: Probe, report: Report) -> str | Between | None:
+        expected = probe.expected(report.chip, report.cann)
+        known = self._rules(report.chip, report.cann).get(probe.name)
+        if known is None:
+            return expected
+        if isinstance(known, str):
+            return known
+        unit = expected.unit if isinstance(expected, Between) else ""
+        return Between(known / NEAR, known * NEAR, unit)
+
+    def _ask(self, probe: Probe) -> Outcome:
+        ids = _device_ids(self._kind, probe.ranks)
+        if len(ids) < probe.ranks:
+            return Outcome(f"needs {probe.ranks} NPUs, found {len(ids)}", was_asked=False)
+        with tempfile.TemporaryDirectory(prefix="probe-") as folder:
+            children: list[_Child] = []
+            try:
+                for rank in range(probe.ranks):
+                    children.append(self._start(probe, rank, ids[rank], Path(folder)))
+                self._wait(probe, children)
+                return _joined([child.outcome() for child in children])
+            finally:
+                for child in children:
+                    child.end()
+
+    def _start(self, probe: Probe, rank: int, device_id: int, folder: Path) -> _Child:
+        task = Task(
+            name=probe.name,
+            kind=self._kind,
+            device=self._device.model_copy(update={"task_queue": probe.task_queue}),
+            device_id=device_id,
+            rank=rank,
+            ranks=probe.ranks,
+            meeting=folder / "meeting",
+            output=folder / f"{rank}.out",
+        )
+        return _Child(self._context, self._child, task)
+
+    def _wait(self, probe: Probe, children: Sequence[_Child]) -> None:
+        """Wait until each child has answered or ended, or a limit is over."""
+        deadline = time.monotonic() + LOAD_S
+        has_begun = False
+        while waiting := [child for child in children if not child.is_done]:
+            ready = wait([child.pipe for child in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for child in waiting:
+                if child.pipe in ready:
+                    child.read()
+            if not has_begun and all(child.has_begun for child in children):
+                has_begun = True
+                deadline = time.monotonic() + probe.limit_s
+
+
+def _context(kind: DeviceKind) -> ForkServerContext | SpawnContext:
+    """Return how processes start: with the emulator already loaded, or with nothing."""
+    if kind == "npu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dist_aclgraph.probe.preloaded"])
+    return context
+
+
+class _Child:
+    """One process of a question.
+
+    Attributes:
+        pipe: from the process; it ends with the process.
+        has_begun: whether the device is open, or will not be.
+    """
+
+    def __init__(
+        self, context: ForkServerContext | SpawnContext, main: Callable[..., None], task: Task
+    ) -> None:
+        self.pipe, childs_end = context.Pipe()
+        self.has_begun = self.is_done = False
+        self._outcome: Outcome | None = None
+        self._output = task.output
+        self._process = context.Process(target=main, args=(task, childs_end))
+        self._process.start()
+        childs_end.close()
+
+    def read(self) -> None:
+        """Read a message, or the end of the process."""
+        self.has_begun = True
+        try:
+            self._outcome = self.pipe.recv()
+            self.is_done = self._outcome is not None
+        except (EOFError, ConnectionError):
+            self.is_done = True
+
+    def outcome(self) -> Outcome:
+        """Return the answer, or the reason why there is none."""
+        if self._outcome is not None:
+            return self._outcome
+        if not self.is_done:
+            found = NO_ANSWER if self.has_begun else "the device was not opened in time"
+            return Outcome(found, text=self._last_output(), was_asked=self.has_begun)
+        self._process.join(END_S)
+        code = self._process.exitcode or 0
+        ending = f"signal {-code}" if code < 0 else f"exit status {code}"
+        return Outcome(DIED, text=f"{ending}\n{self._last_output()}")
+
+    def end(self) -> None:
+        """End the process; one that hangs in the driver is left behind."""
+        self.pipe.close()
+        self._process.join(END_S if self.is_done else 0)
+        if self._process.is_alive() and self._process.pid:
+            with suppress(ProcessLookupError):  # it is no group yet
+                os.killpg(self._process.pid, signal.SIGKILL)  # a question may have forked
+            self._process.kill()
+        self._process.join(END_S)
+
+    def _last_output(self) -> str:
+        if not self._output.exists():
+            return ""
+        with self._output.open("rb") as file:  # which may be very long
+            file.seek(-min(self._output.stat().st_size, MAX_TEXT // 2), os.SEEK_END)
+            return file.read().decode(errors="replace")
+
+
+def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:
+    """Return the ids of devices that a question may use."""
+    if kind == "emulated":
+        return tuple(range(ranks))
+    visible = visible_devices()
+    if visible is not None:
+        return visible
+    return tuple(sorted(int(name.removeprefix("davinci")) for name in npus_here()))
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the answer of all ranks as one."""
+    first = outcomes[0]
+    if len({outcome.found for outcome in outcomes}) == 1:
+        return first
+    parts = [f"rank {rank}: {outcome.found}" for rank, outcome in enumerate(outcomes)]
+    texts = [f"rank {rank}: {o.text}" for rank, o in enumerate(outcomes) if o.text]
+    codes = [o.code for o in outcomes if o.code is not None]
+    return msgspec.structs.replace(
+        first,
+        found="; ".join(parts),
+        number=None,
+        code=codes[0] if codes else None,
+        text="\n".join(texts),
+        was_asked=all(outcome.was_asked for outcome in outcomes),
+    )

@@ -1,0 +1,119 @@
+"""The report's file, its page, and the rules that are made from it."""
+
+import tomllib
+from collections import Counter
+
+import pytest
+
+from dist_aclgraph.cli.main import cli
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.probe.device_rules import answers_of, rules_name, rules_text
+from dist_aclgraph.probe.page import report_page
+from dist_aclgraph.probe.question import ByCann, Probe
+from dist_aclgraph.probe.questions import PROBES, probes_of
+from dist_aclgraph.probe.row import Outcome, Report, judged, read_report, write_report
+
+
+def make_report(**outcomes):
+    """A report of "facts.memory" and of the questions with the given answers, dots as "__"."""
+    by_name = {probe.name: probe for probe in PROBES}
+    report = Report("1.0", "npu", "full", "Ascend910B3", "9.1.0")
+    for name, outcome in outcomes.items():
+        probe = by_name[name.replace("__", ".")]
+        report.rows.append(judged(probe, probe.expected(report.chip, report.cann), outcome))
+    return report
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path):
+    report = make_report(operators__swiglu=Outcome("refused", code=161002, text="not here"))
+    write_report(report, tmp_path / "r.json")
+
+    assert read_report(tmp_path / "r.json") == report
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', '{"rows": [{"name": "a"}]}'])
+def test_another_file_is_refused(tmp_path, content):
+    path = tmp_path / "r.json"
+    path.write_text(content)
+
+    with pytest.raises(ConfigError, match="not a report"):
+        read_report(path)
+
+
+def test_differences_become_rules_and_rules_become_answers(tmp_path):
+    report = make_report(
+        facts__memory=Outcome("62433", number=62433.0, us=1.0),
+        facts__streams=Outcome("700 streams", number=700.0, us=1.0),
+        operators__swiglu=Outcome("refused", code=161002),
+        operators__matmul=Outcome("equal"),
+        graphs__accounting=Outcome("software_sq", us=1.0),
+        rules__attention__dim_272=Outcome("accepted"),
+    )
+    (tmp_path / "Ascend910B3-9.1.0.toml").write_text(rules_text(report))
+
+    rules = tomllib.loads(rules_text(report))
+    assert rules["settings"] == {
+        "hbm_mb": 62433,
+        "streams": 700,
+        "accounting": "software_sq",
+        "admit": ["head size 272 "],
+        "refuse": ["aclnnSwiGlu"],
+    }
+    assert answers_of("Ascend910B3", "9.1.0", tmp_path) == {
+        "facts.streams": 700.0,
+        "graphs.accounting": "software_sq",
+        "operators.swiglu": "refused",
+        "rules.attention.dim_272": "accepted",
+    }
+    assert answers_of("Ascend910B4", "9.1.0", tmp_path) == {}
+
+
+def test_a_strangers_text_stays_text():
+    report = make_report(operators__swiglu=Outcome('a"\n[settings]\nx = 1\x07 | <b>', text="<b>"))
+
+    assert set(tomllib.loads(rules_text(report))["settings"]) == set()
+    table = report_page(report).partition("## Details")[0]
+    assert "\\<b\\>" in table and 'a"\n' not in table and "\\|" in table and "\x07" not in table
+
+
+def test_names_that_leave_the_folder_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no rules can be named"):
+        rules_name("../x", "9.1.0")
+    assert answers_of("../x", "9.1.0", tmp_path) == {}
+
+
+def test_compare_shows_a_table_and_writes_rules(tmp_path):
+    from typer.testing import CliRunner
+
+    path = tmp_path / "r.json"
+    write_report(make_report(operators__swiglu=Outcome("refused", code=161002)), path)
+
+    done = CliRunner().invoke(cli, ["probe", "--compare", str(path)])
+
+    assert done.exit_code == 0, done.output
+    assert "| operators.swiglu | Is npu_swiglu as on the host? | equal | refused |  | 161002 |" in (
+        done.output
+    )
+    assert (tmp_path / "Ascend910B3-9.1.0.toml").is_file()
+
+
+def test_names_are_unique_and_quick_questions_few():
+    assert [name for name, n in Counter(p.name for p in PROBES).items() if n > 1] == []
+    assert len(probes_of("quick")) <= 15
+
+
+@pytest.mark.parametrize(
+    ("chip", "cann", "answer"),
+    [
+        ("Ascend910_9391", "8.5.1", "no"),
+        ("Ascend910_9391", "", "no"),
+        ("Ascend910_9391", "9.1.0", "yes"),
+        ("Ascend910B1", "8.5.1", "never"),
+        ("Ascend910B1", "9.1.0", "yes"),
+    ],
+)
+def test_answers_depend_on_cann_and_chip_and_an_unknown_cann_has_the_stricter(chip, cann, answer):
+    probe = Probe("a", "a?", lambda bench: "", ByCann("no", "yes", a2_cann_8="never"))
+
+    assert probe.expected(chip, cann) == answer

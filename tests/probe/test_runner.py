@@ -1,0 +1,181 @@
+"""One process for each question: answers, hangs, deaths, and a run that was cut off."""
+
+import os
+import signal
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.probe.question import Between, Probe
+from dist_aclgraph.probe.row import Outcome, Report
+from dist_aclgraph.probe.runner import CUT_OFF, DIED, NO_ANSWER, Runner
+from tests.actors.leftovers import is_alive, wait_until
+
+
+def answering(task, parent):
+    """Stands for the child: it answers "yes" unless the name of its question says otherwise."""
+    os.setsid()
+    name = task.name
+    task.output.write_text("a line of a library")
+    parent.send(None)
+    if name == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "fork":
+        if not (forked := os.fork()):
+            time.sleep(3600)
+        task.output.write_text(f"{forked}")
+        time.sleep(3600)
+    if name == "hang" or (name == "half" and task.rank == 1):
+        time.sleep(3600)
+    if name == "interrupt":
+        os.kill(int(task.device.soc), signal.SIGINT)
+        time.sleep(3600)
+    if name == "unopened" and not task.rank:
+        parent.send(Outcome("unopened", was_asked=False))
+        return
+    answer = Outcome("yes", chip="C", cann="9.1")
+    if name == "ranks":
+        answer = replace(answer, found=f"yes {task.rank}")
+    if name == "device":
+        answer = replace(answer, found=f"{task.kind} {task.device_id}")
+    if name == "number":
+        answer = replace(answer, number=5.0)
+    parent.send(answer)
+    parent.poll(None)
+
+
+def make_probe(name, says="yes", **options):
+    return Probe(name, f"{name}?", lambda bench: "", says, limit_s=1.0, **options)
+
+
+def run(*probes, report=None, rules=None):
+    """Return the report and the questions that were running whenever it was saved."""
+    report = report or Report("0", "emulated", "quick")
+    saved = []
+    runner = Runner(
+        "emulated",
+        DeviceConfig(soc=str(os.getpid())),
+        rules=lambda chip, cann: rules or {},
+        child=answering,
+    )
+    runner.run(probes, report, lambda r: saved.append(r.running), lambda row: None)
+    return report, saved
+
+
+def test_an_answer_becomes_a_row():
+    report, saved = run(make_probe("a"))
+
+    (row,) = report.rows
+    assert (row.name, row.question, row.emulator, row.found) == ("a", "a?", "yes", "yes")
+    assert row.is_same is True
+    assert (report.chip, report.cann) == ("C", "9.1")
+    assert saved == ["a", None]
+
+
+def test_another_answer_is_a_difference_and_a_fact_is_none():
+    report, _ = run(make_probe("a", says="no"), make_probe("b", says=None))
+
+    assert [row.is_same for row in report.rows] == [False, None]
+    assert [row.name for row in report.differences()] == ["a"]
+
+
+def test_a_hang_and_a_death_are_rows_and_the_next_question_is_asked():
+    report, _ = run(make_probe("hang"), make_probe("die"), make_probe("a"))
+
+    assert [row.found for row in report.rows] == [NO_ANSWER, DIED, "yes"]
+    assert report.rows[1].text == "signal 9\na line of a library"
+
+
+def test_a_process_that_a_hung_question_forked_ends_with_it():
+    report, _ = run(make_probe("fork"))
+
+    (row,) = report.rows
+    assert row.found == NO_ANSWER
+    wait_until(lambda: not is_alive(int(row.text)), "it runs on")
+
+
+def test_ranks_that_differ_are_named():
+    report, _ = run(make_probe("ranks", ranks=2), make_probe("half", ranks=2))
+
+    assert [row.found for row in report.rows] == [
+        "rank 0: yes 0; rank 1: yes 1",
+        f"rank 0: yes; rank 1: {NO_ANSWER}",
+    ]
+
+
+def test_an_npu_gets_new_processes_that_see_it_alone(monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,5")
+    report = Report("0", "npu", "quick")
+
+    Runner("npu", DeviceConfig(), child=answering).run(
+        [make_probe("device"), make_probe("ranks", ranks=2)], report, lambda r: None, lambda r: None
+    )
+
+    assert [row.found for row in report.rows] == ["npu 3", "rank 0: yes 0; rank 1: yes 1"]
+
+
+def test_a_question_that_needs_more_npus_is_no_difference(monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
+    report = Report("0", "npu", "quick")
+
+    Runner("npu", DeviceConfig(), child=answering).run(
+        [make_probe("ranks", ranks=2)], report, lambda r: None, lambda row: None
+    )
+
+    (row,) = report.rows
+    assert (row.found, row.is_same) == ("needs 2 NPUs, found 1", None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_question_that_could_not_be_asked_is_no_difference_and_is_asked_again(ranks):
+    probe = make_probe("unopened", ranks=ranks)
+    report, _ = run(probe)
+
+    (row,) = report.rows
+    again, saved = run(probe, report=report)
+
+    assert (row.was_asked, row.is_same) == (False, None)
+    assert len(again.rows) == 1 and saved == ["unopened", None]
+    assert again.summary() == (
+        "1 questions, 0 answers differ from the emulator's, 1 could not be asked"
+    )
+
+
+def test_a_run_goes_on_where_it_was_cut_off():
+    before, _ = run(make_probe("a"))
+    before.running = "b"
+
+    report, saved = run(make_probe("a"), make_probe("b"), make_probe("c"), report=before)
+
+    assert [(row.name, row.found) for row in report.rows] == [
+        ("a", "yes"),
+        ("b", CUT_OFF),
+        ("c", "yes"),
+    ]
+    assert saved == [None, "c", None]
+
+
+def test_a_question_that_the_user_interrupts_is_asked_again():
+    report = Report("0", "emulated", "quick")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_probe("a"), make_probe("interrupt"), report=report)
+
+    assert [row.name for row in report.rows] == ["a"] and report.running is None
+
+
+@pytest.mark.parametrize(("known", "is_same"), [("yes", True), ("no", False)])
+def test_a_known_answer_of_the_device_replaces_the_emulators(known, is_same):
+    report, _ = run(make_probe("a", says="never"), rules={"a": known})
+
+    assert report.rows[0].is_same is is_same
+
+
+def test_a_known_number_holds_within_a_factor_of_two():
+    probe = make_probe("number", says=Between(100, 200, "us"))
+
+    rows = [run(probe, rules={"number": known})[0].rows[0] for known in (3.0, 11.0)]
+
+    assert [row.is_same for row in rows] == [True, False]
