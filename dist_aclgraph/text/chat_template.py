@@ -26,7 +26,6 @@ from dist_aclgraph.shapes.json_files import read_text
 from dist_aclgraph.text import template_process
 
 MAX_PROCESSES = 4
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True)
@@ -174,11 +173,14 @@ class _Process:
         self._process.wait()
 
 
-def read_chat_template(directory: Path, described: Mapping[str, Any]) -> ChatTemplate | None:
+def read_chat_template(
+    directory: Path, described: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
     """Return the chat template of a checkpoint, None where it has none.
 
     Args:
         described: the content of its tokenizer_config.json.
+        special_tokens: its special tokens by name.
 
     Raises:
         ModelError: the template cannot be read, or does not compile.
@@ -193,21 +195,9 @@ def read_chat_template(directory: Path, described: Mapping[str, Any]) -> ChatTem
     if not isinstance(source, str):
         raise ModelError(f"the chat template in {directory} is {source!r:.80}; it must be a text")
     try:
-        return ChatTemplate(source, _special_tokens(described))
+        return ChatTemplate(source, special_tokens)
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as e:
         raise ModelError(f"the chat template in {directory} does not compile: {e}") from e
-
-
-def _special_tokens(described: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens that templates name; older files wrap each in an object."""
-    found = {}
-    for name in SPECIAL_TOKENS:
-        value = described.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
 
 
 def _close_all(processes: list[_Process]) -> None:

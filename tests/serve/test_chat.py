@@ -246,20 +246,16 @@ def test_a_client_that_leaves_frees_the_engine(service, stream):
 
 
 def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_service):
-    whole = own_service.state.tokenizer.decode_stream
+    tokenizer = own_service.state.tokenizer
+    whole, decoded = tokenizer.text_of, []
 
-    def breaking(**options):
-        step, fed = whole(**options), []
+    def breaking(ids, **options):
+        decoded.append(ids)
+        if len(decoded) > 2:  # the end of the prompt, and the first token
+            raise ZeroDivisionError("secret")
+        return whole(ids, **options)
 
-        def feed(token_id):
-            fed.append(token_id)
-            if len(fed) > 1:
-                raise ZeroDivisionError("secret")
-            return step(token_id)
-
-        return feed
-
-    own_service.state.tokenizer.decode_stream = breaking
+    tokenizer.text_of = breaking
     own_service.engine.reply = lambda submit: [70] * submit.max_tokens
 
     body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}

@@ -50,7 +50,7 @@ class _ChatReply(Reply):
 
     def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
-        logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs) if piece.logprobs else None
+        logprobs = self._logprobs(piece) if piece.logprobs else None
         choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
         frame = self.chunk(generation, choice)
         if piece.index in self._begun:
@@ -62,16 +62,18 @@ class _ChatReply(Reply):
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []
         for piece in pieces:
-            logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs)
             choices.append(
                 {
                     "index": piece.index,
                     "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                    "logprobs": logprobs if self._body.logprobs else None,
+                    "logprobs": self._logprobs(piece) if self._body.logprobs else None,
                     "finish_reason": piece.finish_reason,
                 }
             )
         return self.body(choices, generation.usage.as_json())
+
+    def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:
+        return chat_logprobs(self.state.tokenizer, piece.logprobs, piece.token_texts)
 
     @staticmethod
     def _choice(

@@ -125,7 +125,9 @@ class _CompletionReply(Reply):
     def _choice(self, piece: ChoicePiece, text: str, offset: int) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = completion_logprobs(self.state.tokenizer, piece.logprobs, offset)
+            logprobs = completion_logprobs(
+                self.state.tokenizer, piece.logprobs, piece.token_texts, offset
+            )
         return {
             "index": piece.index,
             "text": text,

@@ -31,11 +31,16 @@ class ClientGoneError(Exception):
 
 
 class ChoicePiece(msgspec.Struct, frozen=True):
-    """New text of one choice; ``logprobs`` leave out an end token."""
+    """New text of one choice; ``logprobs`` leave out an end token.
+
+    Attributes:
+        token_texts: the text of each token that ``logprobs`` are of.
+    """
 
     index: int
     text: str
     logprobs: tuple[RowLogprobs, ...]
+    token_texts: tuple[str, ...]
     finish_reason: str | None
 
 
@@ -168,7 +173,7 @@ class Generation:
         self._timer = loop.call_later(max(0.0, limit_s - passed_s), overrun)
 
     def _add(self, prompt_ids: list[int], params: SamplingParams, now_s: float) -> None:
-        output = OutputText(self.state.tokenizer, params)
+        output = OutputText(self.state.tokenizer, prompt_ids, params)
         request_id = self.state.new_id("req")
         index = len(self._choices)
         choice = _Choice(index, prompt_ids, params, output, request_id, now_s, last_token_s=now_s)
@@ -227,7 +232,7 @@ class Generation:
             choice.is_done = True
             self._finish(choice, piece.finish_reason, now_s)
         shown = piece.logprobs[:-1] if piece.has_end_token else piece.logprobs
-        return ChoicePiece(choice.index, piece.text, shown, piece.finish_reason)
+        return ChoicePiece(choice.index, piece.text, shown, piece.token_texts, piece.finish_reason)
 
     def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
         self.state.metrics.finished(
