@@ -21,7 +21,7 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.text.added_tokens import read_added_tokens
-from dist_aclgraph.text.chat_template import read_chat_template
+from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_template
 from dist_aclgraph.text.token_bytes import TokenBytes
 from dist_aclgraph.token_ids import check_token_ids
 
@@ -220,7 +220,7 @@ class Tokenizer:
         check_token_ids(ids, self.vocab_size, param)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = DEFAULT
     ) -> str:
         """Return the prompt that the model's chat template makes of the messages.
 
@@ -229,17 +229,17 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidParameterError("this model has no chat template; use /v1/completions")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(messages, options)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions = DEFAULT,
         *,
-        add_generation_prompt: bool = True,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Return the ids of the rendered messages; the template brings its own special tokens."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, options)
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 

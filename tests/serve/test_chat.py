@@ -318,12 +318,12 @@ def test_tokens_without_text_bring_frames_of_their_own(service):
 
 def test_a_template_at_its_limit_is_a_400_and_other_chats_are_answered(own_service):
     service = own_service
-    service.state.tokenizer._template = ChatTemplate(
+    source = (
         "{% for i in range(messages[0].content | int) %}{% for j in range(99999) %}{% endfor %}"
-        "{% endfor %}fine",
-        {},
-        RenderLimits(cpu_s=1),
+        "{% endfor %}fine"
     )
+    limits = RenderLimits(cpu_s=1)
+    service.state.tokenizer._template = ChatTemplate({"default": source}, {}, limits)
     with ThreadPoolExecutor(2) as clients:
         endless = [{"role": "user", "content": "99999"}]
         body = {"model": MODEL, "messages": endless, "max_tokens": 1}
@@ -337,3 +337,44 @@ def test_a_template_at_its_limit_is_a_400_and_other_chats_are_answered(own_servi
 
     assert error["param"] == "messages"
     assert error["message"].startswith("the chat template takes more than 1 s of processor time;")
+
+
+def test_what_a_client_sends_for_the_template_reaches_it(own_service):
+    source = (
+        "{{ enable_thinking }},{{ budget }},{{ (documents or [{}])[0].text }},"
+        "{{ reasoning_effort }}"
+        "{% for m in messages %}|{{ m.role }}:{{ m.name }}:{{ m.content }}:"
+        "{{ m.reasoning_content }}"
+        "{% endfor %}{% if add_generation_prompt %}|go{% endif %}"
+    )
+    own_service.state.tokenizer._template = ChatTemplate({"default": source}, {})
+    messages = [
+        {"role": "user", "name": "Ann", "content": "Hi"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        {"role": "assistant", "content": [{"type": "text", "text": "One"}]},
+    ]
+    own = {"chat_template_kwargs": {"enable_thinking": False, "budget": 3}}
+    body = {"model": MODEL, "messages": messages, "max_tokens": 2, **own}
+    more = {"documents": [{"text": "d"}], "reasoning_effort": "low"}
+
+    def prompt_of(**fields):
+        reply = own_service.http.post("/v1/chat/completions", json=body | fields)
+        assert reply.status_code == 200, reply.text
+        return own_service.state.tokenizer.decode(
+            unpack_ints(own_service.engine.submitted[-1].prompt).tolist()
+        )
+
+    chat = "|user:Ann:Hi:|assistant:::hm|assistant::One:"
+    assert prompt_of(**more) == "False,3,d,low" + chat + "|go"
+    assert prompt_of(add_generation_prompt=False) == "False,3,," + chat
+    assert prompt_of(continue_final_message=True) == "False,3,," + chat.removesuffix(":")
+    for wrong, word in [
+        ({"chat_template_kwargs": {"tools": []}}, "tools"),
+        ({"chat_template": "rag"}, "which has: default"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "one of them to false"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+        ({"documents": ["d"]}, "documents.0"),
+    ]:
+        reply = own_service.http.post("/v1/chat/completions", json=body | wrong)
+        assert reply.status_code == 400
+        assert word in reply.json()["error"]["message"]

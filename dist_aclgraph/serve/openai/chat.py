@@ -15,20 +15,21 @@ from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import ChatRequest
 from dist_aclgraph.serve.resume.journal import Chance
+from dist_aclgraph.text.chat_template import ChatOptions
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
     """Answer messages; with ``stream``, by server-sent events."""
 
-    def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str]]]:
+    def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str | None]], ChatOptions]:
         state.admit(body.model)
-        return body, body.for_template()
+        return body, body.for_template(), body.chat_options()
 
     data = await receive_body(request, state.config.serve)
-    body, messages = await read_body(data, ChatRequest, convert, state.config.serve)
+    body, messages, options = await read_body(data, ChatRequest, convert, state.config.serve)
     # Off the event loop: a long prompt must not stall the streams of others.
     prompt_ids = await asyncio.to_thread(
-        state.tokenizer.encode_chat, messages, max_tokens=state.context_len
+        state.tokenizer.encode_chat, messages, options, max_tokens=state.context_len
     )
     params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
     journal = state.open_journal(request.scope)
