@@ -44,8 +44,11 @@ class OutputText:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._matcher = StopMatcher(params.stop)
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        includes_stop = params.include_stop_str_in_output
+        self._matcher = StopMatcher(params.stop, includes_stop=includes_stop)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._rows: list[RowLogprobs] = []  # of tokens whose own text is not certain

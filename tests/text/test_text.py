@@ -155,6 +155,26 @@ def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
     assert taken([*(cut for cut in dict.fromkeys(cuts) if cut < len(ids)), len(ids)]) == one_by_one
 
 
+@pytest.mark.parametrize("size", [1, 9])
+def test_a_stop_string_may_be_part_of_the_text(size):
+    params = SamplingParams(stop=("lo", "zzz"), include_stop_str_in_output=True)
+    output = OutputText(TOKENIZER, (), params)
+    ids = TOKENIZER.encode("Hello there")
+
+    pieces = [output.add_tokens(ids[i : i + size], (), None) for i in range(0, len(ids), size)]
+
+    ended = next(i for i, piece in enumerate(pieces) if piece.finish_reason == "stop")
+    assert "".join(piece.text for piece in pieces[: ended + 1]) == "Hello"
+
+
+def test_special_tokens_appear_in_the_text_where_asked_for():
+    output = OutputText(TOKENIZER, (), SamplingParams(skip_special_tokens=False))
+
+    piece = output.add_tokens(TOKENIZER.encode("hi<|im_end|>there"), (), "length")
+
+    assert piece.text == "hi<|im_end|>there"
+
+
 def test_special_tokens_do_not_appear_in_the_text():
     ids = TOKENIZER.encode("hi<|im_end|>")
 

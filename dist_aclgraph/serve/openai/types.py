@@ -121,6 +121,8 @@ class GenerateRequest(Body, kw_only=True):
     stop_token_ids: Annotated[Raw, schemas.STOP_TOKEN_IDS] = ABSENT
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: Annotated[Raw, schemas.STREAM_OPTIONS] = ABSENT
@@ -173,6 +175,8 @@ class GenerateRequest(Body, kw_only=True):
             "seed": self.seed,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
         }
         kept: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
         if self.stop:
