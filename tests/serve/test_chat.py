@@ -378,3 +378,19 @@ def test_what_a_client_sends_for_the_template_reaches_it(own_service):
         reply = own_service.http.post("/v1/chat/completions", json=body | wrong)
         assert reply.status_code == 400
         assert word in reply.json()["error"]["message"]
+
+
+def test_the_models_sampling_defaults_hold_where_a_request_gives_nothing(own_service):
+    own_service.state.sampling_defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
+    body = {"model": MODEL, "messages": HI}
+
+    def sampled(path="chat/completions", **fields):
+        reply = own_service.http.post(f"/v1/{path}", json=body | fields)
+        assert reply.status_code == 200, reply.text
+        sampling = own_service.engine.submitted[-1].sampling
+        return sampling.temperature, sampling.top_k, own_service.engine.submitted[-1].max_tokens
+
+    assert sampled() == (0.6, 20, 7)
+    assert sampled(temperature=0, top_k=3, max_tokens=2) == (0, 3, 2)
+    del body["messages"]
+    assert sampled("completions", prompt="1 2") == (0.6, 20, 16)

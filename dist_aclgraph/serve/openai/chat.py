@@ -31,7 +31,10 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
     prompt_ids = await asyncio.to_thread(
         state.tokenizer.encode_chat, messages, options, max_tokens=state.context_len
     )
-    params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
+    defaults = state.sampling_defaults
+    most = defaults.get("max_tokens")
+    max_tokens = state.fit(len(prompt_ids), body.asked_max_tokens, most, "messages")
+    params = body.sampling(max_tokens, defaults)
     journal = state.open_journal(request.scope)
     generation = Generation(
         state, [prompt_ids], [params], body.num_choices, body.cache_salt or "", journal

@@ -38,7 +38,10 @@ async def completions(state: ApiState, request: Request) -> Response:
         shape = _CompletionReply(state, body, given, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
     params = [
-        body.sampling(state.fit(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"))
+        body.sampling(
+            state.fit(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
+            state.sampling_defaults,
+        )
         for ids in prompts
     ]
     journal = state.open_journal(request.scope)

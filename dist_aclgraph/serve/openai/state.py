@@ -24,6 +24,7 @@ from dist_aclgraph.serve.openai.body import BodyBudget
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
+from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 
@@ -47,6 +48,7 @@ class ApiState:
         self.tokenizer = tokenizer
         self.client = client
         self.created_s = int(time.time())
+        self.sampling_defaults = read_sampling_defaults(config)
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)

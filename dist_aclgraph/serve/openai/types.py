@@ -8,6 +8,7 @@ A field of type ``Raw`` may hold any number of items, which are counted before t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, field
@@ -163,7 +164,9 @@ class GenerateRequest(Body, kw_only=True):
         options: StreamOptions = decode(self.stream_options, kind, "stream_options")
         return options
 
-    def _sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]
+    ) -> SamplingParams:
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -178,14 +181,14 @@ class GenerateRequest(Body, kw_only=True):
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
         }
-        kept: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        kept = dict(defaults) | {name: v for name, v in given.items() if v is not None}
         if self.stop:
             strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
             kept["stop"] = tuple(strings)
         if self.stop_token_ids:
             ids = decode_ids(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
             kept["stop_token_ids"] = tuple(ids)
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **kept)
+        return SamplingParams(**{**kept, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
 class ChatRequest(GenerateRequest, kw_only=True):
@@ -243,8 +246,10 @@ class ChatRequest(GenerateRequest, kw_only=True):
         asked = self.max_completion_tokens
         return self.max_tokens if asked is None else asked
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+    def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters, ``defaults`` where the request gives none."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(max_tokens, logprobs, defaults)
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
@@ -279,8 +284,9 @@ class CompletionRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError("prompt must not be empty", "prompt")
         return found
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        return self._sampling(max_tokens, self.logprobs)
+    def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters, ``defaults`` where the request gives none."""
+        return self._sampling(max_tokens, self.logprobs, defaults)
 
 
 class TokenizeRequest(Body):
