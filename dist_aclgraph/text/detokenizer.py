@@ -109,3 +109,12 @@ class Detokenizer:
             pieces = [text[i : i + 1] if is_run else "" for i in range(last)]
             pieces.append(text[last:] if is_run else text)
         self._token_texts += pieces
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token of a prompt; they join to the text of the prompt."""
+    detokenizer = Detokenizer(tokenizer)
+    for token_id in ids:
+        detokenizer.feed(token_id)
+    detokenizer.finish()
+    return detokenizer.take_token_texts()

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from dist_aclgraph.serve.openai.body import read_body, receive_body
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
-from dist_aclgraph.serve.openai.logprobs import chat_logprobs
+from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import ChatRequest
@@ -31,6 +31,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
     prompt_ids = await asyncio.to_thread(
         state.tokenizer.encode_chat, messages, options, max_tokens=state.context_len
     )
+    state.check_prompt_logprobs(body.prompt_logprobs, [prompt_ids])
     defaults = state.sampling_defaults
     most = defaults.get("max_tokens")
     max_tokens = state.fit(len(prompt_ids), body.asked_max_tokens, most, "messages")
@@ -54,7 +55,8 @@ class _ChatReply(Reply):
 
     def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
-        logprobs = self._logprobs(piece) if piece.logprobs else None
+        has_more = len(piece.logprobs) > piece.has_end_token
+        logprobs = self._logprobs(piece) if has_more else None
         choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
         frame = self.chunk(generation, choice)
         if piece.index in self._begun:
@@ -74,10 +76,16 @@ class _ChatReply(Reply):
                     "finish_reason": piece.finish_reason,
                 }
             )
-        return self.body(choices, generation.usage.as_json())
+        reply = self.body(choices, generation.usage.as_json())
+        if self._body.prompt_logprobs is not None:
+            rows = pieces[0].prompt_logprobs
+            reply["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, rows)
+        return reply
 
     def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:
-        return chat_logprobs(self.state.tokenizer, piece.logprobs, piece.token_texts)
+        num_shown = len(piece.logprobs) - piece.has_end_token
+        rows, texts = piece.logprobs[:num_shown], piece.token_texts[:num_shown]
+        return chat_logprobs(self.state.tokenizer, rows, texts)
 
     @staticmethod
     def _choice(

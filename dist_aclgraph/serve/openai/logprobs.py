@@ -36,14 +36,25 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, rows: Sequence[RowLogprobs], texts: Sequence[str], offset: int
+    tokenizer: Tokenizer,
+    rows: Sequence[RowLogprobs | None],
+    texts: Sequence[str],
+    offset: int,
 ) -> dict[str, Any]:
-    """``choices[].logprobs`` of a text completion; ``offset`` is where its text begins."""
-    values, tops, offsets = [], [], []
+    """``choices[].logprobs`` of a text completion.
+
+    Args:
+        rows: of each token; None for the first token of a prompt.
+        texts: what each token adds to the text.
+        offset: where the text begins.
+    """
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets = []
     for row, text in zip(rows, texts, strict=True):
-        (_, value), *best = _pairs(row)
-        values.append(value)
-        tops.append(_by_text(tokenizer, best) if best else None)
+        pairs = [] if row is None else _pairs(row)
+        values.append(pairs[0][1] if pairs else None)
+        tops.append(_by_text(tokenizer, pairs[1:]) if pairs[1:] else None)
         offsets.append(offset)
         offset += len(text)
     return {
@@ -52,6 +63,21 @@ def completion_logprobs(
         "top_logprobs": tops,
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, rows: Sequence[RowLogprobs]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """``prompt_logprobs`` as vLLM has it: of each token, by token ids; None for the first one."""
+    listed: list[dict[str, dict[str, Any]] | None] = [None]
+    for row in rows:
+        ranks = [row.rank, *range(1, len(row.logprobs))]
+        found: dict[str, dict[str, Any]] = {}
+        for (token_id, value), rank in zip(_pairs(row), ranks, strict=True):
+            text = tokenizer.own_text(token_id)
+            found.setdefault(str(token_id), {"logprob": value, "rank": rank, "decoded_token": text})
+        listed.append(found)
+    return listed
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:

@@ -142,6 +142,8 @@ def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
         tuple(row for piece in pieces for row in piece.logprobs),
         tuple(text for piece in pieces for text in piece.token_texts),
         pieces[-1].finish_reason,
+        next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ()),
+        pieces[-1].has_end_token,
     )
 
 

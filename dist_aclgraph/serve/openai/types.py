@@ -124,6 +124,7 @@ class GenerateRequest(Body, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: Annotated[Raw, schemas.STREAM_OPTIONS] = ABSENT
@@ -156,6 +157,10 @@ class GenerateRequest(Body, kw_only=True):
     def num_choices(self) -> int:
         return self.n or 1
 
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
     def streaming(self) -> StreamOptions:
         """Return the options of a stream, the defaults where there are none."""
         if _is_empty(self.stream_options):
@@ -180,6 +185,7 @@ class GenerateRequest(Body, kw_only=True):
             "ignore_eos": self.ignore_eos,
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
+            "prompt_logprobs": self.asked_prompt_logprobs,
         }
         kept = dict(defaults) | {name: v for name, v in given.items() if v is not None}
         if self.stop:
@@ -265,8 +271,12 @@ class CompletionRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError("suffix is not offered", "suffix")
         if self.best_of not in (None, 1):
             raise InvalidParameterError("best_of is not offered", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidParameterError("logprobs of an echoed prompt are not offered", "logprobs")
+
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            return self.logprobs
+        return self.prompt_logprobs
 
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return one entry per prompt.
