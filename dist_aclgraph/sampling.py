@@ -11,7 +11,7 @@ from dist_aclgraph.errors import InvalidParameterError
 GREEDY_EPSILON = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 20
 MAX_STOP_TOKEN_IDS = 128
 
 
@@ -29,11 +29,14 @@ class SamplingParams:
         repetition_penalty: > 0, divides (or multiplies) logits of tokens seen in prompt or output.
         seed: fixes the random numbers, which depend on (seed, position) alone; None draws a seed.
         logprobs: number of alternatives reported per token; None reports nothing.
-        stop: strings that end the text; they are not part of it.
+        prompt_logprobs: the same for the tokens of the prompt; the first one has none.
+        stop: strings that end the text.
+        include_stop_str_in_output: whether the text ends with the stop string or before it.
         stop_token_ids: ids that end the output besides the model's own end tokens.
         ignore_eos: continue after the model's end token.
         min_tokens: the first min_tokens tokens contain no end token, and a stop string that ends
             within them does not end the text.
+        skip_special_tokens: whether special tokens are left out of the text.
     """
 
     max_tokens: int | None = 16
@@ -46,10 +49,13 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -65,6 +71,8 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)

@@ -20,6 +20,7 @@ from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
+from dist_aclgraph.steps.step import RowLogprobs
 
 ANSWER_S = 60.0
 
@@ -30,6 +31,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str = ""
     error_kind: str = ""
@@ -39,6 +41,8 @@ class Answer:
     def take(self, delta: RequestDelta) -> None:
         self.tokens += unpack_ints(delta.token_ids).tolist()
         self.logprobs += delta.logprobs
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = [row for part in delta.prompt_logprobs for row in part.rows()]
         self.began.set()
         if delta.finish_reason is not None:
             self.finish_reason, self.error = delta.finish_reason, delta.error

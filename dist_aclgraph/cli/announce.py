@@ -11,6 +11,7 @@ from rich.table import Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import ray_address
+from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 
 TABLE_KEYS = ("graph", "streams", "bytes")
 
@@ -39,6 +40,13 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
             console.print(f"Warning: {warning}", highlight=False)
     else:
         console.print("No graphs: every step runs eagerly.")
+    if defaults := read_sampling_defaults(config):
+        named = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        console.print(
+            f"The model samples with {named} where a request says nothing "
+            "(sampling_defaults=none: without)",
+            highlight=False,
+        )
     if "controller" in report:
         print(f"More groups, or fewer: {_scale_command(report)}")
     url = _url(config)

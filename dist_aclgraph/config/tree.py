@@ -343,6 +343,12 @@ class Config(Section):
         description="longest prompt plus output; null takes the model's length, or the "
         "capacity of the cache",
     )
+    sampling_defaults: Literal["model", "none"] = Field(
+        "model",
+        description="model: temperature, top_k, top_p, min_p, repetition_penalty and "
+        "max_new_tokens of the checkpoint's generation_config.json hold for requests that do not "
+        "give their own; none: temperature 1, and all tokens",
+    )
     seed: int | None = Field(
         None,
         ge=0,

@@ -33,6 +33,7 @@ from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
+from dist_aclgraph.engine.prompt_report import ComingPrompt, queue_prompts
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import (
     TALLY_SHAPE,
@@ -60,6 +61,7 @@ from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
+PROMPT_PLACES = 64  # logits of a prompt that exist at once, for its log-probabilities
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -370,10 +372,18 @@ class ModelRunner:
         return bool(self._flights)
 
     def _queue_output(
-        self, plan: StepPlan, rank: int, inputs: HostStep, sampled: Sampled
+        self,
+        plan: StepPlan,
+        rank: int,
+        inputs: HostStep,
+        sampled: Sampled,
+        prompts: Sequence[ComingPrompt] = (),
     ) -> _Flight:
         """Send a step's results to the host before drafting, so that the host continues while the
         device drafts.
+
+        Args:
+            prompts: log-probabilities of prompts, which have been sent.
         """
         coming = self._output.queue(
             inputs.num_samples if self._owns_output or self._drafts is not None else 0,
@@ -382,6 +392,7 @@ class ModelRunner:
             sampled.accepted,
             None if plan.exchange is None else self._tally,
             sampled.special if self._owns_output else None,
+            prompts if self._owns_output else (),
         )
         num_written, stages = self._buffers.num_written, self._watch.stages
         return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span)
@@ -429,6 +440,7 @@ class ModelRunner:
             non_finite=pack_ints(read.non_finite),
             counts=b"" if self._drafts is None else pack_ints(read.counts),
             logprobs=read.logprobs,
+            prompts=read.prompts,
         )
 
     def forget_steps(self) -> None:
@@ -559,12 +571,17 @@ class ModelRunner:
         collect = partial(self._collect, step.shared)
         logits, tokens, best = self._choose(hidden, step.places, size, collect)
         special = self._choose_special(inputs, logits, tokens)
+        prompts = queue_prompts(
+            self._npu, self._batch, inputs, hidden, self._model.logits, PROMPT_PLACES
+        )
         if self._drafts is None:
             if self._steps_in_flight > 1:
                 self._work.tokens.latest[: len(tokens)].copy_(tokens)
-            return self._queue_output(plan, rank, inputs, Sampled(tokens, best, None, special))
+            sampled = Sampled(tokens, best, None, special)
+            return self._queue_output(plan, rank, inputs, sampled, prompts)
         accepted = self._drafts.count(tokens, step)
-        flight = self._queue_output(plan, rank, inputs, Sampled(tokens, best, accepted, special))
+        sampled = Sampled(tokens, best, accepted, special)
+        flight = self._queue_output(plan, rank, inputs, sampled, prompts)
         self._drafts.propose_mixed(
             step, inputs, metadata, hidden, tokens, accepted, plan.exchange, collect
         )

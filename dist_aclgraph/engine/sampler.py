@@ -139,14 +139,26 @@ def queue_logprobs(
         landing: [>= n * LOGPROBS_WIDTH] float32, pinned; in use until the values are read.
     """
     chosen = chosen.index_select(0, asked.where)
-    all_logprobs = torch.log_softmax(logits.index_select(0, asked.where).float(), dim=-1)
-    of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
-    rank = (all_logprobs > of_chosen).sum(-1) + 1
-    count = min(max(int(asked.wanted.max()), 1), logits.shape[1])
-    best, best_ids = all_logprobs.topk(count, dim=-1)
-    # One copy for both: integers travel as the bits of floats.
-    integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
-    packed = torch.cat([integers.view(torch.float32), of_chosen, best], -1)
+    packed = report_of(logits.index_select(0, asked.where), chosen, int(asked.wanted.max()))
     landed = landing[: packed.numel()].view(packed.shape)
     landed.copy_(packed, non_blocking=True)
     return ComingLogprobs(asked.asking, asked.wanted, landed)
+
+
+def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
+    """Return log-probabilities of chosen tokens and of the best ones.
+
+    Args:
+        logits: [n, vocab]; chosen: [n] int32.
+
+    Returns:
+        as ``ComingLogprobs.packed``, with ``num_best`` or one best token, on the device.
+    """
+    all_logprobs = torch.log_softmax(logits.float(), dim=-1)
+    of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
+    rank = (all_logprobs > of_chosen).sum(-1) + 1
+    count = min(max(num_best, 1), logits.shape[1])
+    best, best_ids = all_logprobs.topk(count, dim=-1)
+    # One copy for both: integers travel as the bits of floats.
+    integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
+    return torch.cat([integers.view(torch.float32), of_chosen, best], -1)

@@ -20,6 +20,7 @@ COLUMNS = np.dtype(
         ("repetition_penalty", np.float32),
         ("seed", np.int64),
         ("logprobs", np.int32),
+        ("prompt_logprobs", np.int32),
         ("num_prompt_tokens", np.int32),
         ("min_tokens", np.int32),
         ("has_penalties", np.bool_),
@@ -33,6 +34,7 @@ class SamplingTable:
     Attributes:
         is_plain: [max_rows], whether a row simply takes the most probable token.
         may_draft: [max_rows], whether drafts of a row may be accepted; with penalties they may not.
+        reports_prompts: whether any row wants log-probabilities of its prompt.
         is_all_plain, all_may_draft: whether this holds for every row.
         suppressed: by row, tokens that are forbidden before ``min_tokens``.
         version: number of parameter changes; while it is the same, no row has changed.
@@ -40,16 +42,20 @@ class SamplingTable:
 
     def __init__(self, max_rows: int) -> None:
         self._settings = np.zeros(max_rows, COLUMNS)
+        self._settings["prompt_logprobs"] = -1
         self.is_plain = np.ones(max_rows, bool)
         self.may_draft = np.ones(max_rows, bool)
         self.is_all_plain = self.all_may_draft = True
+        self.reports_prompts = False
         self.suppressed: dict[int, tuple[int, ...]] = {}
         self.version = 0
 
     def set(self, row: int, sampling: RowSampling) -> None:
         """Set the parameters of a row."""
         self.version += 1
+        reported = self._settings["prompt_logprobs"]
         self._settings[row] = tuple(getattr(sampling, name) for name in COLUMNS.names or ())
+        self.reports_prompts = bool((reported >= 0).any())
         self.is_plain[row] = sampling.is_plain
         self.may_draft[row] = not sampling.has_penalties
         self.is_all_plain, self.all_may_draft = (

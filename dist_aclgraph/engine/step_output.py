@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.prompt_report import ComingPrompt
 from dist_aclgraph.engine.race_noise import RaceNoise
 from dist_aclgraph.engine.sampler import (
     LOGPROBS_WIDTH,
@@ -23,7 +24,7 @@ from dist_aclgraph.engine.sampling_places import KnownPlaces, StepPlaces
 from dist_aclgraph.engine.token_counts import TokenCounts
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
-from dist_aclgraph.steps.step import RankBatch, RowLogprobs
+from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
 # Of decoder and drafts: computed tokens, tokens without room. Each has 32 bytes of its own, because
 # operators load 32 bytes at once.
@@ -61,6 +62,7 @@ class HostOutput:
         num_unplaced: tokens of the decoder without room since the start.
         logprobs: [num_new], or empty if no request wants them.
         non_finite: [n], the sampled requests whose tokens are meaningless.
+        prompts: log-probabilities of prompts, of the requests that want them.
     """
 
     token_ids: IntArray
@@ -69,6 +71,7 @@ class HostOutput:
     num_unplaced: int
     logprobs: tuple[RowLogprobs | None, ...]
     non_finite: IntArray
+    prompts: tuple[PromptLogprobs, ...]
 
 
 class _Landing:
@@ -105,6 +108,7 @@ class ComingOutput:
     has_accepted: bool
     special: SpecialPlaces | None
     logprobs: ComingLogprobs | None
+    prompts: Sequence[ComingPrompt]
 
 
 class StepOutput:
@@ -199,6 +203,7 @@ class StepOutput:
         accepted: Tensor | None,
         tally: Tensor | None,
         special: SpecialPlaces | None,
+        prompts: Sequence[ComingPrompt],
     ) -> ComingOutput:
         """Send a step's results to the host; the host does not wait.
 
@@ -208,6 +213,7 @@ class StepOutput:
             accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
             tally: of TALLY_SHAPE, int64; None if it does not change.
             special: places whose log-probabilities may be wanted; None means no place.
+            prompts: reports of prompts, whose copies have been queued.
         """
         landing = self._landings[self._num_queued % len(self._landings)]
         self._num_queued += 1
@@ -223,7 +229,7 @@ class StepOutput:
         if special is not None and asked is not None:
             logprobs = queue_logprobs(special.logits, special.chosen, asked, landing.logprobs)
         landing.ready.record(self._stream)
-        return ComingOutput(landing, num_samples, accepted is not None, special, logprobs)
+        return ComingOutput(landing, num_samples, accepted is not None, special, logprobs, prompts)
 
     def is_here(self, coming: ComingOutput) -> bool:
         """Whether a step's results are complete, so that ``read`` would not wait."""
@@ -255,6 +261,7 @@ class StepOutput:
             int(tally[0, 1, 0]),
             self._logprobs(coming, counts),
             self._non_finite(coming, counts),
+            tuple(prompt.read() for prompt in coming.prompts),
         )
 
     def _non_finite(self, coming: ComingOutput, counts: IntArray) -> IntArray:

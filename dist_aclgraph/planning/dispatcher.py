@@ -52,7 +52,7 @@ class GraphDispatcher:
             num_tokens: tokens of the batch, at least one.
             num_reqs: requests of the batch.
             query_len: tokens of each request; 0 if they differ, or if some requests are mid-prompt.
-            fits: whether the KV cache has room for the padding of a graph.
+            fits: whether the batch may replay a graph: the KV cache has room for its padding.
         """
         self._step += 1
         uniform = query_len if num_tokens == num_reqs * query_len else 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
+from msgspec.structs import replace
 
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.scheduler.request import Request
@@ -107,17 +108,23 @@ class StepOutputs:
             pack_ints(numbers),
             pack_ints(tokens),
             b"" if ends is None else pack_ints(ends),
-            tuple(Note(index, *note) for index, note in notes.items()),
+            tuple(replace(note, index=index) for index, note in notes.items()),
             logprobs,
         )
 
-    def _notes(self) -> dict[int, tuple[int, FinishReason | None]]:
-        """Return cached tokens and finish reason of the requests that began or ended, by index."""
-        indices = dict.fromkeys(self.firsts.tolist()) | dict.fromkeys(self.finish_reasons)
-        return {
-            index: (max(0, self.requests[index].num_cached_tokens), self.finish_reasons.get(index))
-            for index in indices
-        }
+    def _notes(self) -> dict[int, Note]:
+        """Return what else requests get that began or ended, by their indices."""
+        notes = {}
+        firsts = dict.fromkeys(self.firsts.tolist())
+        for index in firsts | dict.fromkeys(self.finish_reasons):
+            request = self.requests[index]
+            notes[index] = Note(
+                index,
+                max(0, request.num_cached_tokens),
+                self.finish_reasons.get(index),
+                prompt_logprobs=tuple(request.prompt_logprobs) if index in firsts else (),
+            )
+        return notes
 
     def _pick(
         self, picked: Places

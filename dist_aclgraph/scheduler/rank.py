@@ -223,6 +223,8 @@ class RankScheduler:
         """
         if not self.pool.prefix_cache or request.is_suspect:
             return []
+        if request.sampling.prompt_logprobs >= 0:  # logits exist where tokens are computed
+            return []
         count = (len(request.tokens) - 1) // self.pool.block_size
         self._hash_blocks(request, count)
         return self.pool.match(request.hashes[:count])
@@ -246,6 +248,7 @@ class RankScheduler:
         cached = len(shared) * size
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
+        request.prompt_logprobs = []
         builder.started.append(request.start(self.index, self._free_rows.pop()))
         self._stop_ids.update(request.stop_ids)
         covered = len(request.block_ids) * size
@@ -384,6 +387,9 @@ class RankScheduler:
         """
         flight = self._flights.popleft()
         rows, indices, records = self.rows, flight.indices, flight.step.records
+        for prompt in new.prompts:
+            if (place := flight.places[prompt.place]) >= 0:
+                rows.requests[place].prompt_logprobs.append(prompt)
         if not isinstance(indices, slice) and (indices < 0).any():
             indices, records, new = _still_there(indices, records, new)
         samples = records[:, 3] > 0

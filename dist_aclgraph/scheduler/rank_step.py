@@ -16,7 +16,7 @@ from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
-from dist_aclgraph.steps.step import RowLogprobs, RowStart, StepResult
+from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs, RowStart, StepResult
 
 NO_INTS: IntArray = np.empty(0, np.int32)
 StepKind = Literal["mixed", "decode", "prompt"]
@@ -30,12 +30,14 @@ class NewTokens(NamedTuple):
         counts: [num_samples], tokens of each sampled request; None means one each.
         logprobs: [num_new], or empty.
         non_finite: [n], indices, among the sampled requests, of those whose tokens are meaningless.
+        prompts: log-probabilities of prompts, of requests that want them.
     """
 
     token_ids: IntArray
     counts: IntArray | None
     logprobs: tuple[RowLogprobs | None, ...]
     non_finite: IntArray = NO_INTS
+    prompts: tuple[PromptLogprobs, ...] = ()
 
     def cut(self, kept: IntArray) -> NewTokens:
         """Return the first tokens of each request.
@@ -151,6 +153,9 @@ class StepBuilder:
             self.decode_len,
             self.num_prompt_ranks,
             is_uniform=self.kind == "decode",
+            reports_prompts=any(
+                rows.requests[chunk.index].sampling.prompt_logprobs >= 0 for chunk in self._chunks
+            ),
         )
 
 
@@ -165,6 +170,7 @@ class RankStep:
         decode_len: tokens of a request that decodes: its last one, and its drafts.
         num_prompt_ranks: ranks that split prompts.
         is_uniform: whether the other requests replay their output in the same shape.
+        reports_prompts: whether logits of a prompt are wanted, which no full graph computes.
     """
 
     indices: Indices
@@ -173,6 +179,7 @@ class RankStep:
     decode_len: int
     num_prompt_ranks: int = 1
     is_uniform: bool = False
+    reports_prompts: bool = False
 
     @property
     def num_reqs(self) -> int:
@@ -216,7 +223,16 @@ class RankStep:
         if not result.counts and self.num_positions == len(limits):
             if len(tokens) != len(limits):
                 raise self._mismatch(result, f"{len(tokens)} tokens")
-            return NewTokens(tokens, None, result.logprobs, self._non_finite(result))
+            counts = None
+        else:
+            counts = self._counts(result, tokens)
+        if not all(0 <= prompt.place < self.num_reqs for prompt in result.prompts):
+            raise self._mismatch(result, "prompts of other requests")
+        non_finite = self._non_finite(result)
+        return NewTokens(tokens, counts, result.logprobs, non_finite, result.prompts)
+
+    def _counts(self, result: StepResult, tokens: IntArray) -> IntArray:
+        limits = self.num_logits
         counts = unpack_ints(result.counts)
         if not (
             len(counts) == len(limits)
@@ -224,7 +240,7 @@ class RankStep:
             and bool(((counts >= 1) & (counts <= limits)).all())
         ):
             raise self._mismatch(result, f"{len(tokens)} tokens in counts {counts.tolist()}")
-        return NewTokens(tokens, counts, result.logprobs, self._non_finite(result))
+        return counts
 
     def _non_finite(self, result: StepResult) -> IntArray:
         if not result.non_finite:

@@ -8,7 +8,7 @@ from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.ints import IntArray, int_list, pack_ints
 from dist_aclgraph.kv.block_pool import salted_root
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.steps.step import RowSampling, RowStart
+from dist_aclgraph.steps.step import PromptLogprobs, RowSampling, RowStart
 
 
 class Request:
@@ -33,6 +33,7 @@ class Request:
             of the prompt is its existing output.
         num_cached_tokens: tokens of the prompt found in the prefix cache; -1 until the first
             admission.
+        prompt_logprobs: of its prompt, as far as it has been computed since the last start.
         is_suspect: whether its logits were non-finite once. It is computed again, without shared
             blocks.
     """
@@ -53,6 +54,7 @@ class Request:
         "num_cached_tokens",
         "num_prompt_tokens",
         "prompt_end",
+        "prompt_logprobs",
         "request_id",
         "row",
         "sampling",
@@ -95,6 +97,7 @@ class Request:
         self.block_ids: list[int] = []
         self.cache_root = salted_root(cache_salt)
         self.hashes: list[bytes] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self.is_over = False
         self.is_suspect = False
         self.max_total_tokens = 0
@@ -147,6 +150,7 @@ def row_sampling(
         repetition_penalty=float(params.repetition_penalty),
         seed=params.seed if params.seed is not None else seed,
         logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         num_prompt_tokens=num_prompt_tokens,
         suppressed=tuple(end_ids) if params.min_tokens else (),
         min_tokens=params.min_tokens,

@@ -352,7 +352,7 @@ class Scheduler:
         busy = [step for step in steps if step.num_reqs]
         num_tokens, num_reqs, query_len = largest_of(busy)
         graph, _ = self.dispatcher.dispatch(
-            num_tokens, num_reqs, query_len, partial(self._has_room_for_padding, steps)
+            num_tokens, num_reqs, query_len, partial(self._may_replay, steps)
         )
         self.step += 1
         self.last_num_tokens = num_tokens
@@ -367,10 +367,12 @@ class Scheduler:
         self._in_flight.append(_Decided(plan, steps))
         return plan
 
-    def _has_room_for_padding(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether the caches have blocks for a graph's padding, if attention counts them."""
+    def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
+        """Whether a graph computes all logits of the steps, and the caches have blocks for its
+        padding, if attention counts them.
+        """
         return graph.mode != "FULL" or all(
-            rank.has_room_for_padding(step, graph)
+            not step.reports_prompts and rank.has_room_for_padding(step, graph)
             for rank, step in zip(self.ranks, steps, strict=True)
         )
 

@@ -64,7 +64,9 @@ class ModelConfig:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end an output, from generation_config.json, else config.json."""
-        value = self.generation.get("eos_token_id", self.raw.get("eos_token_id"))
+        value = self.generation.get("eos_token_id")
+        if value is None:
+            value = self.raw.get("eos_token_id")
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]

@@ -14,7 +14,7 @@ import numpy as np
 
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.ints import INT_BYTES, listed_ints, pack_ints, unpack_ints
-from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -32,6 +32,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; 0 in later deltas
     error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # with the first tokens, if requested
 
     @property
     def tokens(self) -> list[int]:
@@ -50,6 +51,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     error: str = ""
     error_kind: str = ""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 NO_NOTE = Note(-1)
@@ -101,6 +103,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
                     note.num_cached_tokens,
                     note.error,
                     note.error_kind,
+                    note.prompt_logprobs,
                 )
             start = end
 

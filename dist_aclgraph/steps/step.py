@@ -8,8 +8,10 @@ running request, chosen by the scheduler from [0, max_num_seqs).
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from dist_aclgraph.errors import DeviceFault
+from dist_aclgraph.ints import INT_BYTES, listed_ints
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.topology import ExchangeKind
@@ -27,6 +29,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int = -1  # -1 reports nothing
+    prompt_logprobs: int = -1  # likewise, at the positions of the prompt
     num_prompt_tokens: int = 0  # position where the output begins, for penalties
     suppressed: tuple[int, ...] = ()  # end ids, while fewer than min_tokens exist
     min_tokens: int = 0
@@ -102,6 +105,35 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     rank: int  # of the chosen token, 1 is the most probable
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of some tokens of a prompt, in order: each token's own, then the best ones.
+
+    Attributes:
+        place: index of the request among those of the step.
+        first: position of the first of the tokens.
+    """
+
+    place: int
+    first: int
+    token_ids: bytes  # int32 [m, 1 + n]
+    logprobs: bytes  # float32 [m, 1 + n]
+    ranks: bytes  # int32 [m], 1 is the most probable
+
+    def rows(self) -> list[RowLogprobs]:
+        """Return one report for each of the tokens."""
+        ranks = listed_ints(self.ranks)
+        width = len(self.token_ids) // (INT_BYTES * max(1, len(ranks)))
+        values = np.frombuffer(self.logprobs, "<f4").reshape(-1, width).tolist()
+        return [
+            RowLogprobs(
+                self.token_ids[i * width * INT_BYTES : (i + 1) * width * INT_BYTES],
+                tuple(values[i]),
+                rank,
+            )
+            for i, rank in enumerate(ranks)
+        ]
+
+
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """New tokens of a step for each record with logits, in batch order.
 
@@ -123,6 +155,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     counts: bytes = b""  # int32 [num_sampled]
     non_finite: bytes = b""  # int32 [k], indices among the sampled requests
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
+    prompts: tuple[PromptLogprobs, ...] = ()
     expert_tokens: int = 0
     num_unplaced: int = 0
     timings_us: dict[str, float] = {}

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from dist_aclgraph.shapes.json_files import read_text
 from dist_aclgraph.text import template_process
 
 MAX_PROCESSES = 4
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True)
@@ -46,53 +45,88 @@ class RenderLimits:
     chars: int = 4 << 20
 
 
+@dataclass(frozen=True)
+class ChatOptions:
+    """How messages become a prompt, as ``apply_chat_template`` of transformers takes it.
+
+    Attributes:
+        add_generation_prompt: whether the prompt ends with the beginning of an answer.
+        continue_final_message: whether the answer goes on where the last message ends.
+        template: the name of one of the checkpoint's templates; None takes "tool_use" for tools
+            where there is one, else "default".
+        variables: more that the template sees, such as ``enable_thinking``.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT = ChatOptions()
+
+
 class ChatTemplate:
     """Renders messages. Safe to share between threads; owns the processes that render."""
 
     def __init__(
         self,
-        source: str,
+        sources: Mapping[str, str],
         special_tokens: Mapping[str, str],
         limits: RenderLimits = RenderLimits(),
     ) -> None:
-        """Check the syntax of a template. No process is started before the first render.
+        """Check the syntax of templates. No process is started before the first render.
+
+        Args:
+            sources: templates by name.
+            special_tokens: special tokens by the names that templates use.
 
         Raises:
             jinja2.TemplateError: the syntax is wrong.
         """
-        template_process.make_environment().parse(source)
-        self._source = source
+        for source in sources.values():
+            template_process.make_environment().parse(source)
+        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._limits = limits
         self._permits = threading.BoundedSemaphore(MAX_PROCESSES)
         self._idle: list[_Process] = []
         weakref.finalize(self, _close_all, self._idle)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = DEFAULT) -> str:
         """Return the prompt that the template makes of the messages.
 
         Raises:
             InvalidParameterError: the template refuses the messages, cannot render them, or
                 reaches a limit.
         """
-        variables = {
-            "messages": messages,
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-            **self._special_tokens,
+        if options.continue_final_message and options.add_generation_prompt:
+            raise InvalidParameterError(
+                "continue_final_message continues the last message, add_generation_prompt begins a "
+                "new one; set one of them to false",
+                "continue_final_message",
+            )
+        own = {
+            "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
+            "tools": options.tools,
+            "documents": options.documents,
+            "add_generation_prompt": options.add_generation_prompt,
+        }
+        if taken := sorted(own.keys() & options.variables.keys()):
+            raise InvalidParameterError(
+                f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs"
+            )
+        request = {
+            "template": self._sources[self._name_for(options)],
+            "variables": {**self._special_tokens, **options.variables, **own},
+            "continues": options.continue_final_message,
         }
         with self._permits:
             process = self._take_process()
             try:
-                reply = process.ask(variables)
+                reply = process.ask(request)
             except BaseException:
                 process.close()
                 raise
@@ -101,11 +135,24 @@ class ChatTemplate:
             raise InvalidParameterError(reply["error"], "messages")
         return reply["text"]
 
+    def _name_for(self, options: ChatOptions) -> str:
+        name = options.template
+        if name is None:
+            name = "tool_use" if options.tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            names = ", ".join(sorted(self._sources))
+            raise InvalidParameterError(
+                f"chat_template is {name!r:.80}; only templates of the checkpoint are rendered, "
+                f"which has: {names}",
+                "chat_template",
+            )
+        return name
+
     def _take_process(self) -> _Process:
         try:
             process = self._idle.pop()  # atomic: no other thread takes the same
         except IndexError:
-            return _Process(self._source, self._limits)
+            return _Process(self._limits)
         if process.is_alive():
             return process
         process.close()  # the system's OOM killer may have ended it
@@ -115,7 +162,7 @@ class ChatTemplate:
 class _Process:
     """One process that renders; see ``template_process``."""
 
-    def __init__(self, source: str, limits: RenderLimits) -> None:
+    def __init__(self, limits: RenderLimits) -> None:
         folders = {str(Path(str(m.__file__)).parents[1]) for m in (jinja2, markupsafe)}
         self._limits = limits
         self._socket, theirs = socket.socketpair()
@@ -128,16 +175,16 @@ class _Process:
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
             )
-        self._first = template_process.packed({"source": source, **asdict(limits)})
+        self._first = template_process.packed(asdict(limits))
 
-    def ask(self, variables: Mapping[str, Any]) -> dict[str, str]:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, str]:
         """Return the answer to one render.
 
         Raises:
             InvalidParameterError: the process reached a limit, and has to be closed.
         """
         try:
-            self._socket.sendall(self._first + template_process.packed(variables))
+            self._socket.sendall(self._first + template_process.packed(request))
             self._first = b""
             reply: dict[str, str] = template_process.receive(self._incoming)
         except TimeoutError:
@@ -174,40 +221,44 @@ class _Process:
         self._process.wait()
 
 
-def read_chat_template(directory: Path, described: Mapping[str, Any]) -> ChatTemplate | None:
+def read_chat_template(
+    directory: Path, described: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
     """Return the chat template of a checkpoint, None where it has none.
 
     Args:
         described: the content of its tokenizer_config.json.
+        special_tokens: its special tokens by name.
 
     Raises:
         ModelError: the template cannot be read, or does not compile.
     """
-    path = directory / "chat_template.jinja"
-    source = read_text(path) if path.exists() else described.get("chat_template")
-    if isinstance(source, list):  # several named templates; "default" is the chat's
-        named = [item for item in source if isinstance(item, dict)]
-        source = next((t.get("template") for t in named if t.get("name") == "default"), None)
-    if source is None:
+    sources = _sources(directory, described.get("chat_template"))
+    if not sources:
         return None
-    if not isinstance(source, str):
-        raise ModelError(f"the chat template in {directory} is {source!r:.80}; it must be a text")
+    for source in sources.values():
+        if not isinstance(source, str):
+            raise ModelError(
+                f"the chat template in {directory} is {source!r:.80}; it must be a text"
+            )
     try:
-        return ChatTemplate(source, _special_tokens(described))
+        return ChatTemplate(sources, special_tokens)
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as e:
         raise ModelError(f"the chat template in {directory} does not compile: {e}") from e
 
 
-def _special_tokens(described: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens that templates name; older files wrap each in an object."""
-    found = {}
-    for name in SPECIAL_TOKENS:
-        value = described.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            found[name] = value
-    return found
+def _sources(directory: Path, described: Any) -> dict[str, Any]:
+    """Return templates by name; files come before what tokenizer_config.json describes."""
+    files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    own = directory / "chat_template.jinja"
+    if own.exists():
+        files["default"] = own
+    if files:
+        return {name: read_text(path) for name, path in files.items()}
+    if isinstance(described, list):
+        named = [item for item in described if isinstance(item, dict)]
+        return {str(item.get("name")): item["template"] for item in named if "template" in item}
+    return {} if described is None else {"default": described}
 
 
 def _close_all(processes: list[_Process]) -> None:

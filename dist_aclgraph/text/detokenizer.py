@@ -1,52 +1,120 @@
-"""Detokenizer: text that grows token by token, never with half a character at its end."""
+"""Detokenizer: text that grows token by token, and is never taken back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import codecs
+from collections.abc import Sequence
+from functools import partial
 
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-MAX_HELD_TOKENS = 8  # more than one UTF-8 character needs; then the bytes are invalid for good
+CONTEXT_TOKENS = 4  # the bytes of a UTF-8 character, of which each is a token
+MAX_WINDOW = 10
+REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """One request's text, by the library's ``DecodeStream``.
+    """The text of one output: what decoding prompt and output adds to the text of the prompt.
 
-    The stream holds bytes back until they are a character. It would do so forever with bytes that
-    never become one: they come out as replacement characters, after a few tokens or at the end.
+    A decoder looks at what stands before a token: it drops the first space of a text, and joins
+    bytes to characters. So the last tokens are decoded again with each new one, from a window that
+    begins in the prompt. Text that a later token may still change is held back: a space before
+    punctuation where the tokenizer removes it, a replacement character at the end, and a run of
+    byte tokens, all of which become replacement characters if one of them is wrong.
+
+    ``take_token_texts`` divides the text among its tokens, as log-probabilities need it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stream = tokenizer.decode_stream(skip_special_tokens=skip_special_tokens)
-        self._before: list[int] = []  # ids of the last text that came out
-        self._held: list[int] = []  # ids whose text has not come out
+        self._byte_ids = tokenizer.token_bytes.byte_ids
+        self._decode = partial(tokenizer.text_of, skip_special_tokens=skip_special_tokens)
+        self._without = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._window = self._context(prompt_ids)
+        self._num_shown = self._num_certain()  # characters of the window's text
+        self._held: list[int] = []  # tokens whose own text is not certain
+        self._new = ""  # text that came out and is not yet divided among tokens
+        self._token_texts: list[str] = []
 
-    def feed(self, ids: Iterable[int]) -> str:
-        """Take new ids and return the text that is now certain; it may be empty."""
-        return "".join(self.feed_one(token_id) for token_id in ids)
+    def feed(self, token_id: int) -> str:
+        """Take a token and return the text that is now certain; it may be empty."""
+        self._held.append(token_id)
+        if token_id in self._without:
+            if len(self._held) == 1:
+                self._divide()
+            return ""
+        self._window.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
+        whole = self._decode(self._window)
+        certain = self._tokenizer.certain_text(whole)
+        new = certain[self._num_shown :]
+        self._num_shown = len(certain)
+        if len(self._window) > MAX_WINDOW:
+            self._window = self._context(self._window)
+            self._num_shown = self._num_certain()
+        self._new += new
+        if len(certain) == len(whole):
+            self._divide()
+        return new
 
     def finish(self) -> str:
-        """Return what was held back; nothing may be fed afterwards."""
-        # With what stands before it: some decoders drop a space at the beginning.
-        before = self._decode(self._before)
-        text = self._decode(self._before + self._held)[len(before) :]
-        self._before, self._held = [], []
-        return text
+        """Return the text that was held back; no token may be fed afterwards."""
+        new = self._decode(self._window)[self._num_shown :] if self._held else ""
+        self._new += new
+        self._divide()
+        return new
 
-    def feed_one(self, token_id: int) -> str:
-        """Take a new id and return the text that is now certain; it may be empty."""
-        self._held.append(token_id)
-        text = self._stream(token_id)
-        if text is not None:
-            self._before, self._held = self._held, []
-            return text
-        if len(self._held) < MAX_HELD_TOKENS:
-            return ""
-        text = self.finish()
-        self._stream = self._tokenizer.decode_stream(skip_special_tokens=self._skip)
-        return text
+    def take_token_texts(self) -> list[str]:
+        """Return the texts of the next tokens, in order, each once it is certain."""
+        texts, self._token_texts = self._token_texts, []
+        return texts
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+    def _context(self, ids: Sequence[int]) -> list[int]:
+        """Return the last tokens that the text behind them depends on.
+
+        They begin where no run of byte tokens does, and hold no token without a text.
+        """
+        context: list[int] = []
+        for token_id in reversed(ids):
+            if token_id not in self._without:
+                context.append(token_id)
+                if len(context) >= CONTEXT_TOKENS and token_id not in self._byte_ids:
+                    break
+        return context[::-1]
+
+    def _num_certain(self) -> int:
+        return len(self._tokenizer.certain_text(self._decode(self._window)))
+
+    def _divide(self) -> None:
+        """Divide new text among the tokens that it is of: a character goes to its last byte."""
+        ids, self._held = self._held, []
+        text, self._new = self._new, ""
+        if len(ids) < 2:
+            self._token_texts += [text] * len(ids)
+            return
+        read = codecs.getincrementaldecoder("utf-8")("replace").decode
+        known = self._tokenizer.token_bytes
+        pieces = [read(b"" if i in self._without else known[i]) for i in ids]
+        if "".join(pieces) != text:
+            # Bytes that are no text: one replacement character for each byte token of a run.
+            last = len(ids) - 1
+            is_run = not text[:last].strip(REPLACEMENT)
+            pieces = [text[i : i + 1] if is_run else "" for i in range(last)]
+            pieces.append(text[last:] if is_run else text)
+        self._token_texts += pieces
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token of a prompt; they join to the text of the prompt."""
+    detokenizer = Detokenizer(tokenizer)
+    for token_id in ids:
+        detokenizer.feed(token_id)
+    detokenizer.finish()
+    return detokenizer.take_token_texts()

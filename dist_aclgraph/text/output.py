@@ -19,7 +19,9 @@ class TextPiece(msgspec.Struct, frozen=True):
     Attributes:
         text: new text that no later token changes.
         token_ids: the output's new tokens, an end token included; none after a stop string.
-        logprobs: one for each of these tokens, or none at all.
+        logprobs: one for each token whose own text is certain since the last piece, or none at all.
+        token_texts: these tokens' own texts; over all pieces they join to the text before stop
+            strings cut it.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is an end token, which has no text.
     """
@@ -27,18 +29,29 @@ class TextPiece(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     logprobs: tuple[RowLogprobs, ...]
+    token_texts: tuple[str, ...]
     finish_reason: str | None
     has_end_token: bool = False
 
 
 class OutputText:
-    """The text of one request as it grows."""
+    """The text of one request as it grows.
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._matcher = StopMatcher(params.stop)
+    Args:
+        prompt_ids: the prompt, on whose end the beginning of the text depends.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        includes_stop = params.include_stop_str_in_output
+        self._matcher = StopMatcher(params.stop, includes_stop=includes_stop)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
+        self._rows: list[RowLogprobs] = []  # of tokens whose own text is not certain
 
     def add_tokens(
         self,
@@ -59,32 +72,29 @@ class OutputText:
         has_end_token = finish_reason == "stop"
         num_spoken = len(token_ids) - has_end_token
         text = ""
+        num_taken = len(token_ids)
         for count, token_id in enumerate(token_ids[:num_spoken], start=1):
-            text += self._feed(self._detokenizer.feed_one(token_id), 1)
+            text += self._feed(self._detokenizer.feed(token_id), 1)
             if self._matcher.matched is not None:
-                return self._piece(text, token_ids[:count], logprobs, "stop")
+                finish_reason, has_end_token, num_taken = "stop", False, count
+                break
         if finish_reason is not None:
-            text += self._feed(self._detokenizer.finish(), 0)
-            text += self._matcher.finish()
-        return self._piece(text, token_ids, logprobs, finish_reason, has_end_token)
+            left = self._detokenizer.finish()
+            if self._matcher.matched is None:
+                text += self._feed(left, 0) + self._matcher.finish()
+        taken = list(token_ids[:num_taken])
+        if not logprobs and not self._rows:
+            return TextPiece(text, taken, (), (), finish_reason, has_end_token)
+        texts = self._detokenizer.take_token_texts()
+        self._rows += [row for row in logprobs[:num_taken] if row is not None]
+        num_rows = len(texts) + has_end_token
+        rows, self._rows = self._rows[:num_rows], self._rows[num_rows:]
+        return TextPiece(text, taken, tuple(rows), tuple(texts), finish_reason, has_end_token)
 
     def _feed(self, text: str, num_tokens: int) -> str:
         """Return the text that is certain; the first ``min_tokens`` tokens end no stop string."""
         self._num_tokens += num_tokens
         return self._matcher.feed(text, may_match=self._num_tokens > self._min_tokens)
-
-    @staticmethod
-    def _piece(
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[RowLogprobs | None],
-        finish_reason: str | None,
-        has_end_token: bool = False,
-    ) -> TextPiece:
-        rows: tuple[RowLogprobs, ...] = ()
-        if logprobs:
-            rows = tuple(row for row in logprobs[: len(token_ids)] if row is not None)
-        return TextPiece(text, list(token_ids), rows, finish_reason, has_end_token)
 
 
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:

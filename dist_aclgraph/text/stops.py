@@ -10,9 +10,13 @@ class StopMatcher:
 
     Text that may be the beginning of a stop string is held back. The first match is the one that
     ends first; among those that end together, the longest.
+
+    Args:
+        includes_stop: whether the stop string is part of the text that it ends.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        self._includes_stop = includes_stop
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         self._longest = len(self._stops[0]) if self._stops else 0
         self._held = ""
@@ -33,7 +37,7 @@ class StopMatcher:
         if found is not None:
             start, self.matched = found
             self._held = ""
-            return text[:start]
+            return text[: start + len(self.matched)] if self._includes_stop else text[:start]
         keep = self._partial(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -1,8 +1,8 @@
 """The process that renders chat templates for its parent; ``chat_template`` starts it by its path.
 
 It imports the standard library and Jinja alone, so that it starts within 0.1 s and stays small.
-Messages on the socket are JSON behind four bytes of length: first the template with its limits,
-then the variables of each render, which is answered. The process ends when the parent closes the
+Messages on the socket are JSON behind four bytes of length: first the limits, then the template
+and the variables of each render, which is answered. The process ends when the parent closes the
 socket, and when a render reaches a limit of time or memory.
 """
 
@@ -31,6 +31,8 @@ from jinja2 import nodes
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3  # exit code
 MAX_ERROR_CHARS = 1000
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template may strip the space
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -98,10 +100,14 @@ def packed(message: Any) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES) + body
 
 
-def render(source: str, variables: dict[str, Any], max_chars: int) -> dict[str, str]:
+def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
     """Return the ``text`` of a render, or the ``error`` it ends with."""
+    variables = request["variables"]
+    variables["messages"] = [_with_reasoning(message) for message in variables["messages"]]
     try:
-        return {"text": _joined(_compile(source).generate(variables), max_chars)}
+        last = _mark_end(variables["messages"]) if request["continues"] else None
+        text = _joined(_compile(request["template"]).generate(variables), max_chars)
+        return {"text": text if last is None else _until_mark(text, last)}
     except MemoryError:
         raise
     except jinja2.TemplateError as e:
@@ -111,7 +117,32 @@ def render(source: str, variables: dict[str, Any], max_chars: int) -> dict[str, 
         return {"error": f"the chat template cannot render the messages: {found}"}
 
 
-@functools.cache
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose reasoning has each of the names that templates read."""
+    found = [message[name] for name in REASONING_FIELDS if message.get(name) is not None]
+    if not found:
+        return message
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> str:
+    """Put a mark behind the text of the last message, and return the text."""
+    last = messages[-1].get("content")
+    if not isinstance(last, str):
+        raise jinja2.TemplateError("the last message has no text that could be continued")
+    messages[-1] = {**messages[-1], "content": last + END_OF_MESSAGE}
+    return last
+
+
+def _until_mark(text: str, last: str) -> str:
+    place = text.rfind(END_OF_MESSAGE.strip())
+    if place < 0 or last.strip() not in text:
+        raise jinja2.TemplateError("it leaves out the end of the last message")
+    is_stripped = not text.startswith(END_OF_MESSAGE, place)
+    return text[:place].rstrip() if is_stripped else text[:place]
+
+
+@functools.lru_cache(maxsize=8)
 def _compile(source: str) -> jinja2.Template:
     return make_environment().from_string(source)
 
@@ -136,10 +167,10 @@ def main() -> None:
     first = receive(incoming)
     resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"],) * 2)
     while True:
-        variables = receive(incoming)
+        request = receive(incoming)
         # The kernel ends the process by SIGPROF: no code of a template can put that off.
         signal.setitimer(signal.ITIMER_PROF, first["cpu_s"])
-        reply = packed(render(first["source"], variables, first["chars"]))
+        reply = packed(render(request, first["chars"]))
         signal.setitimer(signal.ITIMER_PROF, 0)
         outgoing.write(reply)
         outgoing.flush()

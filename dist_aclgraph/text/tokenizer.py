@@ -5,7 +5,8 @@ Only the model's own template is ever rendered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,27 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 from dist_aclgraph.shapes.model_config import read_model_config
-from dist_aclgraph.text.chat_template import read_chat_template
+from dist_aclgraph.text.added_tokens import read_added_tokens
+from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_template
+from dist_aclgraph.text.token_bytes import TokenBytes
 from dist_aclgraph.token_ids import check_token_ids
 
 MIN_LONGEST_TOKEN = 64  # characters; normalisers may drop some of a text
 # The library holds Python's lock while it gives an encoding back or frees it: some 5 ms for one of
 # so many characters.
 PART_CHARS = 1 << 16
+# What may become one of the endings that ``_without_spaces`` looks for.
+_UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 
 
 class Tokenizer:
     """Text to ids and back. Owns no state of requests; safe to share between threads.
 
     Attributes:
-        eos_ids: ids that end an output, from generation_config.json, else config.json.
+        eos_ids: ids that end an output: those of generation_config.json, else config.json, and the
+            tokenizer's own end token.
+        special_ids: tokens that are no text for people, such as the end token.
+        token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: ids lie in [0, vocab_size).
         context_len: the model's max_position_embeddings.
         has_text: whether there is a tokenizer.json; without one, prompts are token ids and
@@ -63,6 +71,11 @@ class Tokenizer:
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        known = self._tokenizer.get_added_tokens_decoder().values()
+        added = read_added_tokens(directory, tokenizer_config, known)
+        if self.has_text:
+            added.add_to(self._tokenizer)
+        self._cleans_up = _cleans_up(self._tokenizer, tokenizer_config)
         vocabulary = self._tokenizer.get_vocab()
         longest = max(map(len, vocabulary), default=0)
         self._longest_token = max(MIN_LONGEST_TOKEN, longest)
@@ -70,8 +83,13 @@ class Tokenizer:
         # Many tokenizers have added tokens for which the model has no row.
         self._knows_more = max(vocabulary.values(), default=0) >= self.vocab_size
         self.context_len = config.max_position_embeddings
-        self.eos_ids = config.eos_token_ids
-        self._template = read_chat_template(directory, tokenizer_config)
+        own_end = self._tokenizer.token_to_id(added.by_name.get("eos_token", ""))
+        ends = [*config.eos_token_ids, *([] if own_end is None else [own_end])]
+        self.eos_ids = tuple(dict.fromkeys(i for i in ends if i < self.vocab_size))
+        listed = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in listed.items() if token.special)
+        self.token_bytes = TokenBytes(self._tokenizer, vocabulary)
+        self._template = read_chat_template(directory, tokenizer_config, added.by_name)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -156,28 +174,42 @@ class Tokenizer:
             InvalidParameterError: an id lies outside the vocabulary.
         """
         self.check_ids(ids, "tokens")
+        return self.text_of(ids, skip_special_tokens=skip_special_tokens)
+
+    def text_of(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of ids that the model has made."""
         try:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            text = str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         except BaseException as e:
             raise _translate(e, _cannot("decode")) from e
+        return _without_spaces(text) if self._cleans_up else text
 
-    def decode_stream(self, *, skip_special_tokens: bool) -> Callable[[int], str | None]:
-        """Return a function that takes the ids of one text in order.
+    def certain_text(self, text: str) -> str:
+        """Return the part of a decoded text that no later token changes.
 
-        It returns the text that an id completes, or None where no character is complete.
+        A replacement character at the end may be the first bytes of a character.
         """
-        stream = tokenizers.decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+        if text.endswith("\ufffd"):
+            return text[:-1]
+        if self._cleans_up and (end := _UNCERTAIN_END.search(text)):
+            return text[: end.start()]
+        return text
 
-        def step(token_id: int) -> str | None:
-            if not 0 <= token_id < self.vocab_size:
-                self.check_ids((token_id,), "tokens")
-            try:
-                text: str | None = stream.step(self._tokenizer, token_id)
-            except BaseException as e:
-                raise _translate(e, _cannot("decode")) from e
-            return text
+    def own_text(self, token_id: int) -> str:
+        """Return the text that a token adds in the middle of a text."""
+        return self.token_bytes[token_id].decode(errors="replace")
 
-        return step
+    def bytes_of(self, token_id: int, text: str) -> bytes:
+        """Return the bytes of a token that adds ``text``; they are text, or part of a character.
+
+        The first space of a text is left out there, as are special tokens.
+        """
+        data = self.token_bytes[token_id]
+        try:
+            is_shorter = data.decode().endswith(text)
+        except UnicodeDecodeError:
+            return data
+        return text.encode() if is_shorter else data
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Return if the model has all of these tokens.
@@ -188,7 +220,7 @@ class Tokenizer:
         check_token_ids(ids, self.vocab_size, param)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = DEFAULT
     ) -> str:
         """Return the prompt that the model's chat template makes of the messages.
 
@@ -197,18 +229,36 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidParameterError("this model has no chat template; use /v1/completions")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(messages, options)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions = DEFAULT,
         *,
-        add_generation_prompt: bool = True,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Return the ids of the rendered messages; the template brings its own special tokens."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, options)
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+
+
+def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
+    """Return whether spaces before punctuation are no part of texts; never with a BPE model."""
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
+    wish = bool(described.get("clean_up_tokenization_spaces"))
+    return wish and (not is_bpe or bool(described.get(forced)))
+
+
+def _without_spaces(text: str) -> str:
+    """Remove spaces before English punctuation and suffixes, as ``transformers`` does."""
+    for end in (" .", " ?", " !", " ,"):
+        text = text.replace(end, end[1])
+    text = text.replace(" ' ", "'")
+    for end in (" n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(end, end[1:])
+    return text
 
 
 def _translate(error: BaseException, ours: DistAclGraphError) -> BaseException:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
@@ -30,7 +31,7 @@ from dist_aclgraph.actors.wire.messages import (
 )
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.delta import FinishReason, Note, StepDeltas
-from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 
 NODE = "node"
 TOKEN = "a-test-token"
@@ -236,7 +237,7 @@ class FakeEngine:
                 break
             delta = self._advance(running)
             by_client.setdefault(running.client, []).append(delta)
-            if delta.notes:
+            if any(note.finish_reason for note in delta.notes):
                 del self._running[running.submit.request_id]
         for client, deltas in by_client.items():
             self._numbers[client] = self._numbers.get(client, 0) + 1 + self.skipped
@@ -264,8 +265,31 @@ class FakeEngine:
             ids = [token_id, *range(60, 60 + submit.sampling.logprobs)]
             values = tuple(-0.5 - 0.25 * i for i in range(len(ids)))
             logprobs = (RowLogprobs(pack_ints(ids), values, 1),)
-        notes = () if finish_reason is None else (Note(0, finish_reason=finish_reason),)
+        prompt = _prompt_logprobs(submit) if running.sent == 1 else ()
+        note = Note(0, finish_reason=finish_reason, prompt_logprobs=prompt)
+        notes = (note,) if finish_reason or prompt else ()
         return StepDeltas(number, pack_ints([token_id]), pack_ints([1]), notes, logprobs)
+
+
+def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
+    """Log-probability -i for token i of the prompt, and -0.5 for the best ones; in two parts."""
+    ids, num_best = unpack_ints(submit.prompt), submit.sampling.prompt_logprobs
+    if num_best < 0:
+        return ()
+    parts = []
+    for first, last in ((1, 3), (3, len(ids))):
+        tokens = [[ids[at], *range(60, 60 + num_best)] for at in range(first, last)]
+        values = [[-float(at), *[-0.5] * num_best] for at in range(first, last)]
+        parts.append(
+            PromptLogprobs(
+                0,
+                first,
+                pack_ints(np.array(tokens, np.int32).ravel()),
+                np.array(values, "<f4").tobytes(),
+                pack_ints(np.full(len(tokens), 9, np.int32)),
+            )
+        )
+    return tuple(parts)
 
 
 def _joined(deltas: list[StepDeltas]) -> StepDeltas:

@@ -246,20 +246,16 @@ def test_a_client_that_leaves_frees_the_engine(service, stream):
 
 
 def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_service):
-    whole = own_service.state.tokenizer.decode_stream
+    tokenizer = own_service.state.tokenizer
+    whole, decoded = tokenizer.text_of, []
 
-    def breaking(**options):
-        step, fed = whole(**options), []
+    def breaking(ids, **options):
+        decoded.append(ids)
+        if len(decoded) > 2:  # the end of the prompt, and the first token
+            raise ZeroDivisionError("secret")
+        return whole(ids, **options)
 
-        def feed(token_id):
-            fed.append(token_id)
-            if len(fed) > 1:
-                raise ZeroDivisionError("secret")
-            return step(token_id)
-
-        return feed
-
-    own_service.state.tokenizer.decode_stream = breaking
+    tokenizer.text_of = breaking
     own_service.engine.reply = lambda submit: [70] * submit.max_tokens
 
     body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
@@ -322,12 +318,12 @@ def test_tokens_without_text_bring_frames_of_their_own(service):
 
 def test_a_template_at_its_limit_is_a_400_and_other_chats_are_answered(own_service):
     service = own_service
-    service.state.tokenizer._template = ChatTemplate(
+    source = (
         "{% for i in range(messages[0].content | int) %}{% for j in range(99999) %}{% endfor %}"
-        "{% endfor %}fine",
-        {},
-        RenderLimits(cpu_s=1),
+        "{% endfor %}fine"
     )
+    limits = RenderLimits(cpu_s=1)
+    service.state.tokenizer._template = ChatTemplate({"default": source}, {}, limits)
     with ThreadPoolExecutor(2) as clients:
         endless = [{"role": "user", "content": "99999"}]
         body = {"model": MODEL, "messages": endless, "max_tokens": 1}
@@ -341,3 +337,60 @@ def test_a_template_at_its_limit_is_a_400_and_other_chats_are_answered(own_servi
 
     assert error["param"] == "messages"
     assert error["message"].startswith("the chat template takes more than 1 s of processor time;")
+
+
+def test_what_a_client_sends_for_the_template_reaches_it(own_service):
+    source = (
+        "{{ enable_thinking }},{{ budget }},{{ (documents or [{}])[0].text }},"
+        "{{ reasoning_effort }}"
+        "{% for m in messages %}|{{ m.role }}:{{ m.name }}:{{ m.content }}:"
+        "{{ m.reasoning_content }}"
+        "{% endfor %}{% if add_generation_prompt %}|go{% endif %}"
+    )
+    own_service.state.tokenizer._template = ChatTemplate({"default": source}, {})
+    messages = [
+        {"role": "user", "name": "Ann", "content": "Hi"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        {"role": "assistant", "content": [{"type": "text", "text": "One"}]},
+    ]
+    own = {"chat_template_kwargs": {"enable_thinking": False, "budget": 3}}
+    body = {"model": MODEL, "messages": messages, "max_tokens": 2, **own}
+    more = {"documents": [{"text": "d"}], "reasoning_effort": "low"}
+
+    def prompt_of(**fields):
+        reply = own_service.http.post("/v1/chat/completions", json=body | fields)
+        assert reply.status_code == 200, reply.text
+        return own_service.state.tokenizer.decode(
+            unpack_ints(own_service.engine.submitted[-1].prompt).tolist()
+        )
+
+    chat = "|user:Ann:Hi:|assistant:::hm|assistant::One:"
+    assert prompt_of(**more) == "False,3,d,low" + chat + "|go"
+    assert prompt_of(add_generation_prompt=False) == "False,3,," + chat
+    assert prompt_of(continue_final_message=True) == "False,3,," + chat.removesuffix(":")
+    for wrong, word in [
+        ({"chat_template_kwargs": {"tools": []}}, "tools"),
+        ({"chat_template": "rag"}, "which has: default"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "one of them to false"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+        ({"documents": ["d"]}, "documents.0"),
+    ]:
+        reply = own_service.http.post("/v1/chat/completions", json=body | wrong)
+        assert reply.status_code == 400
+        assert word in reply.json()["error"]["message"]
+
+
+def test_the_models_sampling_defaults_hold_where_a_request_gives_nothing(own_service):
+    own_service.state.sampling_defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
+    body = {"model": MODEL, "messages": HI}
+
+    def sampled(path="chat/completions", **fields):
+        reply = own_service.http.post(f"/v1/{path}", json=body | fields)
+        assert reply.status_code == 200, reply.text
+        sampling = own_service.engine.submitted[-1].sampling
+        return sampling.temperature, sampling.top_k, own_service.engine.submitted[-1].max_tokens
+
+    assert sampled() == (0.6, 20, 7)
+    assert sampled(temperature=0, top_k=3, max_tokens=2) == (0, 3, 2)
+    del body["messages"]
+    assert sampled("completions", prompt="1 2") == (0.6, 20, 16)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.serve.openai import state
+from tests.serve.test_errors import assert_error
 
 MODEL = "tiny-qwen3"
 
@@ -79,3 +81,59 @@ def test_streamed_choices_carry_their_index_and_usage(service):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == {0: "ab", 1: "ab"}
     assert chunks[-1].usage.prompt_tokens == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_log_probabilities(service, stream):
+    service.engine.reply = lambda submit: service.state.tokenizer.encode(" 4 5<|im_end|>")
+    prompt = "Count from 3 to 9"
+    body = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 9}
+
+    reply = service.openai.completions.create(**body, stream=stream)
+
+    parts = list(reply) if stream else [reply]
+    text = "".join(part.choices[0].text for part in parts)
+    listed = [part.choices[0].logprobs for part in parts]
+    tokens = [token for part in listed for token in part.tokens]
+    assert text == "".join(tokens) == prompt + " 4 5"
+    assert [value for part in listed for value in part.token_logprobs] == [
+        None, -1, -2, -3, -4, -0.5, -0.5, -0.5,
+    ]  # fmt: skip
+    tops = [top for part in listed for top in part.top_logprobs]
+    assert tops[0] is None
+    assert all(len(top) == 2 for top in tops[1:])
+    offsets = [at for part in listed for at in part.text_offset]
+    assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
+
+
+def test_an_echoed_prompt_alone_has_log_probabilities(service):
+    body = {"model": MODEL, "prompt": ["1 2 3 4", "5 6 7"], "echo": True, "logprobs": 0}
+
+    reply = service.openai.completions.create(**body, max_tokens=0)
+
+    assert [choice.text for choice in reply.choices] == body["prompt"]
+    values = [choice.logprobs.token_logprobs for choice in reply.choices]
+    assert values == [[None, -1, -2, -3], [None, -1, -2]]
+
+
+def test_prompt_logprobs_name_token_ids(service):
+    reply = service.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": "1 2 3 4", "prompt_logprobs": 1, "max_tokens": 1},
+    )
+
+    first, *others = reply.json()["choices"][0]["prompt_logprobs"]
+    ids = service.state.tokenizer.encode("1 2 3 4")
+    assert first is None
+    assert [list(other) for other in others] == [[str(i), "60"] for i in ids[1:]]
+    assert others[0][str(ids[1])] == {"logprob": -1, "rank": 9, "decoded_token": " 2"}
+
+
+def test_too_many_log_probabilities_of_a_prompt_are_refused(service, monkeypatch):
+    monkeypatch.setattr(state, "MAX_PROMPT_LOGPROBS", 11)
+    body = {"model": MODEL, "prompt": "1 2 3 4", "max_tokens": 1}
+
+    assert service.http.post("/v1/completions", json=body | {"prompt_logprobs": 1}).is_success
+    reply = service.http.post("/v1/completions", json=body | {"prompt_logprobs": 2})
+
+    assert assert_error(reply)["param"] == "prompt_logprobs"

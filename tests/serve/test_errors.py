@@ -60,7 +60,7 @@ BAD_CHAT = [
     {"max_tokens": 10**12},
     {"max_completion_tokens": "many"},
     {"stop": ""},
-    {"stop": ["a", "b", "c", "d", "e"]},
+    {"stop": ["x"] * 21},
     {"stop": [1]},
     {"stop_token_ids": [-1]},
     {"stop_token_ids": [2**40]},

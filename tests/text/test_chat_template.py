@@ -6,16 +6,23 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError
-from dist_aclgraph.text.chat_template import ChatTemplate, RenderLimits, read_chat_template
+from dist_aclgraph.text.chat_template import (
+    ChatOptions,
+    ChatTemplate,
+    RenderLimits,
+    read_chat_template,
+)
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-qwen3"
+CONTENT = {"default": "{{ messages[0].content }}"}
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = [
     {"role": "system", "content": "Be <brief> & kind."},
@@ -133,11 +140,71 @@ def test_a_template_renders_as_with_transformers(source, tools, documents, add_g
     more = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
     (expected,), _ = render_jinja_template([CHAT], chat_template=source, **more, **special)
 
-    assert ChatTemplate(source, special).render(CHAT, **more) == expected
+    assert ChatTemplate({"default": source}, special).render(CHAT, ChatOptions(**more)) == expected
+
+
+@pytest.mark.parametrize("content", ["One", "One ", " One\n", "Öne <b>"])
+@pytest.mark.parametrize("strip", ["", " | trim"])
+@pytest.mark.parametrize("end", ["<|end|>", "", " x"])
+def test_the_last_message_is_continued_as_with_transformers(content, strip, end):
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content" + strip + " }}" + end + "{% endfor %}"
+    )
+    chat = [*HI, {"role": "assistant", "content": content}]
+    (expected,), _ = render_jinja_template(
+        [chat], chat_template=source, continue_final_message=True
+    )
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+
+    assert ChatTemplate({"default": source}, {}).render(chat, options) == expected
+
+
+@pytest.mark.parametrize("source", ["no messages", "{{ messages[0].content }}"])
+def test_a_message_that_the_template_leaves_out_cannot_be_continued(source):
+    template = ChatTemplate({"default": source}, {})
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+
+    with pytest.raises(InvalidParameterError, match="leaves out the end of the last message"):
+        template.render([*HI, {"role": "assistant", "content": "One"}], options)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+def test_reasoning_has_the_names_that_templates_read(name):
+    source = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
+
+    text = ChatTemplate({"default": source}, {}).render([{"role": "assistant", name: "hm"}])
+
+    assert text == "hm|hm"
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "files"])
+def test_a_checkpoint_may_have_templates_by_name(tmp_path, place):
+    sources = {
+        name: name + " of {{ bos_token }}{{ wish }}" for name in ("default", "tool_use", "rag")
+    }
+    described = [{"name": name, "template": source} for name, source in sources.items()]
+    if place == "files":
+        described = []
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(sources["default"])
+        for name in ("tool_use", "rag"):
+            path = tmp_path / "additional_chat_templates" / f"{name}.jinja"
+            path.write_text(sources[name])
+    template = read_chat_template(tmp_path, {"chat_template": described}, {"bos_token": "<s>"})
+    assert template is not None
+
+    assert template.render(HI) == "default of <s>"
+    assert template.render(HI, ChatOptions(tools=TOOLS)) == "tool_use of <s>"
+    chosen = ChatOptions(template="rag", variables={"wish": "!"})
+    assert template.render(HI, chosen) == "rag of <s>!"
+    with pytest.raises(InvalidParameterError, match="which has: default, rag, tool_use"):
+        template.render(HI, ChatOptions(template="{{ messages }}"))
+    with pytest.raises(InvalidParameterError, match="must not hold 'messages'"):
+        template.render(HI, ChatOptions(variables={"messages": []}))
 
 
 def test_text_that_is_not_unicode_comes_back():
-    template = ChatTemplate("{{ messages[0].content }}", {})
+    template = ChatTemplate(CONTENT, {})
 
     assert template.render([{"role": "user", "content": "\ud800\x00"}]) == "\ud800\x00"
 
@@ -172,7 +239,9 @@ def test_text_that_is_not_unicode_comes_back():
     ids=lambda value: value[:40],
 )  # fmt: skip
 def test_a_template_without_bounds_is_refused(source, words):
-    template = ChatTemplate(source, {}, TESTED)
+    # A busy machine needs more processor time to fill the memory.
+    limits = replace(TESTED, cpu_s=20) if words is MEMORY else TESTED
+    template = ChatTemplate({"default": source}, {}, limits)
     begun_s = time.monotonic()
 
     with pytest.raises(InvalidParameterError, match=words) as caught:
@@ -185,7 +254,7 @@ def test_a_template_without_bounds_is_refused(source, words):
 
 def test_a_render_at_its_limit_leaves_the_others_alone():
     source = "{% if messages[0].content == 'loop' %}" + TOO_LONG + "{% endif %}fine"
-    template = ChatTemplate(source, {}, RenderLimits(cpu_s=1))
+    template = ChatTemplate({"default": source}, {}, RenderLimits(cpu_s=1))
     refused = []
 
     def loop():
@@ -206,7 +275,7 @@ def test_a_render_at_its_limit_leaves_the_others_alone():
 
 
 def test_a_process_serves_one_render_after_the_other_until_it_is_killed():
-    template = ChatTemplate("{{ messages[0].content }}", {})
+    template = ChatTemplate(CONTENT, {})
     template.render(HI)
     (first,) = template._idle
     template.render(HI)
@@ -220,7 +289,7 @@ def test_a_process_serves_one_render_after_the_other_until_it_is_killed():
 
 
 def test_a_process_that_hangs_is_given_up():
-    template = ChatTemplate("{{ messages[0].content }}", {}, RenderLimits(wait_s=3))
+    template = ChatTemplate(CONTENT, {}, RenderLimits(wait_s=3))
     template.render(HI)
     (process,) = template._idle
 
@@ -232,7 +301,7 @@ def test_a_process_that_hangs_is_given_up():
 
 
 def test_the_process_ends_with_its_template():
-    template = ChatTemplate("{{ messages[0].content }}", {})
+    template = ChatTemplate(CONTENT, {})
     template.render(HI)
     (process,) = template._idle
     del template
@@ -252,12 +321,12 @@ def test_the_process_ends_with_its_template():
 )
 def test_what_is_no_template_is_a_model_error(tmp_path, described, words):
     with pytest.raises(ModelError, match=words):
-        read_chat_template(tmp_path, described)
+        read_chat_template(tmp_path, described, {})
 
 
 @pytest.mark.parametrize("listed", [[], [{"name": "default"}], [{}], [5], [{"name": "tool"}]])
 def test_a_list_without_the_template_is_none(tmp_path, listed):
-    assert read_chat_template(tmp_path, {"chat_template": listed}) is None
+    assert read_chat_template(tmp_path, {"chat_template": listed}, {}) is None
 
 
 def test_a_binary_template_is_a_model_error(tmp_path):

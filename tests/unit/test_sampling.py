@@ -30,7 +30,7 @@ from dist_aclgraph.sampling import MIN_TEMPERATURE, SamplingParams
         ("repetition_penalty", math.inf),
         ("seed", 2**63),
         ("logprobs", 21),
-        ("stop", ("a", "b", "c", "d", "e")),
+        ("stop", ("x",) * 21),
         ("stop", ("",)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", tuple(range(129))),

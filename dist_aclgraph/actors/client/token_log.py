@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.steps.delta import RequestDelta
@@ -69,11 +71,14 @@ class OpenRequest:
 
     def submit(self, number: int) -> Submit:
         """Return the message that asks an engine for the rest of its tokens."""
+        sampling = self.sampling
+        if self.num_output_tokens and sampling.prompt_logprobs >= 0:  # came with the first token
+            sampling = replace(sampling, prompt_logprobs=-1)
         return Submit(
             self.request_id,
             number,
             bytes(self.tokens),
-            self.sampling,
+            sampling,
             self.max_tokens - self.num_output_tokens,
             self.stop_ids,
             self.cache_salt,

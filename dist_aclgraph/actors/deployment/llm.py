@@ -133,10 +133,12 @@ class LLM:
                 while left and len(running) < self.config.scheduler.max_waiting:
                     completion, own = left.popleft()
                     request_id = f"llm-{next(self._ids)}"
-                    running[request_id] = (completion, OutputText(self.tokenizer, own))
+                    prompt_ids = completion.prompt_token_ids
+                    output = OutputText(self.tokenizer, prompt_ids, own)
+                    running[request_id] = (completion, output)
                     client.submit(
                         request_id,
-                        completion.prompt_token_ids,
+                        prompt_ids,
                         own,
                         end_ids(self.tokenizer, own),
                         arrived.put,

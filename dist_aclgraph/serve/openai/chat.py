@@ -10,27 +10,32 @@ from starlette.responses import Response
 
 from dist_aclgraph.serve.openai.body import read_body, receive_body
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
-from dist_aclgraph.serve.openai.logprobs import chat_logprobs
+from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import ChatRequest
 from dist_aclgraph.serve.resume.journal import Chance
+from dist_aclgraph.text.chat_template import ChatOptions
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
     """Answer messages; with ``stream``, by server-sent events."""
 
-    def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str]]]:
+    def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str | None]], ChatOptions]:
         state.admit(body.model)
-        return body, body.for_template()
+        return body, body.for_template(), body.chat_options()
 
     data = await receive_body(request, state.config.serve)
-    body, messages = await read_body(data, ChatRequest, convert, state.config.serve)
+    body, messages, options = await read_body(data, ChatRequest, convert, state.config.serve)
     # Off the event loop: a long prompt must not stall the streams of others.
     prompt_ids = await asyncio.to_thread(
-        state.tokenizer.encode_chat, messages, max_tokens=state.context_len
+        state.tokenizer.encode_chat, messages, options, max_tokens=state.context_len
     )
-    params = body.sampling(state.fit(len(prompt_ids), body.asked_max_tokens, None, "messages"))
+    state.check_prompt_logprobs(body.prompt_logprobs, [prompt_ids])
+    defaults = state.sampling_defaults
+    most = defaults.get("max_tokens")
+    max_tokens = state.fit(len(prompt_ids), body.asked_max_tokens, most, "messages")
+    params = body.sampling(max_tokens, defaults)
     journal = state.open_journal(request.scope)
     generation = Generation(
         state, [prompt_ids], [params], body.num_choices, body.cache_salt or "", journal
@@ -50,7 +55,8 @@ class _ChatReply(Reply):
 
     def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
-        logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs) if piece.logprobs else None
+        has_more = len(piece.logprobs) > piece.has_end_token
+        logprobs = self._logprobs(piece) if has_more else None
         choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
         frame = self.chunk(generation, choice)
         if piece.index in self._begun:
@@ -62,16 +68,24 @@ class _ChatReply(Reply):
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []
         for piece in pieces:
-            logprobs = chat_logprobs(self.state.tokenizer, piece.logprobs)
             choices.append(
                 {
                     "index": piece.index,
                     "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                    "logprobs": logprobs if self._body.logprobs else None,
+                    "logprobs": self._logprobs(piece) if self._body.logprobs else None,
                     "finish_reason": piece.finish_reason,
                 }
             )
-        return self.body(choices, generation.usage.as_json())
+        reply = self.body(choices, generation.usage.as_json())
+        if self._body.prompt_logprobs is not None:
+            rows = pieces[0].prompt_logprobs
+            reply["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, rows)
+        return reply
+
+    def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:
+        num_shown = len(piece.logprobs) - piece.has_end_token
+        rows, texts = piece.logprobs[:num_shown], piece.token_texts[:num_shown]
+        return chat_logprobs(self.state.tokenizer, rows, texts)
 
     @staticmethod
     def _choice(

@@ -13,11 +13,13 @@ from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.openai.body import read_body, receive_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
-from dist_aclgraph.serve.openai.logprobs import completion_logprobs
+from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import CompletionRequest
 from dist_aclgraph.serve.resume.journal import Chance
+from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.text.detokenizer import token_texts
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -34,18 +36,24 @@ async def completions(state: ApiState, request: Request) -> Response:
     # Off the event loop: a long text must not stall the streams of others.
     is_text = isinstance(given[0], str)
     prompts = await asyncio.to_thread(_encode, state, given) if is_text else _encode(state, given)
-    if body.max_tokens == 0 and body.echo:
-        shape = _CompletionReply(state, body, given, Chance.draw(seed=0))
+    if body.max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
+        shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
+    state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts)
+    # The engine computes at least one token; ``max_tokens`` 0 leaves it out of the answer.
+    max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
     params = [
-        body.sampling(state.fit(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"))
+        body.sampling(
+            state.fit(len(ids), max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
+            state.sampling_defaults,
+        )
         for ids in prompts
     ]
     journal = state.open_journal(request.scope)
     generation = Generation(
         state, prompts, params, body.num_choices, body.cache_salt or "", journal
     )
-    shape = _CompletionReply(state, body, given, journal.chance)
+    shape = _CompletionReply(state, body, given, prompts, journal.chance)
     return await reply(request, generation, shape, stream=bool(body.stream))
 
 
@@ -86,49 +94,69 @@ def _echo_alone(
 
 
 class _CompletionReply(Reply):
-    """Shapes pieces into text completion objects."""
+    """Shapes pieces into text completion objects.
+
+    Args:
+        given: the prompts as the client sent them; prompts: their token ids.
+    """
 
     def __init__(
         self,
         state: ApiState,
         body: CompletionRequest,
-        prompts: Sequence[str | list[int]],
+        given: Sequence[str | list[int]],
+        prompts: Sequence[list[int]],
         chance: Chance,
     ) -> None:
         kind = "text_completion", "text_completion"
         super().__init__(state, "cmpl", kind, body.streaming(), chance)
         self._body = body
+        self._given = given
         self._prompts = prompts
         self._lengths: dict[int, int] = {}  # of the text so far, by choice
 
     def echo(self, index: int) -> str:
         if not self._body.echo:
             return ""
-        prompt = self._prompts[index // self._body.num_choices]
+        prompt = self._given[index // self._body.num_choices]
         return prompt if isinstance(prompt, str) else self.state.tokenizer.decode(prompt)
 
     def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
-        text = piece.text
-        if piece.index not in self._lengths:
-            text = self.echo(piece.index) + text
+        is_first = piece.index not in self._lengths
         offset = self._lengths.get(piece.index, 0)
-        self._lengths[piece.index] = offset + len(text)
-        return self.chunk(generation, self._choice(piece, text, offset))
+        choice = self._choice(piece, offset, is_first=is_first)
+        self._lengths[piece.index] = offset + len(choice["text"])
+        return self.chunk(generation, choice)
 
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
-        choices = []
-        for piece in pieces:
-            echo = self.echo(piece.index)
-            choices.append(self._choice(piece, echo + piece.text, len(echo)))
+        choices = [self._choice(piece, 0, is_first=True) for piece in pieces]
         return self.body(choices, generation.usage.as_json())
 
-    def _choice(self, piece: ChoicePiece, text: str, offset: int) -> dict[str, Any]:
-        logprobs = None
-        if self._body.logprobs is not None:
-            logprobs = completion_logprobs(self.state.tokenizer, piece.logprobs, offset)
-        return {
+    def _choice(self, piece: ChoicePiece, offset: int, *, is_first: bool) -> dict[str, Any]:
+        """Return a choice object.
+
+        Args:
+            offset: length of the choice's text before this piece.
+        """
+        echo = self.echo(piece.index) if is_first else ""
+        is_left_out = self._body.max_tokens == 0
+        choice = {
             "index": piece.index,
-            "text": text,
-            "logprobs": logprobs,
+            "text": echo if is_left_out else echo + piece.text,
+            "logprobs": None,
             "finish_reason": piece.finish_reason,
         }
+        rows: list[RowLogprobs | None] = [] if is_left_out else [*piece.logprobs]
+        texts = [] if is_left_out else [*piece.token_texts]
+        if self._body.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, piece.prompt_logprobs)
+        if self._body.logprobs is None:
+            return choice
+        if self._body.echo and is_first:
+            prompt_ids = self._prompts[piece.index // self._body.num_choices]
+            rows = [None, *piece.prompt_logprobs, *rows]
+            texts = token_texts(self.state.tokenizer, prompt_ids) + texts
+        else:
+            offset += len(echo)
+        choice["logprobs"] = completion_logprobs(self.state.tokenizer, rows, texts, offset)
+        return choice

@@ -31,12 +31,21 @@ class ClientGoneError(Exception):
 
 
 class ChoicePiece(msgspec.Struct, frozen=True):
-    """New text of one choice; ``logprobs`` leave out an end token."""
+    """New text of one choice.
+
+    Attributes:
+        token_texts: the text of each token that ``logprobs`` are of.
+        prompt_logprobs: of the tokens of the prompt but for the first, if requested; once.
+        has_end_token: whether the last of ``logprobs`` is of an end token, which has no text.
+    """
 
     index: int
     text: str
     logprobs: tuple[RowLogprobs, ...]
+    token_texts: tuple[str, ...]
     finish_reason: str | None
+    prompt_logprobs: tuple[RowLogprobs, ...] = ()
+    has_end_token: bool = False
 
 
 class Sink(Protocol):
@@ -67,6 +76,7 @@ class _Choice:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_done: bool = False
+    has_prompt_logprobs: bool = False
     tokens_before: bytearray = field(default_factory=bytearray)  # from another process; int32
 
 
@@ -168,7 +178,7 @@ class Generation:
         self._timer = loop.call_later(max(0.0, limit_s - passed_s), overrun)
 
     def _add(self, prompt_ids: list[int], params: SamplingParams, now_s: float) -> None:
-        output = OutputText(self.state.tokenizer, params)
+        output = OutputText(self.state.tokenizer, prompt_ids, params)
         request_id = self.state.new_id("req")
         index = len(self._choices)
         choice = _Choice(index, prompt_ids, params, output, request_id, now_s, last_token_s=now_s)
@@ -226,8 +236,21 @@ class Generation:
                 self.state.client.abort(choice.request_id)
             choice.is_done = True
             self._finish(choice, piece.finish_reason, now_s)
-        shown = piece.logprobs[:-1] if piece.has_end_token else piece.logprobs
-        return ChoicePiece(choice.index, piece.text, shown, piece.finish_reason)
+        has_end_token = piece.has_end_token and bool(piece.logprobs)
+        texts = (*piece.token_texts, "") if has_end_token else piece.token_texts
+        prompt: tuple[RowLogprobs, ...] = ()
+        if delta.prompt_logprobs and not choice.has_prompt_logprobs:  # again after a preemption
+            choice.has_prompt_logprobs = True
+            prompt = tuple(row for part in delta.prompt_logprobs for row in part.rows())
+        return ChoicePiece(
+            choice.index,
+            piece.text,
+            piece.logprobs,
+            texts,
+            piece.finish_reason,
+            prompt,
+            has_end_token,
+        )
 
     def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
         self.state.metrics.finished(

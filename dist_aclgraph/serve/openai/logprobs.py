@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from dist_aclgraph.ints import unpack_ints
@@ -12,44 +12,89 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 LOWEST = -9999.0  # JSON has no -Infinity
 
 
-def chat_logprobs(tokenizer: Tokenizer, rows: Iterable[RowLogprobs]) -> dict[str, Any]:
-    """``choices[].logprobs`` of a chat completion: the chosen token and the best ones."""
+def chat_logprobs(
+    tokenizer: Tokenizer, rows: Sequence[RowLogprobs], texts: Sequence[str]
+) -> dict[str, Any]:
+    """``choices[].logprobs`` of a chat completion: the chosen token and the best ones.
+
+    Args:
+        texts: what each chosen token adds to the text.
+    """
     content = []
-    for row in rows:
-        chosen, *best = _pairs(tokenizer, row)
+    for row, text in zip(rows, texts, strict=True):
+        (chosen, value), *best = _pairs(row)
         content.append(
-            {**_entry(*chosen), "top_logprobs": [_entry(token, value) for token, value in best]}
+            {
+                **_entry(text, value, tokenizer.bytes_of(chosen, text)),
+                "top_logprobs": [
+                    _entry(tokenizer.own_text(token_id), value, tokenizer.token_bytes[token_id])
+                    for token_id, value in best
+                ],
+            }
         )
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, rows: Iterable[RowLogprobs], offset: int
+    tokenizer: Tokenizer,
+    rows: Sequence[RowLogprobs | None],
+    texts: Sequence[str],
+    offset: int,
 ) -> dict[str, Any]:
-    """``choices[].logprobs`` of a text completion; ``offset`` is where its text begins."""
-    tokens, values, tops, offsets = [], [], [], []
-    for row in rows:
-        chosen, *best = _pairs(tokenizer, row)
-        tokens.append(chosen[0])
-        values.append(chosen[1])
-        tops.append(dict(best) if best else None)
+    """``choices[].logprobs`` of a text completion.
+
+    Args:
+        rows: of each token; None for the first token of a prompt.
+        texts: what each token adds to the text.
+        offset: where the text begins.
+    """
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets = []
+    for row, text in zip(rows, texts, strict=True):
+        pairs = [] if row is None else _pairs(row)
+        values.append(pairs[0][1] if pairs else None)
+        tops.append(_by_text(tokenizer, pairs[1:]) if pairs[1:] else None)
         offsets.append(offset)
-        offset += len(chosen[0])
+        offset += len(text)
     return {
-        "tokens": tokens,
+        "tokens": list(texts),
         "token_logprobs": values,
         "top_logprobs": tops,
         "text_offset": offsets,
     }
 
 
-def _pairs(tokenizer: Tokenizer, row: RowLogprobs) -> list[tuple[str, float]]:
-    texts = [
-        tokenizer.decode([token_id], skip_special_tokens=False)
-        for token_id in unpack_ints(row.token_ids).tolist()
-    ]
-    return [(t, max(v, LOWEST)) for t, v in zip(texts, row.logprobs, strict=True)]
+def prompt_logprobs(
+    tokenizer: Tokenizer, rows: Sequence[RowLogprobs]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """``prompt_logprobs`` as vLLM has it: of each token, by token ids; None for the first one."""
+    listed: list[dict[str, dict[str, Any]] | None] = [None]
+    for row in rows:
+        ranks = [row.rank, *range(1, len(row.logprobs))]
+        found: dict[str, dict[str, Any]] = {}
+        for (token_id, value), rank in zip(_pairs(row), ranks, strict=True):
+            text = tokenizer.own_text(token_id)
+            found.setdefault(str(token_id), {"logprob": value, "rank": rank, "decoded_token": text})
+        listed.append(found)
+    return listed
 
 
-def _entry(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:
+    """Return the best tokens by their texts; those that share one text by their ids."""
+    found: dict[str, float] = {}
+    for token_id, value in best:
+        text = tokenizer.own_text(token_id)
+        if text in found or "\ufffd" in text:
+            text = f"token_id:{token_id}"
+        found[text] = value
+    return found
+
+
+def _pairs(row: RowLogprobs) -> list[tuple[int, float]]:
+    ids = unpack_ints(row.token_ids).tolist()
+    return [(i, max(value, LOWEST)) for i, value in zip(ids, row.logprobs, strict=True)]
+
+
+def _entry(token: str, value: float, data: bytes) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(data)}

@@ -77,7 +77,9 @@ async def status_numbers(state: ApiState, request: Request) -> Response:
 async def tokenize(state: ApiState, request: Request) -> Response:
     """Token ids of a prompt, or of messages after the chat template."""
 
-    def convert(body: TokenizeRequest) -> tuple[TokenizeRequest, list[dict[str, str]] | None]:
+    def convert(
+        body: TokenizeRequest,
+    ) -> tuple[TokenizeRequest, list[dict[str, str | None]] | None]:
         state.admit(body.model)
         return body, body.for_template()
 
@@ -100,14 +102,12 @@ async def detokenize(state: ApiState, request: Request) -> Response:
 
 
 def _tokenize(
-    state: ApiState, body: TokenizeRequest, messages: list[dict[str, str]] | None
+    state: ApiState, body: TokenizeRequest, messages: list[dict[str, str | None]] | None
 ) -> dict[str, Any]:
     tokenizer = state.tokenizer
     most = max(MAX_TOKENS, state.context_len)
     if messages is not None:
-        ids = tokenizer.encode_chat(
-            messages, add_generation_prompt=body.add_generation_prompt, max_tokens=most
-        )
+        ids = tokenizer.encode_chat(messages, body.chat_options(), max_tokens=most)
     else:
         ids = tokenizer.encode(
             body.prompt or "", add_special_tokens=body.add_special_tokens, max_tokens=most

@@ -140,7 +140,10 @@ def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
         pieces[0].index,
         "".join(piece.text for piece in pieces),
         tuple(row for piece in pieces for row in piece.logprobs),
+        tuple(text for piece in pieces for text in piece.token_texts),
         pieces[-1].finish_reason,
+        next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ()),
+        pieces[-1].has_end_token,
     )
 
 

@@ -32,6 +32,7 @@ def _or_null(*schemas: dict[str, Any]) -> Meta:
 CONTENT = _or_null(
     {"type": "string"}, {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS}
 )
+DOCUMENTS = _or_null({"type": "array", "items": {"type": "object"}})
 IGNORED = _field(description="accepted, and without effect")
 LOGIT_BIAS = _or_null({"type": "object", "maxProperties": 0})
 MESSAGES = _field(
@@ -71,4 +72,5 @@ STREAM_OPTIONS = _or_null(
     }
 )
 TOKEN_IDS = _field(**_IDS)
+VARIABLES = _or_null({"type": "object"})
 TOOL_CHOICE = _field(enum=["none", "auto", None])

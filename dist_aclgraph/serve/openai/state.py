@@ -6,6 +6,7 @@ import asyncio
 import random
 import secrets
 import time
+from collections.abc import Sequence
 
 from starlette.types import Scope
 
@@ -15,6 +16,7 @@ from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     EngineUnavailableError,
+    InvalidParameterError,
     RequestTooLongError,
     UnknownModelError,
 )
@@ -24,7 +26,10 @@ from dist_aclgraph.serve.openai.body import BodyBudget
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
+from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.tokenizer import Tokenizer
+
+MAX_PROMPT_LOGPROBS = 1 << 20  # of one answer
 
 
 class ApiState:
@@ -47,6 +52,7 @@ class ApiState:
         self.tokenizer = tokenizer
         self.client = client
         self.created_s = int(time.time())
+        self.sampling_defaults = read_sampling_defaults(config)
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
@@ -105,6 +111,24 @@ class ApiState:
                 param,
             )
         return wanted
+
+    def check_prompt_logprobs(self, asked: int | None, prompts: Sequence[list[int]]) -> None:
+        """Raise if log-probabilities of prompts are asked for that the service does not give."""
+        if asked is None:
+            return
+        if self.config.parallel.pcp > 1:
+            raise InvalidParameterError(
+                f"prompt_logprobs are not offered with parallel.pcp {self.config.parallel.pcp}; "
+                "ask a service with pcp 1",
+                "prompt_logprobs",
+            )
+        count = (asked + 1) * sum(map(len, prompts))
+        if count > MAX_PROMPT_LOGPROBS:
+            raise InvalidParameterError(
+                f"prompt_logprobs {asked} are {count} numbers for these prompts; at most "
+                f"{MAX_PROMPT_LOGPROBS} are given in one answer",
+                "prompt_logprobs",
+            )
 
     def open_journal(self, scope: Scope) -> Journal:
         """Return a request's journal; it has entries if an earlier process began the answer."""

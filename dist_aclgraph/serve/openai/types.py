@@ -8,6 +8,7 @@ A field of type ``Raw`` may hold any number of items, which are counted before t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, field
@@ -28,10 +29,12 @@ from dist_aclgraph.serve.openai.counted import (
     decode_strings,
 )
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from dist_aclgraph.text.chat_template import ChatOptions
 
 MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
+MAX_VARIABLES = 1024  # texts in ``chat_template_kwargs``, names included
 ABSENT: Raw = field(default_factory=Raw)
 
 
@@ -54,6 +57,8 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Raw, schemas.CONTENT] = ABSENT
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -61,8 +66,8 @@ class ChatMessage(Body):
     tool_calls: Annotated[Raw, schemas.NOTHING] = ABSENT
     tool_call_id: str | None = None
 
-    def for_template(self, param: str) -> dict[str, str]:
-        """Return what chat templates take: a role and one text.
+    def for_template(self, param: str) -> dict[str, str | None]:
+        """Return what chat templates take: a role, one text, and what else they may read.
 
         Args:
             param: where the message stands in the body, for errors.
@@ -72,11 +77,19 @@ class ChatMessage(Body):
         if not _is_empty(self.annotations):
             raise InvalidParameterError(f"{param}: annotations are not offered", param)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self._text(f"{param}.content")}
+        return {
+            "role": role,
+            "content": self._text(f"{param}.content"),
+            "name": self.name,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
 
-    def _text(self, param: str) -> str:
+    def _text(self, param: str) -> str | None:
+        """Return the content; None, where an assistant has said nothing."""
         data = bytes(self.content)
         if data in (b"", b"null"):
+            if self.role == "assistant":
+                return None
             raise InvalidParameterError(f"{param} is missing", param)
         if not data.startswith(b"["):
             return str(decode(data, str, param))
@@ -109,6 +122,9 @@ class GenerateRequest(Body, kw_only=True):
     stop_token_ids: Annotated[Raw, schemas.STOP_TOKEN_IDS] = ABSENT
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: Annotated[Raw, schemas.STREAM_OPTIONS] = ABSENT
@@ -141,6 +157,10 @@ class GenerateRequest(Body, kw_only=True):
     def num_choices(self) -> int:
         return self.n or 1
 
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
     def streaming(self) -> StreamOptions:
         """Return the options of a stream, the defaults where there are none."""
         if _is_empty(self.stream_options):
@@ -149,7 +169,9 @@ class GenerateRequest(Body, kw_only=True):
         options: StreamOptions = decode(self.stream_options, kind, "stream_options")
         return options
 
-    def _sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]
+    ) -> SamplingParams:
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -161,15 +183,18 @@ class GenerateRequest(Body, kw_only=True):
             "seed": self.seed,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            "prompt_logprobs": self.asked_prompt_logprobs,
         }
-        kept: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        kept = dict(defaults) | {name: v for name, v in given.items() if v is not None}
         if self.stop:
             strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
             kept["stop"] = tuple(strings)
         if self.stop_token_ids:
             ids = decode_ids(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
             kept["stop_token_ids"] = tuple(ids)
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **kept)
+        return SamplingParams(**{**kept, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
 class ChatRequest(GenerateRequest, kw_only=True):
@@ -182,6 +207,13 @@ class ChatRequest(GenerateRequest, kw_only=True):
     tools: Annotated[Raw, schemas.NOTHING] = ABSENT
     tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
     parallel_tool_calls: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Annotated[Raw, schemas.VARIABLES] = ABSENT
+    documents: Annotated[Raw, schemas.DOCUMENTS] = ABSENT
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -198,17 +230,32 @@ class ChatRequest(GenerateRequest, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
 
-    def for_template(self) -> list[dict[str, str]]:
+    def for_template(self) -> list[dict[str, str | None]]:
         """Return the messages as chat templates take them."""
         return _for_template(self, self.messages)
+
+    def chat_options(self) -> ChatOptions:
+        """Return how the messages become a prompt."""
+        own = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
+        given = {name: value for name, value in own.items() if value is not None}
+        return ChatOptions(
+            documents=_documents(self.documents),
+            # A client that asks to continue a message need not say that no new one begins.
+            add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
+            continue_final_message=bool(self.continue_final_message),
+            template=self.chat_template,
+            variables=given | _variables(self.chat_template_kwargs),
+        )
 
     @property
     def asked_max_tokens(self) -> int | None:
         asked = self.max_completion_tokens
         return self.max_tokens if asked is None else asked
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        return self._sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+    def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters, ``defaults`` where the request gives none."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(max_tokens, logprobs, defaults)
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
@@ -224,8 +271,12 @@ class CompletionRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError("suffix is not offered", "suffix")
         if self.best_of not in (None, 1):
             raise InvalidParameterError("best_of is not offered", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidParameterError("logprobs of an echoed prompt are not offered", "logprobs")
+
+    @property
+    def asked_prompt_logprobs(self) -> int | None:
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            return self.logprobs
+        return self.prompt_logprobs
 
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return one entry per prompt.
@@ -243,8 +294,9 @@ class CompletionRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError("prompt must not be empty", "prompt")
         return found
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        return self._sampling(max_tokens, self.logprobs)
+    def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters, ``defaults`` where the request gives none."""
+        return self._sampling(max_tokens, self.logprobs, defaults)
 
 
 class TokenizeRequest(Body):
@@ -252,16 +304,26 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[Raw, schemas.MESSAGES] = ABSENT
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[Raw, schemas.VARIABLES] = ABSENT
     return_token_strs: bool = False
 
     def check_fields(self) -> None:
         if (self.prompt is None) == _is_empty(self.messages):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
-    def for_template(self) -> list[dict[str, str]] | None:
+    def for_template(self) -> list[dict[str, str | None]] | None:
         """Return the messages as chat templates take them, None where there is a prompt."""
         return None if _is_empty(self.messages) else _for_template(self, self.messages)
+
+    def chat_options(self) -> ChatOptions:
+        """Return how the messages become a prompt."""
+        return ChatOptions(
+            add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
+            continue_final_message=self.continue_final_message,
+            variables=_variables(self.chat_template_kwargs),
+        )
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -269,7 +331,27 @@ class DetokenizeRequest(Body, kw_only=True):
     tokens: Annotated[Raw, schemas.TOKEN_IDS]
 
 
-def _for_template(body: Body, raw: Raw) -> list[dict[str, str]]:
+def _or(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
+
+
+def _variables(raw: Raw) -> dict[str, Any]:
+    if _is_empty(raw):
+        return {}
+    check_num_strings(bytes(raw), MAX_VARIABLES, "chat_template_kwargs")
+    found: dict[str, Any] = decode(raw, dict[str, Any], "chat_template_kwargs")
+    return found
+
+
+def _documents(raw: Raw) -> list[dict[str, Any]] | None:
+    if _is_empty(raw):
+        return None
+    check_num_strings(bytes(raw), 4 * MAX_PARTS, "documents")
+    found: list[dict[str, Any]] = decode(raw, list[dict[str, Any]], "documents")
+    return found
+
+
+def _for_template(body: Body, raw: Raw) -> list[dict[str, str | None]]:
     messages = decode(raw, list[body.kind_of_part(ChatMessage)], "messages")  # type: ignore[misc]
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(

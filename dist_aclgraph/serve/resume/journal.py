@@ -16,7 +16,7 @@ import msgspec
 
 from dist_aclgraph.serve.resume.memory import JournalMemory
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
-from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 
 JOURNAL = "dist_aclgraph.journal"  # an extension that our server offers in its scope
 RESUMED = "dist_aclgraph.resumed"  # likewise, if another process has accepted the request
@@ -55,6 +55,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int
     error: str
     error_kind: str
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     @classmethod
     def of_delta(cls, index: int, delta: RequestDelta) -> Entry:
@@ -66,6 +67,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
             delta.num_cached_tokens,
             delta.error,
             delta.error_kind,
+            delta.prompt_logprobs,
         )
 
     def delta(self, request_id: str) -> RequestDelta:
@@ -77,6 +79,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
             self.num_cached_tokens,
             self.error,
             self.error_kind,
+            self.prompt_logprobs,
         )
 
 

@@ -1,0 +1,84 @@
+"""Log-probabilities of prompts: the logits of all places of a chunk, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.sampler import report_of
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.step import PromptLogprobs
+
+
+@dataclass(frozen=True)
+class ComingPrompt:
+    """The report of some tokens of a prompt, on its way to the host.
+
+    Attributes:
+        place: index of the request in the step; first: position of the first token.
+        packed: [m, 2 * (1 + n) + 1] float32, pinned, as ``ComingLogprobs.packed``.
+        num_best: n.
+    """
+
+    place: int
+    first: int
+    packed: Tensor
+    num_best: int
+
+    def read(self) -> PromptLogprobs:
+        """Return the report; requires that the copy has ended."""
+        values = self.packed.numpy()
+        width = values.shape[1] // 2 + 1  # ids, and the rank
+        ids = values[:, :width].view(np.int32)
+        kept = 1 + self.num_best
+        return PromptLogprobs(
+            self.place,
+            self.first,
+            pack_ints(ids[:, :kept].ravel()),
+            np.ascontiguousarray(values[:, width : width + kept], "<f4").tobytes(),
+            pack_ints(ids[:, -1]),
+        )
+
+
+def queue_prompts(
+    npu: Npu,
+    batch: InputBatch,
+    inputs: HostStep,
+    hidden: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    most: int,
+) -> list[ComingPrompt]:
+    """Send the log-probabilities of prompts to the host, of the rows that want them.
+
+    Every rank of a tensor parallel group calls this with the same rows. The host waits for nothing.
+
+    Args:
+        hidden: [num_tokens, hidden], of the tokens of the step.
+        logits_of: from [n, hidden] to [n, vocab]; a collective.
+        most: logits of so many tokens exist at once.
+    """
+    if not batch.sampling.reports_prompts:
+        return []
+    settings = batch.sampling.settings(inputs.rows)
+    coming = []
+    for place in np.flatnonzero(settings["prompt_logprobs"] >= 0).tolist():
+        row, kv_len = int(inputs.rows[place]), int(inputs.kv_lens[place])
+        query_end = int(inputs.query_ends[place])
+        begin = kv_len - query_end + (int(inputs.query_ends[place - 1]) if place else 0)
+        end = min(kv_len, int(settings["num_prompt_tokens"][place]) - 1)
+        num_best = int(settings["prompt_logprobs"][place])
+        for first in range(begin, end, most):
+            last = min(first + most, end)
+            chunk = hidden[query_end - kv_len + first : query_end - kv_len + last]
+            tokens = npu.upload(batch.token_ids[row, first + 1 : last + 1].copy())
+            packed = report_of(logits_of(chunk), tokens, num_best)
+            landed = npu.pinned(tuple(packed.shape), packed.dtype)
+            landed.copy_(packed, non_blocking=True)
+            coming.append(ComingPrompt(place, first + 1, landed, num_best))
+    return coming

@@ -1,0 +1,104 @@
+"""Tokens that the files beside a tokenizer.json add to it, as ``transformers`` 5 reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from dist_aclgraph.errors import ModelError
+from dist_aclgraph.shapes.json_files import read_json_object
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class AddedTokens:
+    """What a checkpoint adds to the vocabulary of its tokenizer.json.
+
+    Attributes:
+        by_name: special tokens by the names that chat templates use, such as ``bos_token``.
+        described: tokens with their flags, in the order of their ids.
+        special: tokens that are special whatever the tokenizer.json says.
+    """
+
+    by_name: dict[str, str]
+    described: list[AddedToken]
+    special: list[AddedToken]
+
+    def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Add the tokens: a new one gets the next free id, and a known one gets its flags."""
+        tokenizer.add_tokens(self.described)
+        tokenizer.add_special_tokens(self.special)
+
+
+def read_added_tokens(
+    directory: Path, described: Mapping[str, Any], known: Iterable[AddedToken]
+) -> AddedTokens:
+    """Return the tokens that a checkpoint adds.
+
+    ``added_tokens_decoder`` of tokenizer_config.json is complete where it exists. Older checkpoints
+    have special_tokens_map.json and added_tokens.json in its place.
+
+    Args:
+        described: the content of its tokenizer_config.json.
+        known: the added tokens of its tokenizer.json, whose flags older checkpoints go by.
+
+    Raises:
+        ModelError: a file cannot be read, or a token in it is not one.
+    """
+    found = dict(described)
+    listed = _tokens_by_id(found.get("added_tokens_decoder") or {})
+    is_complete = "added_tokens_decoder" in found
+    if not is_complete:
+        found |= _read(directory / "special_tokens_map.json")
+    flagged = {token.content: token for token in (listed.values() if is_complete else known)}
+    extra = found.get("extra_special_tokens") or found.get("additional_special_tokens") or []
+    named = {
+        name: _token(value, is_special=True)
+        for name, value in [*found.items(), *(extra.items() if isinstance(extra, dict) else ())]
+        if (name.endswith("_token") or (isinstance(extra, dict) and name in extra))
+        and isinstance(value, str | dict)
+    }
+    special = [flagged.get(token.content, token) for token in named.values()]
+    if isinstance(extra, list):
+        special += [_token(value, is_special=True) for value in extra]
+    if not is_complete:
+        names = {token.content for token in special}
+        for text, token_id in _read(directory / "added_tokens.json").items():
+            if not isinstance(token_id, int):
+                raise ModelError(f"added_tokens.json: the id of {text!r} is {token_id!r:.80}")
+            flags = {"special": text in names, "normalized": text not in names}
+            listed[token_id] = AddedToken(text, **flags)
+    return AddedTokens(
+        by_name={name: token.content for name, token in named.items()},
+        described=[listed[token_id] for token_id in sorted(listed)],
+        special=special,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}
+
+
+def _tokens_by_id(listed: Any) -> dict[int, AddedToken]:
+    if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
+        raise ModelError("added_tokens_decoder must be an object of tokens by their ids")
+    return {int(key): _token(value) for key, value in listed.items()}
+
+
+def _token(value: Any, *, is_special: bool = False) -> AddedToken:
+    """Return a token that a file gives as a text, or as an object with its flags."""
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise ModelError(f"an added token is {value!r:.80}; it must be a text or have a content")
+    flags = {name: bool(value[name]) for name in FLAGS if name in value}
+    if is_special:
+        flags["special"] = True
+    return AddedToken(value["content"], **flags)

@@ -1,0 +1,43 @@
+"""What a checkpoint recommends for requests that do not say how to sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import InvalidParameterError, ModelError
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.shapes.model_config import read_model_config
+
+# Names in generation_config.json, and in SamplingParams.
+NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def read_sampling_defaults(config: Config) -> dict[str, Any]:
+    """Return parameters of ``SamplingParams`` from generation_config.json; a null is absent.
+
+    Empty where ``sampling_defaults`` is "none".
+
+    Raises:
+        ModelError: a value lies outside of its range.
+    """
+    if config.sampling_defaults == "none":
+        return {}
+    model = read_model_config(config.model)
+    given = {ours: model.generation.get(theirs) for theirs, ours in NAMES.items()}
+    found = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidParameterError as e:
+        raise ModelError(
+            f"{model.directory / 'generation_config.json'}: {e}; correct it, or set "
+            "sampling_defaults=none"
+        ) from None
+    return found

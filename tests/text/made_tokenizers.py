@@ -1,0 +1,140 @@
+"""Tokenizers of the kinds that published checkpoints have, made of a few words each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+TEXTS = [
+    "the fox said: it isn't 1 + 1 = 2 , is it ?",
+    "größe 你好 мир 🦊🙂 été \n\n  two  spaces",
+] * 9
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+CONTROLS = ["<unk>", "<s>", "</s>"]
+SPACES = "\u2581"
+
+
+def byte_level(*, prefix_space: bool = False) -> Tokenizer:
+    """GPT-2, Llama 3, Qwen, DeepSeek."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return _trained(tokenizer, trainers.BpeTrainer, initial_alphabet=alphabet)
+
+
+def split_byte_level() -> Tokenizer:
+    """Byte-level, with a pattern of its own that splits digits."""
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d|\s+|[^\s\d]+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
+
+
+def byte_fallback(*, strips: bool = True) -> Tokenizer:
+    """SentencePiece's BPE as converted: Llama 2 strips the first space, Gemma does not."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps: list[Any] = [normalizers.Prepend(SPACES)] if strips else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACES)])
+    own = [decoders.Replace(SPACES, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*own, *([decoders.Strip(" ", 1, 0)] if strips else [])])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(SPACES, "merged_with_next")
+    controls = [*CONTROLS, *BYTES]
+    _trained(tokenizer, trainers.BpeTrainer, special_tokens=controls, limit_alphabet=24)
+    written = json.loads(tokenizer.to_str())  # the trainer makes all of them special tokens
+    written["added_tokens"] = written["added_tokens"][: len(CONTROLS)]
+    return Tokenizer.from_str(json.dumps(written))
+
+
+def unigram(*, has_bytes: bool = False) -> Tokenizer:
+    """T5 and XLNet kinds; with bytes, as SentencePiece writes them for language models."""
+    pieces = [(token, 0.0) for token in CONTROLS]
+    pieces += [(byte, 0.0) for byte in BYTES] if has_bytes else []
+    words = sorted({word for text in TEXTS for word in text.split()})
+    pieces += [(SPACES + word, -4.0) for word in words] + [(SPACES, -3.0)]
+    pieces += [(char, -6.0) for char in sorted(set("".join(words)))]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, has_bytes))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    metaspace = decoders.Metaspace()
+    tokenizer.decoder = (
+        decoders.Sequence([decoders.ByteFallback(), metaspace]) if has_bytes else metaspace
+    )
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """BPE over words that begin with a space, without bytes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return _trained(tokenizer, trainers.BpeTrainer)
+
+
+def word_piece() -> Tokenizer:
+    """BERT's: a word's later parts begin with ##, and spaces before punctuation are removed."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return _trained(tokenizer, trainers.WordPieceTrainer)
+
+
+def word_ends() -> Tokenizer:
+    """CLIP's and GPT-1's: a word's last part ends with </w>."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    return _trained(tokenizer, trainers.BpeTrainer, end_of_word_suffix="</w>")
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": byte_level,
+    "byte-level with its first space": lambda: byte_level(prefix_space=True),
+    "split byte-level": split_byte_level,
+    "byte fallback": byte_fallback,
+    "byte fallback that strips nothing": lambda: byte_fallback(strips=False),
+    "unigram": unigram,
+    "unigram with bytes": lambda: unigram(has_bytes=True),
+    "metaspace": metaspace,
+    "word piece": word_piece,
+    "word ends": word_ends,
+}
+
+
+def write_checkpoint(directory: Path, kind: str, described: dict[str, Any]) -> Path:
+    """Write a tokenizer of a kind, and a config.json with some rows more than it has tokens.
+
+    Args:
+        described: the content of tokenizer_config.json.
+    """
+    tokenizer = KINDS[kind]()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    rows = {"vocab_size": tokenizer.get_vocab_size() + 20, "max_position_embeddings": 512}
+    (directory / "config.json").write_text(json.dumps(rows))
+    (directory / "tokenizer_config.json").write_text(json.dumps(described))
+    return directory
+
+
+def _trained(tokenizer: Tokenizer, trainer: Any, **options: Any) -> Tokenizer:
+    options = {"special_tokens": CONTROLS, "show_progress": False, **options}
+    size = 200 + len(options["special_tokens"]) + len(options.get("initial_alphabet", ()))
+    tokenizer.train_from_iterator(TEXTS, trainer(vocab_size=size, **options))
+    return tokenizer
