@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dist_aclgraph.cli.doctor.ascend_versions import read_cann_version, read_driver_version
-from dist_aclgraph.cli.doctor.examine import PINNED, machine_findings
+from dist_aclgraph.cli.doctor.examine import machine_findings
 from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.npu_host import read_rdma_addresses
 from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.environment import ascend_toolkit
 from dist_aclgraph.version import VERSION
+
+PACKAGES = ("torch", "torch-npu", "ray")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def node_facts() -> NodeFacts:
         versions={
             "dist_aclgraph": f"{VERSION} with sources {source_hash()}",
             "python": platform.python_version(),
-            **{name: _version(name) for name in PINNED},
+            **{name: _version(name) for name in PACKAGES},
             **(ascend if npus else {}),
         },
         npus=npus,
