@@ -32,7 +32,7 @@ def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, A
     parallel = deployment.config.parallel
     if parallel.dcp == parallel.pcp == 1:
         return None
-    request_tokens = min(COMPARED_TOKENS, deployment.facts.max_position_embeddings)
+    request_tokens = min(COMPARED_TOKENS, deployment.facts.context_len)
 
     def describe(which: AssumedDeployment, pool_bytes: int) -> dict[str, Any]:
         room = which.room(pool_bytes, request_tokens)

@@ -1,8 +1,11 @@
 """Rotary position embedding: inverse frequencies and the tables that all layers share.
 
-Formulas: the default, linear, Llama 3 and YaRN (arXiv 2309.00071) schemes as Hugging Face
-checkpoints define them by ``rope_parameters``. The tables are built once, outside graph capture; a
-step gathers its rows by the persistent position buffer.
+Formulas: the default, linear, dynamic NTK, Llama 3, YaRN (arXiv 2309.00071) and LongRoPE (arXiv
+2402.13753) schemes as Hugging Face checkpoints define them by ``rope_parameters``. The tables are
+built once, outside graph capture; a step gathers its rows by the persistent position buffer.
+
+Frequencies of dynamic NTK and LongRoPE depend on the length of a request. All requests of a
+deployment use those of its longest one, because cached keys stay as they are.
 """
 
 from __future__ import annotations
@@ -12,13 +15,22 @@ import math
 import torch
 from torch import Tensor
 
-from dist_aclgraph.shapes.model_spec import RopeSpec
+from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
+from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """Return [head_dim / 2] float32 inverse frequencies and the factor on cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents
+def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Tensor, float]:
+    """Return [head_dim / 2] float32 inverse frequencies and the factor on cos and sin.
+
+    Args:
+        max_len: length of the longest request.
+    """
+    theta = _dynamic_theta(rope, head_dim, max_len) if rope.kind == "dynamic" else rope.theta
+    wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / wavelengths
+    if rope.kind == "longrope":
+        factors = rope.long_factors if max_len > rope.original_len else rope.short_factors
+        return 1.0 / (torch.tensor(factors) * wavelengths), _longrope_attention_factor(rope)
     if rope.kind == "linear":
         return frequencies / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -31,15 +43,24 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 def rope_tables(
     rope: RopeSpec, head_dim: int, max_len: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position, [max_len, head_dim] each, both halves equal."""
-    frequencies, scale = inverse_frequencies(rope, head_dim)
-    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies[None, :]
+    """Return cos and sin of every position, both halves equal.
+
+    Args:
+        max_len: length of the longest request.
+
+    Returns:
+        [max_len + SPARE_POSITIONS, head_dim] each.
+    """
+    frequencies, scale = inverse_frequencies(rope, head_dim, max_len)
+    angles = (
+        torch.arange(max_len + SPARE_POSITIONS, dtype=torch.float32)[:, None] * frequencies[None, :]
+    )
     angles = torch.cat([angles, angles], dim=-1)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 class RotaryTables:
-    """cos and sin of every position below ``max_len`` on the device, [max_len, head_dim] each."""
+    """cos and sin of every position of requests of up to ``max_len`` tokens, on the device."""
 
     def __init__(
         self,
@@ -69,10 +90,23 @@ def score_factor(rope: RopeSpec) -> float:
     return _mscale(rope.factor, rope.mscale_all_dim) ** 2
 
 
+def _dynamic_theta(rope: RopeSpec, head_dim: int, max_len: int) -> float:
+    ratio = max(max_len, rope.max_position_embeddings) / rope.max_position_embeddings
+    stretch = rope.factor * ratio - (rope.factor - 1)
+    return float(rope.theta * stretch ** (head_dim / (head_dim - 2)))
+
+
+def _longrope_attention_factor(rope: RopeSpec) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_len))
+
+
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    original = rope.original_max_position_embeddings or rope.max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
-    smooth = (original / wavelengths - rope.low_freq_factor) / (
+    smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
     smooth = smooth.clamp(0.0, 1.0)  # 0: long waves, slowed down; 1: short waves, unchanged
@@ -80,10 +114,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, head_dim: int, frequencies: Tensor) -> tuple[Tensor, float]:
-    original = rope.original_max_position_embeddings or rope.max_position_embeddings
-
     def dimension_of(rotations: float) -> float:
-        return (head_dim * math.log(original / (rotations * 2 * math.pi))) / (
+        return (head_dim * math.log(rope.original_len / (rotations * 2 * math.pi))) / (
             2 * math.log(rope.theta)
         )
 

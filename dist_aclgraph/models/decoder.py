@@ -16,7 +16,6 @@ from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
-from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
@@ -54,7 +53,7 @@ class Decoder:
         norm = slices.whole("model.norm.weight", (spec.hidden_size,))
         make_kind = GroupedQuery if spec.latent is None else MultiHeadLatent
         self.kind: AttentionKind = make_kind(
-            spec, groups, device=device, dtype=norm.dtype, max_len=max_len + SPARE_POSITIONS
+            spec, groups, device=device, dtype=norm.dtype, max_len=max_len
         )
         layers = [load_layer(slices, spec, self.kind, i) for i in range(spec.num_layers)]
         self._stack = LayerStack(self.kind, layers, norm, spec.rms_norm_eps)

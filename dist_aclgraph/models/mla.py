@@ -93,7 +93,7 @@ class MultiHeadLatent:
         dtype: torch.dtype,
         max_len: int,
     ) -> None:
-        """Build the tables for positions below ``max_len``.
+        """Build the tables for requests of up to ``max_len`` tokens.
 
         Raises:
             ConfigError: the heads cannot be split over the group.

@@ -118,7 +118,7 @@ class RankMemory:
             )
 
         eager = largest_eager_step(config)
-        max_len = config.max_model_len or model.max_position_embeddings
+        max_len = model.max_model_len(config)
         prompts = prompt_bytes(
             model,
             tp=parallel.tp,
@@ -260,7 +260,7 @@ def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tupl
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
-    max_len = config.max_model_len or spec.max_position_embeddings
+    max_len = spec.max_model_len(config)
     # Logits, the greatest of each row, and the hidden states from which drafts begin.
     outputs = num_samples * (vocab_size + 1 + (spec.hidden_size if k else 0))
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim

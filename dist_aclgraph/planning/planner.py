@@ -68,9 +68,11 @@ class Planner:
         facts = read_model_facts(config.model)
         check_model(config, facts)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking)
-        wanted, context = config.max_model_len, facts.max_position_embeddings
-        if wanted is not None and wanted > context:
-            raise ConfigError(f"max_model_len is {wanted}; the model's context is {context} tokens")
+        max_model_len, context = facts.max_model_len(config), facts.context_len
+        if max_model_len > context:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}; the model's context is {context} tokens"
+            )
         return cls(
             config,
             reasons,
@@ -78,7 +80,7 @@ class Planner:
             ParallelLayout.from_config(config.parallel),
             make_budget_model(config.graph.budget_model, Workload.from_config(config, facts)),
             KVCacheSpec.from_config(config, facts),
-            wanted or context,
+            max_model_len,
             candidate_families(config),
             lazy_families(config),
         )

@@ -90,9 +90,22 @@ class ModelConfig:
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number, or raise ModelError."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+        if not _is_number(value):
             raise self._wrong(key, value, "a finite number")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0, or raise ModelError."""
+        if (value := self.number(key, default)) <= 0:
+            raise self._wrong(key, value, "a number above 0")
+        return value
+
+    def positive_numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0, or raise ModelError."""
+        values = self._value(key, None)
+        if not isinstance(values, list) or not all(_is_number(v) and v > 0 for v in values):
+            raise self._wrong(key, values, "a list of numbers above 0")
+        return tuple(map(float, values))
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false, or raise ModelError."""
@@ -174,7 +187,9 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _finite(value: float) -> bool:
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond all floats

@@ -18,6 +18,7 @@ from dist_aclgraph.shapes.model_config import (
     ModelConfig,
     read_model_config,
 )
+from dist_aclgraph.shapes.rope_spec import read_context_lengths
 from dist_aclgraph.shapes.weight_files import read_header
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -42,7 +43,8 @@ class ModelFacts:
     """The shape of a model.
 
     Attributes:
-        max_position_embeddings: longest context that the checkpoint declares.
+        context_len: length of the longest request that the model can have.
+        usual_len: default of ``max_model_len``; None is ``context_len``.
         num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
         weight_bytes: size of its safetensors files, 0 where there are none.
@@ -55,7 +57,8 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
+    context_len: int
+    usual_len: int | None = None
     num_draft_layers: int = 0
     hidden_size: int = 0
     experts: ExpertFacts | None = None
@@ -64,6 +67,10 @@ class ModelFacts:
     weight_bytes: int = 0
     holds_int8: bool = False
     vocab_size: int = 0
+
+    def max_model_len(self, config: Config) -> int:
+        """Return the length of the longest request that a deployment may have."""
+        return config.max_model_len or self.usual_len or self.context_len
 
     @property
     def moe(self) -> bool:
@@ -131,13 +138,15 @@ def facts_of(config: ModelConfig) -> ModelFacts:
     files = sorted(config.directory.glob("*.safetensors"))
     num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
     hidden_size = config.integer("hidden_size")
+    context = read_context_lengths(config)
     return ModelFacts(
         architecture=config.architecture,
         num_layers=config.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=config.integer("num_key_value_heads", num_heads, most=MAX_HEADS),
         head_dim=config.integer("head_dim", max(1, hidden_size // num_heads)),
-        max_position_embeddings=config.max_position_embeddings,
+        context_len=context.longest,
+        usual_len=context.usual,
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
         is_encoder_decoder=config.flag("is_encoder_decoder", False),

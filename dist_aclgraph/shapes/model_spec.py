@@ -14,7 +14,6 @@ from typing import Literal
 
 from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import (
-    MAX_CONTEXT,
     MAX_EXPERTS,
     MAX_LAYERS,
     ModelConfig,
@@ -22,6 +21,7 @@ from dist_aclgraph.shapes.model_config import (
 )
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts, facts_of
 from dist_aclgraph.shapes.quantised_formats import check_quantisation
+from dist_aclgraph.shapes.rope_spec import RopeSpec, read_rope_spec
 
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
@@ -32,26 +32,6 @@ ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
 )
 LATENT_SIZES = (512, 128, 64, 128)  # latent, plain and rotated part of a head, value
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding: base, how much of a head turns, and the scaling of long contexts."""
-
-    theta: float
-    kind: str  # one of ROPE_TYPES
-    max_position_embeddings: int
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +130,7 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         experts=_read_experts(config),
         num_draft_layers=facts.num_draft_layers if is_deepseek else 0,
     )
+    latent = _latent_spec(config) if is_deepseek else None
     return ModelSpec(
         **vars(facts),
         intermediate_size=config.integer("intermediate_size"),
@@ -159,8 +140,8 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         has_output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
         has_mlp_bias=architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
         has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        rope=_rope_spec(config),
-        latent=_latent_spec(config) if is_deepseek else None,
+        rope=read_rope_spec(config, latent.rope_dim if latent else facts.head_dim),
+        latent=latent,
     )
 
 
@@ -258,44 +239,4 @@ def _qwen3_experts(config: ModelConfig) -> ExpertSpec:
         width=config.integer("moe_intermediate_size"),
         renormalizes=config.flag("norm_topk_prob", False),
         layers=frozenset(layers) - frozenset(config.integers("mlp_only_layers")),
-    )
-
-
-def _rope_spec(config: ModelConfig) -> RopeSpec:
-    # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
-    scaling = config.part("rope_parameters") or config.part("rope_scaling") or config.empty_part()
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise config.unsupported(
-            f"rope scaling {kind} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
-    partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise config.unsupported(
-            f"partial_rotary_factor is {partial:g}; partial rotary embeddings are not supported"
-        )
-    numbers = {
-        key: scaling.number(key)
-        for key in (
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-        )
-        if scaling.raw.get(key) is not None
-    }
-    original = "original_max_position_embeddings"
-    return RopeSpec(
-        theta=scaling.number("rope_theta", config.number("rope_theta", 10000.0)),
-        kind=kind,
-        max_position_embeddings=config.integer("max_position_embeddings", most=MAX_CONTEXT),
-        factor=scaling.number("factor", 1.0),
-        original_max_position_embeddings=(
-            scaling.integer(original, most=MAX_CONTEXT) if scaling.has(original) else None
-        ),
-        truncate=scaling.flag("truncate", True),
-        **numbers,
     )

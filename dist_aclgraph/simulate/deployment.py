@@ -157,7 +157,7 @@ class AssumedDeployment:
         return ContextRoom(
             bytes_per_token=spec.bytes_per_block / spec.tokens_per_block,
             tokens=(num_blocks - 1) * spec.tokens_per_block,
-            longest=spec.longest_request(num_blocks, self.facts.max_position_embeddings),
+            longest=spec.longest_request(num_blocks, self.facts.context_len),
             requests=(num_blocks - 1) // spec.blocks_for(request_tokens),
         )
 

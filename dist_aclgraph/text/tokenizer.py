@@ -20,6 +20,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 from dist_aclgraph.shapes.model_config import read_model_config
+from dist_aclgraph.shapes.rope_spec import read_context_lengths
 from dist_aclgraph.text.added_tokens import read_added_tokens
 from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_template
 from dist_aclgraph.text.token_bytes import TokenBytes
@@ -42,7 +43,7 @@ class Tokenizer:
         special_ids: tokens that are no text for people, such as the end token.
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: ids lie in [0, vocab_size).
-        context_len: the model's max_position_embeddings.
+        context_len: default of the longest request.
         has_text: whether there is a tokenizer.json; without one, prompts are token ids and
             outputs have no text.
     """
@@ -82,7 +83,7 @@ class Tokenizer:
         self.vocab_size = config.integer("vocab_size", self._tokenizer.get_vocab_size())
         # Many tokenizers have added tokens for which the model has no row.
         self._knows_more = max(vocabulary.values(), default=0) >= self.vocab_size
-        self.context_len = config.max_position_embeddings
+        self.context_len = read_context_lengths(config).usual
         own_end = self._tokenizer.token_to_id(added.by_name.get("eos_token", ""))
         ends = [*config.eos_token_ids, *([] if own_end is None else [own_end])]
         self.eos_ids = tuple(dict.fromkeys(i for i in ends if i < self.vocab_size))

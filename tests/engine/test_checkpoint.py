@@ -13,7 +13,8 @@ from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError
 from dist_aclgraph.layers.vocabulary import vocabulary_part
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import share_heads
-from dist_aclgraph.shapes.model_spec import ModelSpec, RopeSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 MATRIX = torch.arange(21, dtype=torch.float32).reshape(7, 3)
 
@@ -34,7 +35,7 @@ def make_spec(num_heads: int, num_kv_heads: int) -> ModelSpec:
         architecture="Qwen3ForCausalLM", vocab_size=11, hidden_size=8, intermediate_size=8,
         num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8,
         rms_norm_eps=1e-6, tie_word_embeddings=False, has_qkv_bias=False, has_output_bias=False,
-        has_mlp_bias=False, has_qk_norm=True, max_position_embeddings=16,
+        has_mlp_bias=False, has_qk_norm=True, context_len=16,
         rope=RopeSpec(theta=1e4, kind="default", max_position_embeddings=16),
     )  # fmt: skip
 

@@ -1,19 +1,28 @@
-"""Rotary tables against those of transformers."""
+"""Rotary tables and frequencies against those of transformers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dist_aclgraph.errors import UnsupportedModelError
-from dist_aclgraph.layers.rotary import rope_tables
+from dist_aclgraph.layers.rotary import inverse_frequencies, rope_tables
+from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
 from dist_aclgraph.shapes.model_spec import read_model_spec
-from tests.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, make_reference
+from tests.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MAX_LEN, YARN_ROPE, make_reference
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 32 for i in range(32)],
+    "long_factor": [2.0 + i for i in range(32)],
+    "original_max_position_embeddings": 128,
+}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 SCHEMES = {
     "default": DEFAULT,
     "linear": LINEAR_ROPE,
@@ -22,6 +31,31 @@ SCHEMES = {
     "yarn-untruncated": {**YARN_ROPE, "truncate": False, "beta_fast": 16.0},
     "yarn-factor": {**YARN_ROPE, "attention_factor": 0.7},
     "yarn-mscale": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.5},
+    "longrope": LONG_ROPE,
+}
+# Keys of config.json in place of rope_parameters.
+KEYS: dict[str, dict[str, Any]] = {
+    "older": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "older-wins": {"rope_scaling": YARN_ROPE, "rope_parameters": LINEAR_ROPE},
+    "older-is-empty": {"rope_scaling": {}, "rope_parameters": LINEAR_ROPE},
+    "theta-within-wins": {"rope_theta": 5e5, "rope_scaling": LINEAR_ROPE},
+    "original-beside-wins": {"rope_scaling": YARN_ROPE, "original_max_position_embeddings": 64},
+    "original-of-llama3-beside": {
+        "rope_parameters": LLAMA3_ROPE,
+        "original_max_position_embeddings": 32,
+    },
+    "no-original": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "no-factor": {"rope_scaling": {**YARN_ROPE, "factor": None}},
+    "no-beta": {"rope_scaling": {**YARN_ROPE, "beta_fast": 0, "beta_slow": 0}},
+    "long": {"rope_scaling": LONG_ROPE},
+    "long-no-original": {
+        "rope_scaling": {**LONG_ROPE, "original_max_position_embeddings": None},
+        "original_max_position_embeddings": 96,
+    },
+    "long-factor": {"rope_scaling": {**LONG_ROPE, "factor": 8.0}},
+    "long-attention": {"rope_scaling": {**LONG_ROPE, "attention_factor": 1.5}},
+    "dynamic": {"rope_scaling": DYNAMIC_ROPE},
+    "dynamic-triple": {"rope_parameters": {**DYNAMIC_ROPE, "factor": 3}},
 }
 
 
@@ -32,17 +66,36 @@ def test_tables_equal_those_of_transformers(npu: Any, tmp_path: Path, scheme: st
 
     cos, sin = rope_tables(spec.rope, spec.head_dim, 512, torch.float32)
 
-    expected_cos, expected_sin = model.model.rotary_emb(torch.zeros(1), torch.arange(512)[None])
+    positions = torch.arange(512 + SPARE_POSITIONS)[None]
+    expected_cos, expected_sin = model.model.rotary_emb(torch.zeros(1), positions)
     torch.testing.assert_close(cos, expected_cos[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(sin, expected_sin[0], rtol=0, atol=1e-5)
 
 
-def test_an_unknown_scheme_is_refused(npu: Any, tmp_path: Path) -> None:
-    make_reference(
-        "Qwen3ForCausalLM",
-        tmp_path,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    )
+@pytest.fixture(scope="module")
+def published(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """config.json without any key of the rotary embedding."""
+    directory = tmp_path_factory.mktemp("published")
+    make_reference("Qwen3ForCausalLM", directory)
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return {key: value for key, value in config.items() if not key.startswith("rope")}
 
-    with pytest.raises(UnsupportedModelError, match="dynamic"):
-        read_model_spec(tmp_path)
+
+@pytest.mark.parametrize("length", [100, 2 * MAX_LEN])
+@pytest.mark.parametrize("keys", KEYS)
+def test_keys_and_lengths_mean_what_transformers_takes_them_for(
+    published: dict[str, Any], tmp_path: Path, keys: str, length: int
+) -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    (tmp_path / "config.json").write_text(json.dumps({**published, **KEYS[keys]}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    make = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]]
+    expected, expected_factor = make(theirs, torch.device("cpu"), seq_len=length)
+
+    spec = read_model_spec(tmp_path)
+    found, factor = inverse_frequencies(spec.rope, spec.head_dim, length)
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert factor == pytest.approx(expected_factor)

@@ -238,7 +238,7 @@ class JoinedRank:
                 self.groups,
                 checkpoint,
                 device=self.npu.device,
-                max_len=config.max_model_len or spec.max_position_embeddings,
+                max_len=spec.max_model_len(config),
                 drafts=config.speculative.num_tokens > 0,
                 note=note,
                 experts=self._make_expert_setup(),
@@ -260,7 +260,7 @@ class JoinedRank:
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
-            config, memory.free_bytes, config.max_model_len or spec.max_position_embeddings
+            config, memory.free_bytes, spec.max_model_len(config)
         )
         return memory
 

@@ -34,7 +34,7 @@ def make_facts(**changes) -> ModelFacts:
         "num_heads": 128,
         "num_kv_heads": 128,
         "head_dim": 64,
-        "max_position_embeddings": 163840,
+        "context_len": 163840,
     }
     return ModelFacts(**(values | changes))
 

@@ -20,7 +20,7 @@ def facts(**other: Any) -> ModelFacts:
         "num_heads": 8,
         "num_kv_heads": 2,
         "head_dim": 128,
-        "max_position_embeddings": 4096,
+        "context_len": 4096,
     }
     return ModelFacts(**{**known, **other})
 

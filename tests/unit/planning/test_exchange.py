@@ -50,7 +50,7 @@ def make_facts(num_experts: int = 256) -> ModelFacts:
         num_heads=128,
         num_kv_heads=128,
         head_dim=128,
-        max_position_embeddings=4096,
+        context_len=4096,
         hidden_size=7168,
         experts=ExpertFacts(num_experts=num_experts, top_k=8) if num_experts else None,
     )

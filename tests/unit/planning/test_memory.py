@@ -176,7 +176,7 @@ def test_a_checkpoint_in_int8_is_priced_as_it_is(tmp_path: Path) -> None:
 def test_an_unknown_shape_takes_what_its_files_do() -> None:
     facts = ModelFacts(
         architecture="X", num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64,
-        max_position_embeddings=128, weight_bytes=1000,
+        context_len=128, weight_bytes=1000,
     )  # fmt: skip
     memory = RankMemory.from_config(make(parallel={"tp": 4}), facts, GIB, has_hccl_buffers=False)
 

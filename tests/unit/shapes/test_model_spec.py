@@ -15,9 +15,9 @@ from dist_aclgraph.shapes.model_spec import (
     ExpertSpec,
     LatentSpec,
     ModelSpec,
-    RopeSpec,
     read_model_spec,
 )
+from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 # The published values, but for quantization_config: as converted to bfloat16.
 V3: dict[str, Any] = {

@@ -1,0 +1,165 @@
+"""The rotary embedding of a checkpoint, and the lengths of requests that its scaling allows.
+
+Keys and their precedence are those of transformers; lengths are derived as vLLM derives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dist_aclgraph.errors import ModelError
+from dist_aclgraph.shapes.model_config import MAX_CONTEXT, ModelConfig
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding: base, how much of a head turns, and the scaling of long contexts.
+
+    Attributes:
+        max_position_embeddings: as config.json has it, not scaled.
+        original_max_position_embeddings: context before the scaling; None is the same as above.
+        short_factors, long_factors: divisors of each frequency by longrope, for deployments whose
+            requests fit into the original context, and for the others.
+    """
+
+    theta: float
+    kind: str  # one of ROPE_TYPES
+    max_position_embeddings: int
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def original_len(self) -> int:
+        """Context before the scaling."""
+        return self.original_max_position_embeddings or self.max_position_embeddings
+
+
+@dataclass(frozen=True)
+class ContextLengths:
+    """Lengths of requests: prompt plus output, in tokens.
+
+    Attributes:
+        longest: that the model can have.
+        usual: the default of ``max_model_len``. It is shorter where longer requests would change
+            the embedding of short ones.
+    """
+
+    longest: int
+    usual: int
+
+
+def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
+    """Read the rotary embedding of a supported decoder.
+
+    Args:
+        rope_dim: elements of a head that turn.
+
+    Raises:
+        ModelError: a key is missing, or has a value that cannot be.
+        UnsupportedModelError: the scaling is not implemented.
+    """
+    scaling = _scaling(config)
+    kind = _kind(scaling)
+    if kind not in ROPE_TYPES:
+        raise config.unsupported(
+            f"rope scaling {kind:.80} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    if nested := [key for key, value in scaling.raw.items() if isinstance(value, dict)]:
+        raise config.unsupported(
+            f"rope_parameters has an object {nested[0]:.80}; an embedding of its own for each type "
+            "of layer is not supported"
+        )
+    partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise config.unsupported(
+            f"partial_rotary_factor is {partial:g}; partial rotary embeddings are not supported"
+        )
+    needed = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
+    optional = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    given = (key for key in optional if scaling.has(key))
+    numbers: dict[str, Any] = {key: scaling.number(key) for key in (*needed, *given)}
+    return RopeSpec(
+        theta=scaling.positive("rope_theta", config.positive("rope_theta", 10000.0)),
+        kind=kind,
+        max_position_embeddings=config.integer("max_position_embeddings", most=MAX_CONTEXT),
+        factor=_factor(config, scaling),
+        original_max_position_embeddings=(
+            _original_len(config, scaling)
+            if config.has(ORIGINAL) or scaling.has(ORIGINAL)
+            else None
+        ),
+        truncate=scaling.flag("truncate", True),
+        short_factors=_factors(scaling, "short_factor", rope_dim) if kind == "longrope" else (),
+        long_factors=_factors(scaling, "long_factor", rope_dim) if kind == "longrope" else (),
+        **numbers,
+    )
+
+
+def read_context_lengths(config: ModelConfig) -> ContextLengths:
+    """Read the lengths that a model of any architecture allows.
+
+    Raises:
+        ModelError: a key is missing, or has a value that cannot be.
+    """
+    scaling, length = _scaling(config), config.max_position_embeddings
+    kind = _kind(scaling)
+    if kind == "longrope":
+        return ContextLengths(length, min(length, _original_len(config, scaling)))
+    if kind in ("linear", "dynamic", "yarn"):
+        start = _original_len(config, scaling) if kind == "yarn" else length
+        length = int(start * _factor(config, scaling))
+        if not 1 <= length <= MAX_CONTEXT:
+            raise ModelError(
+                f"{config.path}: {start} tokens and the factor of rope scaling give a context of "
+                f"{length} tokens; it must be from 1 to {MAX_CONTEXT}"
+            )
+    return ContextLengths(length, length)
+
+
+def _scaling(config: ModelConfig) -> ModelConfig:
+    """Return the object of the scaling. As in transformers, the older ``rope_scaling`` wins over
+    ``rope_parameters``: users add it to long published files.
+    """
+    return config.part("rope_scaling") or config.part("rope_parameters") or config.empty_part()
+
+
+def _kind(scaling: ModelConfig) -> str:
+    return scaling.text("rope_type", scaling.text("type", "default"))
+
+
+def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:
+    """Return the context before the scaling; the key beside the scaling's object wins."""
+    holder = config if config.has(ORIGINAL) else scaling
+    return holder.integer(ORIGINAL, config.max_position_embeddings, least=2, most=MAX_CONTEXT)
+
+
+def _factor(config: ModelConfig, scaling: ModelConfig) -> float:
+    kind = _kind(scaling)
+    if kind in ("yarn", "longrope"):
+        implied = config.max_position_embeddings / _original_len(config, scaling)
+        return scaling.positive("factor", implied)
+    return 1.0 if kind == "default" else scaling.positive("factor")
+
+
+def _factors(scaling: ModelConfig, key: str, rope_dim: int) -> tuple[float, ...]:
+    values = scaling.positive_numbers(key)
+    if len(values) != rope_dim // 2:
+        raise ModelError(
+            f"{scaling.path}: {key} has {len(values)} numbers; a head has {rope_dim // 2} "
+            "frequencies"
+        )
+    return values
