@@ -21,8 +21,8 @@ from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
 
 Arguments = dict[str, Any]  # of an operator, by name
 
-CAUSAL_MASK_SIZE = 2048  # sparse_mode 3 requires this size, whatever the lengths
-SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL = 0, 3
+CAUSAL_MASK_SIZE = 2048  # sparse modes 3 and 4 require this size, whatever the lengths
+SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL, SPARSE_MODE_BAND = 0, 3, 4
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,19 @@ class AttentionMetadata:
         """Whether no rank of the prompt writes anything."""
         return self.num_tokens == 0 and self.num_exchanged == 0
 
-    def mask_arguments(self, *, is_causal: bool) -> Arguments:
-        """Return the operator's arguments that hide keys."""
+    def mask_arguments(self, *, is_causal: bool, window: int | None = None) -> Arguments:
+        """Return the operator's arguments that hide keys.
+
+        Args:
+            window: keys that a query sees, its own included; None is all up to its own.
+        """
+        if window is not None:
+            return {
+                "atten_mask": self.causal_mask,
+                "sparse_mode": SPARSE_MODE_BAND,
+                "pre_tokens": window - 1,
+                "next_tokens": 0,
+            }
         return {
             "atten_mask": self.causal_mask if is_causal else None,
             "sparse_mode": SPARSE_MODE_CAUSAL if is_causal else SPARSE_MODE_NONE,
@@ -142,12 +153,14 @@ class PagedAttention:
 
     Attributes:
         num_kv_heads: number on this rank; its cache holds these heads, or a shard of their tokens.
+        window: keys that a query sees, its own included; None is all. Contexts are not shared then.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     context: ContextParallel = UNDIVIDED
+    window: int | None = None
 
     def __call__(
         self,
@@ -198,7 +211,7 @@ class PagedAttention:
             "block_table": metadata.block_table,
             "block_size": cache.block_size,
             **self._heads(q.shape[1]),
-            **metadata.mask_arguments(is_causal=metadata.is_causal),
+            **metadata.mask_arguments(is_causal=metadata.is_causal, window=self.window),
         }
         launch(FUSED_ATTENTION, arguments, metadata, found, sums)
         if is_empty is not None and sums is not None:
@@ -267,6 +280,6 @@ def _outputs(
 
 
 def make_causal_mask(device: torch.device) -> Tensor:
-    """Return the [2048, 2048] mask of sparse_mode 3: True above the diagonal is hidden."""
+    """Return the [2048, 2048] mask of sparse modes 3 and 4: True above the diagonal is hidden."""
     shape = (CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE)
     return torch.ones(shape, dtype=torch.bool).triu(1).to(device)

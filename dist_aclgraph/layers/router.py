@@ -21,13 +21,13 @@ GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
-    Softmax scores (Qwen3, DeepSeek V2) are used directly, or divided by their sum; sigmoid scores
-    (DeepSeek V3) are always divided by it. Either may be scaled after that.
+    Softmax scores (Qwen3, DeepSeek V2) and sigmoid scores (DeepSeek V3) are used directly, or
+    divided by their sum, and scaled after that.
 
     Attributes:
         weight: [hidden, num_experts] float32: rounding must not decide between near experts.
         top_k: experts of a token.
-        renormalizes: whether the weights of a token's softmax scores sum to one.
+        renormalizes: whether the weights of a token sum to one, before they are scaled.
         bias: [num_experts] float32, added to scores for the choice only.
         num_groups, top_groups: groups of experts, and how many of them a token may choose from.
         group_score: the score by which groups are compared: their best score or the sum of their
@@ -55,8 +55,9 @@ class Router:
             x: [n, hidden].
             slots: [n] int32, ``PADDING_SLOT`` is padding.
         """
+        logits = torch.mm(x.float(), self.weight)
         weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
-            torch.mm(x.float(), self.weight),
+            logits,
             k=self.top_k,
             bias=self.bias,
             k_group=self.top_groups,
@@ -67,5 +68,8 @@ class Router:
         )
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
+        if self.scoring == "sigmoid" and not self.renormalizes:
+            # The operator divides sigmoid scores by their sum in any case.
+            weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         return experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere), weights

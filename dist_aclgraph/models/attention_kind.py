@@ -43,8 +43,8 @@ class AttentionKind(Protocol):
     takes_long_queries: bool
     ropes_written: bool
 
-    def load(self, slices: WeightSlices, prefix: str) -> LayerAttention:
-        """Return this rank's attention of the layer whose names begin so."""
+    def load(self, slices: WeightSlices, index: int) -> LayerAttention:
+        """Return this rank's attention of layer ``index``."""
 
     def rope(self, positions: Tensor) -> Rope:
         """Gather the rows of [n] int32 positions."""

@@ -176,7 +176,9 @@ class Checkpoint:
         """Return what there is of ``[start, stop)`` of ``dim``, multiplied by its scales."""
         part = self._cut(name, shape, dim, start, stop)
         if part.dtype == torch.float8_e4m3fn:
-            scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[:]
+            scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[
+                :
+            ].float()
             first = (start, 0) if dim == 0 else (0, start)
             return block_scales.dequantise(part, scales, first, dtype).to(self.device)
         part = part.to(self.device)

@@ -6,7 +6,6 @@ each expert by its inner width. Shared experts are always split.
 
 from __future__ import annotations
 
-from dist_aclgraph.errors import UnsupportedModelError
 from dist_aclgraph.layers.experts import ExpertLayer
 from dist_aclgraph.layers.local_experts import LocalExperts
 from dist_aclgraph.layers.router import Router
@@ -15,8 +14,6 @@ from dist_aclgraph.layers.token_exchange import make_exchanges
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.planning.exchange import experts_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec
-
-MIN_EXPERTS_OF_A_GROUP = 3  # for npu_moe_gating_top_k
 
 
 def load_experts(
@@ -30,7 +27,6 @@ def load_experts(
 
     Raises:
         ConfigError: the experts cannot be divided among the ranks.
-        UnsupportedModelError: the router's operator does not choose like that.
     """
     setup, ep = slices.experts, slices.experts.groups.ep
     num_local = experts_per_rank(experts.num_experts, ep.size)
@@ -52,17 +48,6 @@ def load_experts(
 
 
 def _load_router(slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix: str) -> Router:
-    if experts.scoring == "sigmoid" and not experts.renormalizes:
-        raise UnsupportedModelError(
-            "norm_topk_prob is false: weights of sigmoid scores that do not sum to one are not "
-            "supported"
-        )
-    group = experts.num_experts // experts.num_groups
-    if experts.num_groups > 1 and group < MIN_EXPERTS_OF_A_GROUP:
-        raise UnsupportedModelError(
-            f"n_group is {experts.num_groups}: groups of {group} experts are not supported; they "
-            f"must have {MIN_EXPERTS_OF_A_GROUP} at least"
-        )
     read, count = slices.checkpoint.read_float32, experts.num_experts
     bias = None
     if experts.has_bias:

@@ -104,11 +104,13 @@ class GroupedQuery:
         """
         self._spec = spec
         self._heads = share_heads(spec, groups.tp)
+        self._window = spec.window_within(max_len)
         self._context = ContextParallel.of(groups)
         self._device = device
         self._rotary = RotaryTables(spec.rope, spec.head_dim, max_len, dtype, device)
 
-    def load(self, slices: WeightSlices, prefix: str) -> GroupedQueryAttention:
+    def load(self, slices: WeightSlices, index: int) -> GroupedQueryAttention:
+        prefix, window = f"model.layers.{index}.self_attn", self._window
         spec, heads, d = self._spec, self._heads, self._spec.head_dim
         q = (spec.num_heads * d, heads.first_head * d, (heads.first_head + heads.num_heads) * d)
         last_kv_head = heads.first_kv_head + heads.num_kv_heads
@@ -119,7 +121,13 @@ class GroupedQuery:
             qkv=slices.fused(parts, spec.hidden_size, spec.has_qkv_bias),
             q_norm=slices.whole(f"{prefix}.q_norm.weight", norm) if has_norms else None,
             k_norm=slices.whole(f"{prefix}.k_norm.weight", norm) if has_norms else None,
-            paged=PagedAttention(heads.num_heads, heads.num_kv_heads, d, self._context),
+            paged=PagedAttention(
+                heads.num_heads,
+                heads.num_kv_heads,
+                d,
+                self._context,
+                window.num_keys if window and index in window.layers else None,
+            ),
             output_product=slices.row_parallel(
                 f"{prefix}.o_proj", (spec.hidden_size, q[0]), *q[1:], spec.has_output_bias
             ),

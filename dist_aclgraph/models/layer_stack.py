@@ -85,7 +85,7 @@ def load_layer(
     prefix, norm = f"model.layers.{index}", (spec.hidden_size,)
     return DecoderLayer(
         slices.whole(f"{prefix}.input_layernorm.weight", norm),
-        kind.load(slices, f"{prefix}.self_attn"),
+        kind.load(slices, index),
         slices.whole(f"{prefix}.post_attention_layernorm.weight", norm),
         _load_feed_forward(slices, spec, index, f"{prefix}.mlp"),
         spec.rms_norm_eps,

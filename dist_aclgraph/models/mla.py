@@ -105,7 +105,8 @@ class MultiHeadLatent:
         self._device = device
         self._rotary = RotaryTables(spec.rope, self._sizes.rope_dim, max_len, dtype, device)
 
-    def load(self, slices: WeightSlices, prefix: str) -> MultiHeadLatentAttention:
+    def load(self, slices: WeightSlices, index: int) -> MultiHeadLatentAttention:
+        prefix = f"model.layers.{index}.self_attn"
         hidden, sizes, rank = self._spec.hidden_size, self._sizes, self._sizes.q_rank
         width = sizes.kv_rank + sizes.rope_dim
         kv = slices.matrix(f"{prefix}.kv_a_proj_with_mqa", (width, hidden), 0, 0, width)

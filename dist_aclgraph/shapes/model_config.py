@@ -128,6 +128,13 @@ class ModelConfig:
             raise self._wrong(key, value, "a list of integers")
         return tuple(value)
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of texts, empty where it is absent, or raise ModelError."""
+        value = self._value(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, "a list of texts")
+        return tuple(value)
+
     def part(self, key: str) -> ModelConfig | None:
         """Return an object within, None where it is absent or empty, or raise ModelError."""
         value = self.raw.get(key)

@@ -5,6 +5,7 @@ A ``ModelSpec`` holds these facts and the details of a supported decoder.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.heads import check_shards, heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_config import (
+    MAX_CONTEXT,
     MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
@@ -21,6 +23,9 @@ from dist_aclgraph.shapes.model_config import (
 from dist_aclgraph.shapes.rope_spec import read_context_lengths
 from dist_aclgraph.shapes.weight_files import read_header
 
+SLIDING = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+DEFAULT_WINDOW = 4096
+LAYER_TYPES = ("full_attention", "sliding_attention")
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -36,6 +41,18 @@ class ExpertFacts:
     num_experts: int
     top_k: int
     num_shared: int = 0
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Layers whose queries see their latest keys only.
+
+    Attributes:
+        num_keys: that a query sees, its own included.
+    """
+
+    num_keys: int
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +75,7 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     context_len: int
+    window: SlidingWindow | None = None
     usual_len: int | None = None
     num_draft_layers: int = 0
     hidden_size: int = 0
@@ -71,6 +89,10 @@ class ModelFacts:
     def max_model_len(self, config: Config) -> int:
         """Return the length of the longest request that a deployment may have."""
         return config.max_model_len or self.usual_len or self.context_len
+
+    def window_within(self, max_len: int) -> SlidingWindow | None:
+        """Return the window if it hides keys of requests of ``max_len`` tokens."""
+        return self.window if self.window and self.window.num_keys < max_len else None
 
     @property
     def moe(self) -> bool:
@@ -92,7 +114,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     Raises:
         ConfigError: the model lacks what ``parallel.ep`` or ``speculative.num_tokens`` need, or
             its heads cannot be split over ``parallel.tp``, its KV cannot be sharded over
-            ``parallel.dcp``, or int8 matrices meet float32.
+            ``parallel.dcp``, contexts with a sliding window are shared, or int8 matrices meet
+            float32.
     """
     if config.dtype == "float32" and (config.quantization or facts.holds_int8):
         whose = "quantization is w8a8" if config.quantization else "the checkpoint holds int8"
@@ -111,6 +134,13 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         num_prompt_ranks=config.parallel.pcp,
         is_latent=facts.mla,
     )
+    window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
+    if window and parallel.dcp * parallel.pcp > 1:
+        raise ConfigError(
+            f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of layers "
+            f"with a sliding window cannot be shared: set both to 1, or max_model_len to "
+            f"{window.num_keys} at most"
+        )
     if config.parallel.ep > 1 and not facts.moe:
         raise ConfigError(
             f"parallel.ep is {config.parallel.ep}; {facts.architecture} has no experts to spread: "
@@ -147,6 +177,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         head_dim=config.integer("head_dim", max(1, hidden_size // num_heads)),
         context_len=context.longest,
         usual_len=context.usual,
+        window=_window(config),
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
         is_encoder_decoder=config.flag("is_encoder_decoder", False),
@@ -155,6 +186,29 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         weight_bytes=sum(file.stat().st_size for file in files),
         holds_int8=any(map(_has_int8, files)),
         vocab_size=config.integer("vocab_size", 0, least=0),
+    )
+
+
+def _window(config: ModelConfig) -> SlidingWindow | None:
+    if config.architecture not in SLIDING or not config.flag("use_sliding_window", False):
+        return None
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
+    kinds = config.texts("layer_types")
+    if unknown := set(kinds) - set(LAYER_TYPES):
+        raise config.unsupported(
+            f"layer_types has {min(unknown):.80}; supported: {', '.join(LAYER_TYPES)}"
+        )
+    if config.architecture == "Qwen3MoeForCausalLM":
+        layers: Sequence[int] = range(num_layers)
+    elif kinds:
+        layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    else:
+        layers = range(config.integer("max_window_layers", 28, least=0), num_layers)
+    # Absent, it is the default of transformers; null, no layer slides.
+    if not layers or config.raw.get("sliding_window", DEFAULT_WINDOW) is None:
+        return None
+    return SlidingWindow(
+        config.integer("sliding_window", DEFAULT_WINDOW, most=MAX_CONTEXT), frozenset(layers)
     )
 
 

@@ -31,6 +31,7 @@ ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )
+MIN_EXPERTS_OF_A_GROUP = 3  # for npu_moe_gating_top_k
 LATENT_SIZES = (512, 128, 64, 128)  # latent, plain and rotated part of a head, value
 
 
@@ -117,10 +118,6 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
     if (activation := config.text("hidden_act", "silu")) != "silu":
         raise config.unsupported(f"hidden_act {activation} is not supported; only silu")
     check_quantisation(config)
-    if config.flag("use_sliding_window", False):
-        raise config.unsupported(
-            "use_sliding_window is true; sliding window attention is not supported"
-        )
     is_deepseek = architecture.startswith("Deepseek")
     attention_bias = config.flag("attention_bias", False)
     facts = facts_of(config)
@@ -162,6 +159,11 @@ def _checked(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
             f"{config.path} asks for {experts.top_groups} of {experts.num_groups} groups among "
             f"{experts.num_experts} experts; n_group must divide the experts, and topk_group is at "
             "most n_group"
+        )
+    if experts.num_groups > 1 and per_group < MIN_EXPERTS_OF_A_GROUP:
+        raise config.unsupported(
+            f"n_group is {experts.num_groups}: groups of {per_group} experts are not supported; "
+            f"they must have {MIN_EXPERTS_OF_A_GROUP} at least"
         )
     if not 1 <= experts.top_k <= experts.top_groups * per_group:
         raise ModelError(

@@ -65,6 +65,20 @@ def test_parts_have_the_scales_of_their_places(checkpoint: Checkpoint, dim: int)
         assert torch.equal(part, whole.narrow(dim, start, 40))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16, torch.float16])
+def test_scales_may_be_stored_in_any_type(
+    tmp_path: Path, weight: Tensor, dtype: torch.dtype
+) -> None:
+    values, scales = quantise(weight)
+    stored = scales.to(dtype)
+    save_file({"w": values, "w_scale_inv": stored}, tmp_path / "model.safetensors")
+
+    read = Checkpoint(tmp_path, torch.float32).read("w", SHAPE)
+
+    each = stored.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    assert torch.equal(read, values.float() * each[: SHAPE[0], : SHAPE[1]])
+
+
 def test_missing_scales_are_named(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(SHAPE).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
 

@@ -127,7 +127,7 @@ def test_the_scale_of_scores_equals_that_of_transformers(
     model = make_reference(architecture, tmp_path, rope_parameters=rope, num_hidden_layers=1)
     kind = load_decoder(npu, tmp_path).kind
 
-    attention = kind.load(load_slices(npu, tmp_path), "model.layers.0.self_attn")
+    attention = kind.load(load_slices(npu, tmp_path), 0)
 
     assert isinstance(attention, MultiHeadLatentAttention)
     assert attention.latent.scale == pytest.approx(model.model.layers[0].self_attn.scaling)

@@ -183,6 +183,7 @@ def test_every_second_layer_may_have_experts(tmp_path: Path) -> None:
         ({"topk_method": "greedy"}, "sigmoid scores and greedy"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"n_group": 128}, "groups of 2 experts are not supported"),
     ],
 )
 def test_what_is_not_implemented_is_refused(
