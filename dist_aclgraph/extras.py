@@ -7,7 +7,7 @@ from typing import Literal
 
 from dist_aclgraph.errors import MissingPackageError
 
-Extra = Literal["plots", "bench"]
+Extra = Literal["plots", "bench", "modelscope"]
 
 
 def require(package: str, extra: Extra, purpose: str) -> None:

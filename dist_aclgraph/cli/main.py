@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,9 @@ from dist_aclgraph.cli.exit_codes import tell
 from dist_aclgraph.errors import ConfigError, DistAclGraphError
 from dist_aclgraph.extras import require
 from dist_aclgraph.version import VERSION
+
+if TYPE_CHECKING:
+    from dist_aclgraph.config import Config
 
 cli = typer.Typer(
     no_args_is_help=True,
@@ -85,11 +88,10 @@ def run(
         from dist_aclgraph.cli.checks import check_deployment
         from dist_aclgraph.cli.last_start import keep_report
         from dist_aclgraph.cli.progress import StartProgress
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        loaded = check_deployment(load_config(config, parse_overrides(overrides or [])))
+        loaded = check_deployment(_load(config, overrides))
         with StartProgress(Console(stderr=True)) as show:
             llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
         with llm:
@@ -118,11 +120,10 @@ def serve(
     """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
     with _user_errors():
         from dist_aclgraph.cli.serve import serve as serve_deployment
-        from dist_aclgraph.config import load_config, parse_overrides
 
         given = {"serve.host": host, "serve.port": port}
         options = {key: value for key, value in given.items() if value is not None}
-        serve_deployment(load_config(config, parse_overrides(overrides or []) | options))
+        serve_deployment(_load(config, overrides, options))
 
 
 @cli.command()
@@ -137,12 +138,11 @@ def plan(
         from rich.console import Console
 
         from dist_aclgraph.cli.plan_report import plan_report, render_plan
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.device.decision import decide_device
 
         if plot is not None:
             require("matplotlib", "plots", "--plot")
-        loaded = load_config(config, parse_overrides(overrides or []))
+        loaded = _load(config, overrides, weights=False)
         report = plan_report(decide_device(loaded, "plan"))
         if plot is not None:
             from dist_aclgraph.cli.plan_plot import plot_padding
@@ -198,7 +198,6 @@ def simulate(
         from rich.console import Console
 
         from dist_aclgraph.cli.simulate import render_simulation, simulate_with_progress
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.device.decision import decide_device
         from dist_aclgraph.simulate.simulation import LoadOptions
         from dist_aclgraph.simulate.times import line_times, read_times
@@ -219,7 +218,7 @@ def simulate(
             seed=seed,
         )
         report = simulate_with_progress(
-            decide_device(load_config(config, parse_overrides(overrides or [])), "plan"),
+            decide_device(_load(config, overrides, weights=False), "plan"),
             options,
             assumed if times is None else read_times(times, capture_ms),
             compare,
@@ -273,11 +272,9 @@ def roll(
         from dist_aclgraph.actors.deployment.deployment import check_startable
         from dist_aclgraph.actors.deployment.running import running_deployment
         from dist_aclgraph.cli.progress import StartProgress
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.device.decision import decide_device
 
-        loaded = load_config(config, parse_overrides(overrides or []))
-        loaded = decide_device(loaded, "cluster")
+        loaded = decide_device(_load(config, overrides), "cluster")
         check_startable(loaded)
         with running_deployment(deployment, ray) as running:
             with StartProgress(Console(stderr=True)) as show:
@@ -366,6 +363,26 @@ def probe(
         print(f"{report.summary()}: {out}, {out.with_suffix('.md')}", flush=True)
         if multiprocessing.active_children():
             os._exit(0)  # Python would wait for a killed process that hangs in the driver
+
+
+def _load(
+    config: Path,
+    overrides: list[str] | None,
+    options: dict[str, Any] | None = None,
+    *,
+    weights: bool = True,
+) -> Config:
+    """Read a configuration whose model is here, or is loaded from its hub now.
+
+    Args:
+        options: of the command line; they win over ``overrides``.
+        weights: whether the command reads weights.
+    """
+    from dist_aclgraph.config import load_config, parse_overrides
+    from dist_aclgraph.hub import with_local_model
+
+    loaded = load_config(config, parse_overrides(overrides or []) | (options or {}))
+    return with_local_model(loaded, weights=weights)
 
 
 @contextmanager

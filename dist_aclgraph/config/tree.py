@@ -320,9 +320,21 @@ class TimeoutConfig(Section):
 class Config(Section):
     """A whole deployment."""
 
-    model: str = Field(description="directory of a Hugging Face checkpoint")
+    model: str = Field(
+        description="directory of a Hugging Face checkpoint, or its name on a hub, such as "
+        "Qwen/Qwen3-0.6B"
+    )
+    hub: Literal["huggingface", "modelscope"] = Field(
+        "huggingface",
+        description="hub of a model that is given by name; modelscope needs the extra of that name",
+    )
+    revision: str | None = Field(
+        None, description="branch, tag or commit on the hub; null takes the main branch"
+    )
     served_model_name: str | None = Field(
-        None, description="name of the model in the API; null takes the name of the directory"
+        None,
+        description="name of the model in the API; null takes the hub name, or the name of the "
+        "directory",
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"

@@ -27,6 +27,7 @@ from dist_aclgraph.actors.deployment.llm import start_on_ray
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.hub import with_local_model
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.openai.state import open_state
@@ -55,7 +56,7 @@ class AppArgs(pydantic.BaseModel):
             key: yaml.safe_load(value) if isinstance(value, str) else value
             for key, value in (self.model_extra or {}).items()
         }
-        return load_config(self.config, overrides)
+        return with_local_model(load_config(self.config, overrides))
 
 
 @serve.deployment(name="groups", max_ongoing_requests=MAX_ONGOING_REQUESTS)

@@ -175,14 +175,20 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     Raises:
         ConfigError: there is no such directory.
         ModelError: a file is missing, is not JSON or no object.
+        UnsupportedModelError: the model is a GGUF file.
     """
     directory = Path(directory)
+    path, generation = directory / "config.json", directory / "generation_config.json"
+    files = [directory] if directory.is_file() else directory.glob("*.gguf")
+    if not path.exists() and (gguf := [file for file in files if file.suffix == ".gguf"]):
+        raise UnsupportedModelError(
+            f"{gguf[0]} is a GGUF file; only Hugging Face checkpoints of safetensors are supported"
+        )
     if not directory.is_dir():
         raise ConfigError(
             f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
             "checkpoint (a folder with config.json)"
         )
-    path, generation = directory / "config.json", directory / "generation_config.json"
     raw = read_json_object(path)
     text = raw.get("text_config")
     shape = {**raw, **text} if isinstance(text, dict) else raw

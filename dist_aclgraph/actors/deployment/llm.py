@@ -23,6 +23,7 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     RequestTooLongError,
 )
+from dist_aclgraph.hub import with_local_model
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
@@ -74,9 +75,9 @@ class LLM:
         if isinstance(config, Config):
             if overrides:
                 raise InvalidParameterError("overrides need the path of a configuration")
-            self.config = config
         else:
-            self.config = load_config(config, overrides)
+            config = load_config(config, overrides)
+        self.config = with_local_model(config)
         self.tokenizer = Tokenizer(self.config.model)
         self._seeds = random.Random(self.config.seed or 0)
         self._ids = itertools.count()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
@@ -95,6 +95,14 @@ def test_a_value_that_only_the_shape_needs_names_its_key(tmp_path, key, value):
     words = key if not isinstance(value, dict) else f"{key}|factor|type|config_groups"
     with pytest.raises(ModelError, match=words):
         read_model_spec(write(tmp_path, "config.json", {**V3, key: value}))
+
+
+@pytest.mark.parametrize("name", ["", "model.Q4.gguf"])
+def test_a_gguf_file_is_one_sentence(tmp_path, name):
+    (tmp_path / "model.Q4.gguf").write_bytes(b"GGUF")
+
+    with pytest.raises(UnsupportedModelError, match=r"model\.Q4\.gguf is a GGUF file; only"):
+        read_model_facts(tmp_path / name)
 
 
 def test_an_architecture_without_these_keys_is_named(tmp_path):

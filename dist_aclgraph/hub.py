@@ -1,0 +1,63 @@
+"""Models by their names on a hub: Hugging Face, a mirror of it, or ModelScope.
+
+The clients of the hubs load files into their own caches, and read the environment: HF_ENDPOINT (a
+mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HOME; MODELSCOPE_API_TOKEN and MODELSCOPE_CACHE.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ModelError
+from dist_aclgraph.extras import require
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+DESCRIPTIONS, WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
+UNUSED = ("*/*", "consolidated*")  # other formats of the same weights
+
+
+def with_local_model(config: Config, *, weights: bool = True) -> Config:
+    """Return the configuration with the directory of its model, loaded if ``model`` is a hub name.
+
+    A directory of that name goes first. Clients of the API know the model by its hub name.
+
+    Args:
+        weights: whether the files of weights are needed, too.
+
+    Raises:
+        MissingPackageError: the client of ModelScope is not installed.
+        ModelError: the model was not loaded and is not in the cache, or is no checkpoint.
+    """
+    name = config.model
+    if Path(name).exists() or not HUB_NAME.fullmatch(name):
+        return config
+    if config.hub == "modelscope":
+        require("modelscope", "modelscope", "hub=modelscope")
+        from modelscope.hub.snapshot_download import snapshot_download
+    else:
+        from huggingface_hub import snapshot_download
+    needs_weights = weights and config.weights == "checkpoint"
+    try:
+        directory = Path(
+            snapshot_download(
+                name,
+                revision=config.revision,
+                allow_patterns=[*DESCRIPTIONS, *(WEIGHTS if needs_weights else ())],
+                ignore_patterns=list(UNUSED),
+            )
+        )
+    except Exception as e:  # of the clients, and of the libraries below them
+        reason = " ".join(str(e).split())
+        raise ModelError(
+            f"model is {name!r}: there is no such directory, and {config.hub} gives no revision "
+            f"{config.revision or 'main'} of it: {type(e).__name__}: {reason:.400}"
+        ) from e
+    if not (directory / "config.json").exists():
+        raise ModelError(
+            f"{name} on {config.hub} has no config.json: only Hugging Face checkpoints of "
+            "safetensors are supported, no GGUF files"
+        )
+    served_name = config.served_model_name or name
+    return config.model_copy(update={"model": str(directory), "served_model_name": served_name})

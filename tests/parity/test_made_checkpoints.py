@@ -1,0 +1,71 @@
+"""Checkpoints as others publish them: the tokens of transformers, or one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.shapes.model_spec import read_model_spec
+from tests.checkpoints import logprobs
+from tests.deployments import Answer, greedy_params, make_deployment_config
+from tests.lockstep import lockstep
+from tests.parity.made_checkpoints import Made, make_all, write
+from tests.slow import slow_unless
+
+NUM_TOKENS, NUM_QUICK = 6, 8
+MADE = make_all()
+
+
+@pytest.mark.parametrize(
+    "made", slow_unless(lambda made: made in MADE[:NUM_QUICK], MADE), ids=lambda made: made.name
+)
+def test_a_made_checkpoint_gives_the_tokens_of_transformers_or_is_refused(
+    npu: Any, tmp_path: Path, made: Made
+) -> None:
+    reference = write(made, tmp_path)
+    config = make_deployment_config(
+        tmp_path,
+        kv={"block_size": 16, "num_blocks": 64},
+        scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 64},
+        **made.deployment,
+    )
+
+    if made.refusal is not None:
+        with pytest.raises(DistAclGraphError, match=made.refusal) as refused:
+            Planner.from_config(config)
+            read_model_spec(config.model)
+        assert "\n" not in str(refused.value)
+        return
+
+    with lockstep(config) as group:
+        prompts = make_prompts(made)
+        answers = group.generate(prompts, greedy_params(NUM_TOKENS, logprobs=3))
+
+    assert_greedy(reference, prompts, answers)
+
+
+def make_prompts(made: Made) -> list[list[int]]:
+    random = torch.Generator().manual_seed(len(made.name))
+    return [
+        torch.randint(made.sizes["vocab_size"], (length,), generator=random).tolist()
+        for length in made.lengths
+    ]
+
+
+def assert_greedy(directory: Path, prompts: list[list[int]], answers: list[Answer]) -> None:
+    """Each token is the most probable one behind those before it, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = logprobs(model, prompt, answer.tokens)
+        assert answer.tokens == expected.argmax(-1).tolist()
+        for row, found in zip(expected, answer.logprobs, strict=True):
+            ids = unpack_ints(found.token_ids).tolist()
+            torch.testing.assert_close(row[ids], torch.tensor(found.logprobs), rtol=0, atol=1e-3)

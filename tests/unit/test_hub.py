@@ -1,0 +1,138 @@
+"""Models by name, from a hub of the test's own: no test leaves this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import MissingPackageError
+from dist_aclgraph.hub import with_local_model
+from tests.unit.hub_server import TOKEN, Hub, running
+
+NAME = "private/tiny"
+WEIGHTS = "model-00001-of-00001.safetensors"
+FILES = {
+    "config.json": b'{"model": 1}',
+    "tokenizer.json": b'{"tokens": 1}',
+    "chat_template.jinja": b"x",
+    WEIGHTS: b"weights" * 1000,
+    "model.safetensors.index.json": b"{}",
+    "README.md": b"unused",
+    "pytorch_model.bin": b"unused",
+    "original/params.json": b"unused",
+    "consolidated.safetensors": b"unused",
+}
+NEEDED = set(FILES) - {
+    "README.md", "pytorch_model.bin", "original/params.json", "consolidated.safetensors",
+}  # fmt: skip
+# The clients read the environment when they are imported: a process for each environment.
+CODE = """
+import json, sys
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import ModelError
+from dist_aclgraph.hub import with_local_model
+found = []
+for keys, weights in json.loads(sys.argv[1]):
+    try:
+        config = with_local_model(make_config(keys), weights=weights)
+        found.append([config.model, config.name])
+    except ModelError as e:
+        found.append(str(e))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    gguf = {"model.Q4.gguf": b"GGUF", "README.md": b""}
+    with running(Hub({NAME: FILES, "maker/gguf": gguf})) as hub:
+        yield hub
+
+
+def load(hub: Hub, home: Path, *asked: tuple[dict[str, Any], bool], **variables: str) -> list[Any]:
+    """Return directory and name of each model that a new process wants, or the error."""
+    environment = {
+        **os.environ,
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_OFFLINE": "0",
+        **variables,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(asked)],
+        env=environment,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_name_loads_the_files_that_are_needed_once(hub: Hub, tmp_path: Path) -> None:
+    plain, tagged = {"model": NAME}, {"model": NAME, "revision": "v1", "served_model_name": "own"}
+
+    described, whole, named = load(
+        hub, tmp_path, (plain, False), (plain, True), (tagged, True), HF_TOKEN=TOKEN
+    )
+    offline, absent = load(
+        hub, tmp_path, (plain, True), ({"model": "maker/absent"}, True), HF_HUB_OFFLINE="1"
+    )
+
+    assert described == whole == offline
+    directory, name = whole
+    assert name == NAME and named == [directory, "own"]
+    assert {path.name for path in Path(directory).iterdir()} == NEEDED
+    assert sorted(hub.loaded) == sorted(NEEDED) and hub.loaded[-1] == WEIGHTS
+    assert re.search("gives no revision main of it: .*HF_HUB_OFFLINE=0", absent)
+
+
+def test_a_model_that_the_hub_does_not_give_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
+    errors = load(
+        hub,
+        tmp_path,
+        ({"model": "maker/absent"}, True),
+        ({"model": "maker/gguf", "revision": "v9"}, True),
+        ({"model": "maker/gguf"}, True),
+        ({"model": NAME}, True),
+    )
+
+    said = [
+        "no such directory, and huggingface gives no revision main of it: RepositoryNotFound",
+        "no revision v9 of it: RevisionNotFoundError",
+        "has no config.json: .* no GGUF files",
+        "GatedRepoError",
+    ]
+    for error, words in zip(errors, said, strict=True):
+        assert re.search(words, error), error
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize("model", ["a/b/c", "tiny", "./tiny/model", "/tiny/model"])
+def test_a_path_is_no_name(model: str) -> None:
+    config = make_config({"model": model})
+
+    assert with_local_model(config) is config
+
+
+def test_a_directory_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    assert with_local_model(make_config({"model": NAME})).model == NAME
+
+
+def test_modelscope_needs_its_extra() -> None:
+    config = make_config({"model": NAME, "hub": "modelscope"})
+
+    with pytest.raises(MissingPackageError, match=r"pip install 'dist-aclgraph\[modelscope\]'"):
+        with_local_model(config)
