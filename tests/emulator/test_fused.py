@@ -137,6 +137,30 @@ def test_causal_prefill_after_cached_tokens(rows):
         start += n
 
 
+@pytest.mark.parametrize("window", [1, 24, 300])
+@pytest.mark.parametrize("rows", [[5, 40, 1], [1, 1, 1]])
+def test_a_band_hides_keys_before_the_window(window, rows):
+    heads, kv_heads, dim = 4, 2, 64
+    lengths = [n + extra for n, extra in zip(rows, (0, 100, 20), strict=True)]
+    pages = Pages(lengths, kv_heads, dim, 16, torch.float16)
+    query = torch.randn(sum(rows), heads, dim).half()
+
+    out, _ = paged_attention(
+        query, pages, rows, heads, kv_heads, sparse_mode=4, atten_mask=CAUSAL.npu(),
+        pre_tokens=window - 1, next_tokens=0,
+    )  # fmt: skip
+
+    start = 0
+    for b, (n, length) in enumerate(zip(rows, lengths, strict=True)):
+        keys, values = pages.tokens(pages.keys, b), pages.tokens(pages.values, b)
+        part = slice(start, start + n)
+        ages = torch.arange(length - n, length)[:, None] - torch.arange(length)
+        hidden = (ages < 0) | (ages >= window)
+        want, _ = reference(query[part], keys, values, heads, kv_heads, mask=hidden)
+        assert_close(out[part], want)
+        start += n
+
+
 def test_a_sequence_without_tokens_gives_zeros():
     pages = Pages([0, 20], 2, 64, 16, torch.float16)
     query = torch.randn(2, 4, 64).half()

@@ -288,6 +288,9 @@ void FiaArguments::check_tnd() const {
     should(rows <= seen, "with sparse_mode 3 sequence ", i, " has ", rows,
            " query rows, more than its ", seen, " keys");
   }
+  // fused_infer_attention_score_tiling.cpp of CANN 9, CheckSparseModeParams.
+  should(sparse_mode != 4 || -next_tokens <= pre_tokens, "with sparse_mode 4 pre_tokens ",
+         pre_tokens, " and next_tokens ", next_tokens, " leave no key");
   if (split_fuse())
     return;
   const char *line = cann_before(9) ? " with TND on CANN 8.5"
