@@ -121,11 +121,12 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
         return ContextLengths(length, min(length, _original_len(config, scaling)))
     if kind in ("linear", "dynamic", "yarn"):
         start = _original_len(config, scaling) if kind == "yarn" else length
-        length = int(start * _factor(config, scaling))
-        if not 1 <= length <= MAX_CONTEXT:
+        # vLLM gives a yarn model less than it declares if the factor is too small for that.
+        length = max(length, int(start * _factor(config, scaling)))
+        if length > MAX_CONTEXT:
             raise ModelError(
                 f"{config.path}: {start} tokens and the factor of rope scaling give a context of "
-                f"{length} tokens; it must be from 1 to {MAX_CONTEXT}"
+                f"{length} tokens; at most {MAX_CONTEXT}"
             )
     return ContextLengths(length, length)
 

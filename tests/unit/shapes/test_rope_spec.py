@@ -62,6 +62,14 @@ def read(**keys: Any) -> ModelConfig:
             32768,
             32768,
         ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 2.0},
+                "original_max_position_embeddings": 8,
+            },
+            32768,
+            32768,
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.5}}, 81920, 81920),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, 65536, 65536),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 32768, 32768),
