@@ -126,9 +126,10 @@ python: ## Show which Python is taken; PYTHON=... takes another
 	  "apt-get install python3 python3-venv)" >&2; exit 1; }
 	@echo $(PYTHON)
 
-# The emulator needs only torch and torch-npu: it is built while pip installs the rest, and a failure
-# shows when the target emulator builds it again. Modules are compiled when they are first imported,
-# not all 30,000. The package itself needs no network.
+# The emulator needs only torch and torch-npu: it is built while another pip installs the rest, and a
+# failure shows when the target emulator builds it again. The last pip adds what torch itself needs.
+# Modules are compiled when they are first imported, not all 30,000. The package itself needs no
+# network.
 # A torch for CUDA, which some registries give, is replaced. Not every torch_npu can be loaded beside
 # it; where one can, a registry without the build for CPUs is no obstacle. torch-npu itself demands a
 # torch+cpu of some lines, so pip gets its other requirements without it.
@@ -140,6 +141,8 @@ setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 takes an
 	  echo "Setting up $(VENV) (once; later runs need no network) ..."; \
 	  test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	  $(BIN)/python tools/requirements.py npu-$(NPU) > $(VENV)/requirements.txt; \
+	  grep -v '^torch' $(VENV)/requirements.txt > $(VENV)/others.txt; \
+	  $(PIP) --no-warn-conflicts "setuptools>=77" wheel -r $(VENV)/others.txt & others=$$!; \
 	  $(PIP) --no-deps $$(grep '^torch' $(VENV)/requirements.txt); \
 	  $(BIN)/python -m dist_aclgraph.device.torch_build || $(PIP) --no-deps --retries 1 --timeout 15 \
 	    --force-reinstall --index-url $(CPU_WHEELS) $$(grep '^torch==' $(VENV)/requirements.txt) || \
@@ -147,8 +150,8 @@ setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 takes an
 	  if $(EMULATED); then \
 	    MAKEFLAGS= make -C emulator -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python \
 	      > $(VENV)/emulator.log 2>&1 & fi; \
-	  grep -v '^torch-npu' $(VENV)/requirements.txt > $(VENV)/others.txt; \
-	  $(PIP) "setuptools>=77" wheel -r $(VENV)/others.txt; \
+	  wait $$others; \
+	  $(PIP) $$(grep '^torch==' $(VENV)/requirements.txt); \
 	  $(PIP) --no-deps --no-build-isolation -e .; \
 	  wait; echo $(HASH) > $(STAMP); fi
 
