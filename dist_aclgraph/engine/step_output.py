@@ -203,7 +203,7 @@ class StepOutput:
         accepted: Tensor | None,
         tally: Tensor | None,
         special: SpecialPlaces | None,
-        prompts: Sequence[ComingPrompt],
+        prompts: Sequence[ComingPrompt] = (),
     ) -> ComingOutput:
         """Send a step's results to the host; the host does not wait.
 
