@@ -106,7 +106,6 @@ BAD_TEXT = [
     {"logprobs": True},
     {"best_of": 2},
     {"suffix": "x"},
-    {"echo": True, "logprobs": 1},
     {"max_tokens": 0},
     {"n": 17},
 ]
