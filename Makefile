@@ -32,13 +32,14 @@ run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 # processes take file after file, the longest first (tests/conftest.py); benches run alone.
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
-SPREAD = $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SPREAD = $(PYTEST) -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 OTHERS = $(SPREAD) --ignore=tests/emulator
 quick: setup-dev ## Run the tests that need neither device nor Ray, in less than a minute
 	$(SPREAD) -m "not slow" tests/unit tests/text
 
-test: setup-dev emulator lint ## Lint, then run the tests that each change must pass
-	$(SPREAD) -m "not slow" tests/emulator
+test: setup-dev emulator ## Lint, and run the tests that each change must pass
+	@$(MAKE) --no-print-directory lint & lint=$$!; \
+	  $(SPREAD) -m "not slow" tests/emulator && wait $$lint
 	$(OTHERS) -m "not slow and not bench and not namespaces"
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
