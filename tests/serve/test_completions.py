@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
@@ -137,3 +138,27 @@ def test_too_many_log_probabilities_of_a_prompt_are_refused(service, monkeypatch
     reply = service.http.post("/v1/completions", json=body | {"prompt_logprobs": 2})
 
     assert assert_error(reply)["param"] == "prompt_logprobs"
+
+
+def test_preferred_and_forbidden_tokens_reach_the_engine(service):
+    body = {
+        "model": MODEL,
+        "prompt": "1",
+        "logit_bias": {"70": -3, "71": 2.5},
+        "allowed_token_ids": [70, 71, 72],
+        "bad_words": ["3", "3 4"],
+    }
+
+    assert service.http.post("/v1/completions", json=body).is_success
+
+    sampling = service.engine.submitted[-1].sampling
+    encode = service.state.tokenizer.encode
+    assert unpack_ints(sampling.allowed).tolist() == [70, 71, 72]
+    assert sampling.bad_words == (tuple(encode("3 4")), tuple(encode(" 3 4")))
+    biases = np.frombuffer(sampling.biases, "<f4").tolist()
+    single = {encode("3")[0]: -np.inf, encode(" 3")[0]: -np.inf}
+    assert dict(zip(unpack_ints(sampling.biased).tolist(), biases, strict=True)) == {
+        70: -3,
+        71: 2.5,
+        **single,
+    }
