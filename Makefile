@@ -32,13 +32,14 @@ run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 # processes take file after file, the longest first (tests/conftest.py); benches run alone.
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
-SPREAD = $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SPREAD = $(PYTEST) -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 OTHERS = $(SPREAD) --ignore=tests/emulator --ignore=tests/clients
 quick: setup-dev ## Run the tests that need neither device nor Ray, in less than a minute
 	$(SPREAD) -m "not slow" tests/unit tests/text
 
-test: setup-dev emulator lint ## Lint, then run the tests that each change must pass
-	$(SPREAD) -m "not slow" tests/emulator
+test: setup-dev emulator ## Lint, and run the tests that each change must pass
+	@$(MAKE) --no-print-directory lint & lint=$$!; \
+	  $(SPREAD) -m "not slow" tests/emulator && wait $$lint
 	$(OTHERS) -m "not slow and not bench and not namespaces"
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
@@ -141,9 +142,10 @@ python: ## Show which Python is taken; PYTHON=... takes another
 	  "apt-get install python3 python3-venv)" >&2; exit 1; }
 	@echo $(PYTHON)
 
-# The emulator needs only torch and torch-npu: it is built while pip installs the rest, and a failure
-# shows when the target emulator builds it again. Modules are compiled when they are first imported,
-# not all 30,000. The package itself needs no network.
+# The emulator needs only torch and torch-npu: it is built while another pip installs the rest, and a
+# failure shows when the target emulator builds it again. The last pip adds what torch itself needs.
+# Modules are compiled when they are first imported, not all 30,000. The package itself needs no
+# network.
 # A torch for CUDA, which some registries give, is replaced. Not every torch_npu can be loaded beside
 # it; where one can, a registry without the build for CPUs is no obstacle. torch-npu itself demands a
 # torch+cpu of some lines, so pip gets its other requirements without it.
@@ -155,6 +157,8 @@ setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 takes an
 	  echo "Setting up $(VENV) (once; later runs need no network) ..."; \
 	  test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	  $(BIN)/python tools/requirements.py npu-$(NPU) > $(VENV)/requirements.txt; \
+	  grep -v '^torch' $(VENV)/requirements.txt > $(VENV)/others.txt; \
+	  $(PIP) --no-warn-conflicts "setuptools>=77" wheel -r $(VENV)/others.txt & others=$$!; \
 	  $(PIP) --no-deps $$(grep '^torch' $(VENV)/requirements.txt); \
 	  $(BIN)/python -m dist_aclgraph.device.torch_build || $(PIP) --no-deps --retries 1 --timeout 15 \
 	    --force-reinstall --index-url $(CPU_WHEELS) $$(grep '^torch==' $(VENV)/requirements.txt) || \
@@ -162,8 +166,8 @@ setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 takes an
 	  if $(EMULATED); then \
 	    MAKEFLAGS= make -C emulator -j$$(nproc) PYTHON=$(CURDIR)/$(BIN)/python \
 	      > $(VENV)/emulator.log 2>&1 & fi; \
-	  grep -v '^torch-npu' $(VENV)/requirements.txt > $(VENV)/others.txt; \
-	  $(PIP) "setuptools>=77" wheel -r $(VENV)/others.txt; \
+	  wait $$others; \
+	  $(PIP) $$(grep '^torch==' $(VENV)/requirements.txt); \
 	  $(PIP) --no-deps --no-build-isolation -e .; \
 	  wait; echo $(HASH) > $(STAMP); fi
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
 
@@ -13,6 +14,9 @@ MIN_TEMPERATURE = 0.01
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 20
 MAX_STOP_TOKEN_IDS = 128
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 1 << 16
+MAX_BAD_WORDS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,9 @@ class SamplingParams:
         ignore_eos: continue after the model's end token.
         min_tokens: the first min_tokens tokens contain no end token, and a stop string that ends
             within them does not end the text.
+        logit_bias: added to the logits of tokens, [-100, 100] each, by token id.
+        allowed_token_ids: the only tokens that may come; empty allows all.
+        bad_words: texts that do not come; ``bad_word_ids`` has their tokens.
         skip_special_tokens: whether special tokens are left out of the text.
     """
 
@@ -56,6 +63,10 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -82,6 +93,9 @@ class SamplingParams:
                 f"({self.max_tokens})",
                 "min_tokens",
             )
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _words(self.bad_words))
         if GREEDY_EPSILON <= self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
 
@@ -127,6 +141,39 @@ def _strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
     if not all(isinstance(s, str) and s for s in strings):
         raise InvalidParameterError(f"{name} must be non-empty strings", name)
     return strings
+
+
+def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[Any, ...]:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+    if len(pairs) > MAX_BIASES:
+        raise InvalidParameterError(
+            f"logit_bias has {len(pairs)} tokens; at most {MAX_BIASES} are allowed", "logit_bias"
+        )
+    for token_id, bias in pairs:
+        _integer("logit_bias", token_id, 0, 2**31 - 1)
+        _number("logit_bias", bias, -100.0, 100.0)
+    return tuple(sorted(pairs))
+
+
+def _allowed(value: Sequence[int]) -> tuple[int, ...]:
+    ids = tuple(value)
+    if len(ids) > MAX_ALLOWED_IDS:
+        raise InvalidParameterError(
+            f"allowed_token_ids has {len(ids)} ids; at most {MAX_ALLOWED_IDS} are allowed",
+            "allowed_token_ids",
+        )
+    for token_id in ids:
+        _integer("allowed_token_ids", token_id, 0, 2**31 - 1)
+    return ids
+
+
+def _words(value: Sequence[str]) -> tuple[str, ...]:
+    words = tuple(value)
+    if len(words) > MAX_BAD_WORDS or not all(isinstance(w, str) and w for w in words):
+        raise InvalidParameterError(
+            f"bad_words must be at most {MAX_BAD_WORDS} texts that are not empty", "bad_words"
+        )
+    return words
 
 
 def _ids(name: str, value: Sequence[int]) -> tuple[int, ...]:

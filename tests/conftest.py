@@ -28,9 +28,17 @@ LONGEST = (Path(__file__).parent / "longest_files.txt").read_text().split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no process waits long for another one at the end."""
+    """Begin with the longest files, so that no process waits long for another one at the end.
+
+    A process takes file after file. All tests of the session's Ray cluster run in the same process,
+    so that one cluster starts.
+    """
     place = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+    of_cluster = {i.path for i in items if "ray_cluster" in getattr(i, "fixturenames", ())}
+    for item in items:
+        group = "ray_cluster" if item.path in of_cluster else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ the parameters are on the device (``sampling_places``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ def choose_tokens(
     counts: TokenCounts,
     noise: RaceNoise,
     to_device: ToDevice,
+    forbid_words: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Tensor:
     """Choose one token for each place; the host waits for nothing.
 
@@ -40,14 +42,17 @@ def choose_tokens(
         positions: [n], positions of the sampled tokens.
         counts: of the rows that have penalties.
         to_device: copies a small array to the device.
+        forbid_words: from [n, vocab] to the same, without the ends of bad words.
 
     Returns:
         [n] int32.
     """
     adjusted = logits.float()
+    if places.biases is not None:
+        adjusted = adjusted.index_add(0, places.biases.where, places.biases.values)
     if places.penalties is not None:
         adjusted = counts.penalise(adjusted, places.penalties)
-    adjusted = _suppress(adjusted, places, positions, to_device)
+    adjusted = forbid_words(_suppress(adjusted, places, positions, to_device))
     if places.temperature is not None:
         adjusted = _filter(adjusted, places)
         # A place without a temperature has zero: its most probable token wins.

@@ -56,6 +56,18 @@ class Filter:
 
 
 @dataclass(frozen=True)
+class Biases:
+    """Places whose logits get something added, because some tokens are preferred or forbidden.
+
+    Attributes:
+        where: [m] int64, indices of the places; values: [m, vocab] float32.
+    """
+
+    where: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class AskedLogprobs:
     """Places that want log-probabilities.
 
@@ -76,7 +88,7 @@ class SamplingPlaces:
     Attributes:
         seeds: [n]; free_from: [n], the first position at which end tokens may come.
         suppressed: of each place, the tokens that are forbidden before that position.
-        penalties: None if no place has penalties.
+        biases, penalties: None if no place has any.
         temperature: [n, 1] float32, 0 if the most probable token wins; None if all are 0.
         least: [n, 1] float32, the largest allowed distance below the best logit (min-p); or None.
     """
@@ -84,6 +96,7 @@ class SamplingPlaces:
     seeds: npt.NDArray[np.int64]
     free_from: npt.NDArray[np.int64]
     suppressed: tuple[tuple[int, ...], ...]
+    biases: Biases | None
     penalties: Penalties | None
     temperature: Tensor | None
     wide_top_k: WideTopK | None
@@ -121,6 +134,7 @@ def send_places(
         seeds=settings["seed"].copy(),
         free_from=settings["num_prompt_tokens"].astype(np.int64) + settings["min_tokens"],
         suppressed=tuple(table.suppressed.get(row, ()) for row in rows.tolist()),
+        biases=_send_biases(table, rows, vocab_size, to_device),
         penalties=_send_penalties(settings, rows, to_device),
         temperature=_column(settings["temperature"], to_device) if is_random.any() else None,
         wide_top_k=wide,
@@ -128,6 +142,23 @@ def send_places(
         least=_send_least(settings, is_random, to_device),
         logprobs=AskedLogprobs(asking, to_device(asking), wanted) if len(asking) else None,
     )
+
+
+def _send_biases(
+    table: SamplingTable, rows: IntArray, vocab_size: int, to_device: ToDevice
+) -> Biases | None:
+    if not table.biases:
+        return None
+    biased = [index for index, row in enumerate(rows.tolist()) if row in table.biases]
+    if not biased:
+        return None
+    each = [table.biases[int(rows[index])] for index in biased]
+    others = to_device(np.array([bias.of_others for bias in each], np.float32))
+    values = others.unsqueeze(-1).expand(-1, vocab_size).reshape(-1).clone()
+    flat = [bias.tokens.astype(np.int64) + i * vocab_size for i, bias in enumerate(each)]
+    where = to_device(np.concatenate(flat))
+    values.index_copy_(0, where, to_device(np.concatenate([bias.values for bias in each])))
+    return Biases(to_device(np.array(biased, np.int64)), values.view(-1, vocab_size))
 
 
 def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> Penalties | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from dist_aclgraph.ints import IntArray
+from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.step import RowSampling
 
 # The fields of RowSampling that the sampler reads as numbers.
@@ -28,15 +30,43 @@ COLUMNS = np.dtype(
 )
 
 
+class Bias(NamedTuple):
+    """What is added to the logits of a row.
+
+    Attributes:
+        tokens: [n] int32; values: [n] float32.
+        of_others: added to all other tokens: 0, or -inf.
+    """
+
+    tokens: IntArray
+    values: npt.NDArray[np.float32]
+    of_others: float
+
+    @classmethod
+    def of_row(cls, sampling: RowSampling) -> Bias:
+        tokens = unpack_ints(sampling.biased)
+        values = np.frombuffer(sampling.biases, "<f4").astype(np.float32)
+        if not sampling.allowed:
+            return cls(tokens, values, 0.0)
+        allowed = np.unique(unpack_ints(sampling.allowed))
+        given = dict(zip(tokens.tolist(), values.tolist(), strict=True))
+        kept = [given.get(token, 0.0) for token in allowed.tolist()]
+        return cls(allowed, np.array(kept, np.float32), -np.inf)
+
+
 class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
         is_plain: [max_rows], whether a row simply takes the most probable token.
-        may_draft: [max_rows], whether drafts of a row may be accepted; with penalties they may not.
+        may_draft: [max_rows], whether drafts of a row may be accepted: not with penalties, nor with
+            bad words.
+        has_penalties: [max_rows].
         reports_prompts: whether any row wants log-probabilities of its prompt.
         is_all_plain, all_may_draft: whether this holds for every row.
         suppressed: by row, tokens that are forbidden before ``min_tokens``.
+        biases: by row, tokens and what is added to their logits, and whether others are forbidden.
+        bad_words: by row, its words of several tokens.
         version: number of parameter changes; while it is the same, no row has changed.
     """
 
@@ -47,7 +77,10 @@ class SamplingTable:
         self.may_draft = np.ones(max_rows, bool)
         self.is_all_plain = self.all_may_draft = True
         self.reports_prompts = False
+        self.has_penalties = np.zeros(max_rows, bool)
         self.suppressed: dict[int, tuple[int, ...]] = {}
+        self.biases: dict[int, Bias] = {}
+        self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.version = 0
 
     def set(self, row: int, sampling: RowSampling) -> None:
@@ -57,12 +90,19 @@ class SamplingTable:
         self._settings[row] = tuple(getattr(sampling, name) for name in COLUMNS.names or ())
         self.reports_prompts = bool((reported >= 0).any())
         self.is_plain[row] = sampling.is_plain
-        self.may_draft[row] = not sampling.has_penalties
+        self.has_penalties[row] = sampling.has_penalties
+        self.may_draft[row] = not (sampling.has_penalties or sampling.bad_words)
         self.is_all_plain, self.all_may_draft = (
             bool(self.is_plain.all()),
             bool(self.may_draft.all()),
         )
         self.suppressed[row] = sampling.suppressed
+        self.biases.pop(row, None)
+        if sampling.biased or sampling.allowed:
+            self.biases[row] = Bias.of_row(sampling)
+        self.bad_words.pop(row, None)
+        if sampling.bad_words:
+            self.bad_words[row] = sampling.bad_words
 
     def settings(self, rows: IntArray) -> npt.NDArray[np.void]:
         """Return the parameters of rows, [n] records of COLUMNS."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.engine.bad_words import find_forbidden, forbid
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.prompt_report import ComingPrompt
 from dist_aclgraph.engine.race_noise import RaceNoise
@@ -136,6 +138,9 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
+        # Of rows with bad words whose last token a step in flight samples.
+        self._coming_rows = NO_INTS
+        self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
         # by row, number of counted tokens
         self._counted: IntArray = np.zeros(max_samples, np.int32)
@@ -158,15 +163,47 @@ class StepOutput:
                 self._counted[start.row] = len(tokens)
         if rows.sampling.all_may_draft:
             return
-        penalised = np.flatnonzero(~rows.sampling.may_draft).astype(np.int32)
+        self._find_last(step, token_ids)
+        penalised = np.flatnonzero(rows.sampling.has_penalties).astype(np.int32)
         # One token per row at a time, because a row may have two tokens.
         while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
             self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
             self._counted[late] += 1
-        coming = rows.coming_tokens(step, ~rows.sampling.may_draft)
+        coming = rows.coming_tokens(step, rows.sampling.has_penalties)
         if coming is not None:
             self._counts.add(coming.rows, token_ids(coming.references))
             self._counted[coming.rows] += 1
+
+    def _find_last(self, step: HostStep, token_ids: TokensAt) -> None:
+        """Keep the last tokens of rows with bad words, before the step overwrites them."""
+        self._coming_rows, self._coming = NO_INTS, None
+        words = self._batch.sampling.bad_words
+        if words:
+            has_words = np.zeros(len(self._counted), bool)
+            has_words[list(words)] = True
+            coming = self._batch.coming_tokens(step, has_words)
+            if coming is not None:
+                self._coming_rows = coming.rows
+                self._coming = token_ids(coming.references)
+
+    def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
+        """Return logits of special places without the ends of bad words."""
+        batch = self._batch
+        if not batch.sampling.bad_words:
+            return logits
+        rows = step.sampled_rows[known.samples]
+        forbidden = find_forbidden(
+            batch.sampling.bad_words,
+            rows,
+            known.positions(step),
+            batch.token_ids,
+            batch.num_tokens,
+            batch.sampling.settings(rows)["num_prompt_tokens"],
+            self._coming_rows,
+        )
+        if forbidden is None:
+            return logits
+        return forbid(logits, forbidden, self._coming, self._npu.upload)
 
     def choose_special(
         self, inputs: HostStep, logits: Tensor, tokens: Tensor
@@ -184,7 +221,10 @@ class StepOutput:
         if not is_all:
             logits = logits.index_select(0, known.where)
         upload, positions = self._npu.upload, known.positions(inputs)
-        chosen = choose_tokens(logits, places, positions, self._counts, self._noise, upload)
+        forbid_words = partial(self._forbid_words, inputs, known)
+        chosen = choose_tokens(
+            logits, places, positions, self._counts, self._noise, upload, forbid_words
+        )
         if is_all:
             tokens.copy_(chosen)
         else:
@@ -203,7 +243,7 @@ class StepOutput:
         accepted: Tensor | None,
         tally: Tensor | None,
         special: SpecialPlaces | None,
-        prompts: Sequence[ComingPrompt],
+        prompts: Sequence[ComingPrompt] = (),
     ) -> ComingOutput:
         """Send a step's results to the host; the host does not wait.
 

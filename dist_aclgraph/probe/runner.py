@@ -48,7 +48,7 @@ class Runner:
         child: Callable[..., None] = main,
     ) -> None:
         self._kind = kind
-        self._context = _context(kind)
+        self._context = context_of(kind)
         self._device = device
         self._rules = rules
         self._child = child
@@ -145,7 +145,7 @@ class Runner:
                 deadline = time.monotonic() + probe.limit_s
 
 
-def _context(kind: DeviceKind) -> ForkServerContext | SpawnContext:
+def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
     """Return how processes start: with the emulator already loaded, or with nothing."""
     if kind == "npu":
         return multiprocessing.get_context("spawn")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.ints import IntArray, int_list, pack_ints
@@ -140,6 +143,8 @@ def row_sampling(
         seed: used if ``params`` has none.
         end_ids: all ids that end the output; suppressed up to ``min_tokens``.
     """
+    biases = dict(params.logit_bias)
+    biases |= {word[0]: -math.inf for word in params.bad_word_ids if len(word) == 1}
     return RowSampling(
         temperature=0.0 if params.is_greedy else float(params.temperature),
         top_k=max(params.top_k, 0),
@@ -154,4 +159,8 @@ def row_sampling(
         num_prompt_tokens=num_prompt_tokens,
         suppressed=tuple(end_ids) if params.min_tokens else (),
         min_tokens=params.min_tokens,
+        biased=pack_ints(list(biases)) if biases else b"",
+        biases=np.array(list(biases.values()), "<f4").tobytes(),
+        allowed=pack_ints(params.allowed_token_ids) if params.allowed_token_ids else b"",
+        bad_words=tuple(word for word in params.bad_word_ids if len(word) > 1),
     )

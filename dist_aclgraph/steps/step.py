@@ -33,6 +33,10 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int = 0  # position where the output begins, for penalties
     suppressed: tuple[int, ...] = ()  # end ids, while fewer than min_tokens exist
     min_tokens: int = 0
+    biased: bytes = b""  # int32 [n], tokens with a bias
+    biases: bytes = b""  # float32 [n], added to their logits
+    allowed: bytes = b""  # int32 [n], the only tokens that may come; empty means all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # of two tokens or more
 
     @property
     def has_penalties(self) -> bool:
@@ -50,7 +54,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
             self.temperature == 0.0
             and not self.has_penalties
             and self.logprobs < 0
-            and not self.suppressed
+            and not (self.suppressed or self.biased or self.allowed or self.bad_words)
         )
 
 

@@ -35,7 +35,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._byte_ids = tokenizer.token_bytes.byte_ids
         self._decode = partial(tokenizer.text_of, skip_special_tokens=skip_special_tokens)
-        self._without = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._without = tokenizer.unspoken_ids if skip_special_tokens else tokenizer.nameless_ids
         self._window = self._context(prompt_ids)
         self._num_shown = self._num_certain()  # characters of the window's text
         self._held: list[int] = []  # tokens whose own text is not certain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -95,6 +96,23 @@ class OutputText:
         """Return the text that is certain; the first ``min_tokens`` tokens end no stop string."""
         self._num_tokens += num_tokens
         return self._matcher.feed(text, may_match=self._num_tokens > self._min_tokens)
+
+
+def with_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> SamplingParams:
+    """Return parameters that name tokens of this vocabulary: bad words have their token ids.
+
+    A bad word is forbidden at the beginning of a word, and within one.
+
+    Raises:
+        InvalidParameterError: a token lies outside the vocabulary.
+    """
+    tokenizer.check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
+    tokenizer.check_ids(params.allowed_token_ids, "allowed_token_ids")
+    if not params.bad_words:
+        return params
+    texts = [text for word in params.bad_words for text in (word.lstrip(), " " + word.lstrip())]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return replace(params, bad_word_ids=tuple({tuple(ids): None for ids in encoded if ids}))
 
 
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:

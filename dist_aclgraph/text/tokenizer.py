@@ -40,6 +40,8 @@ class Tokenizer:
         eos_ids: ids that end an output: those of generation_config.json, else config.json, and the
             tokenizer's own end token.
         special_ids: tokens that are no text for people, such as the end token.
+        nameless_ids: rows of the model for which the tokenizer has no token.
+        unspoken_ids: both.
         token_bytes: the bytes that a token adds in the middle of a text.
         vocab_size: ids lie in [0, vocab_size).
         context_len: the model's max_position_embeddings.
@@ -88,6 +90,8 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(i for i in ends if i < self.vocab_size))
         listed = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in listed.items() if token.special)
+        self.nameless_ids = frozenset(range(self.vocab_size)).difference(vocabulary.values())
+        self.unspoken_ids = self.nameless_ids | self.special_ids
         self.token_bytes = TokenBytes(self._tokenizer, vocabulary)
         self._template = read_chat_template(directory, tokenizer_config, added.by_name)
 

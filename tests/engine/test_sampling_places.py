@@ -16,7 +16,7 @@ from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.sampling_places import KnownPlaces
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.engine.step_output import ComingOutput, StepOutput
-from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch, RowSampling
 from tests.engine.test_going_on import LATEST, MAX_LEN, PLACES, ROWS, VOCAB, Group
@@ -34,6 +34,8 @@ ALONE = [
     RowSampling(temperature=1.5, seed=3, min_p=0.5),
     RowSampling(logprobs=1),
     RowSampling(num_prompt_tokens=3, min_tokens=6, suppressed=tuple(range(0, VOCAB, 2))),
+    RowSampling(biased=pack_ints([1, 3]), biases=np.array([9, -9], "<f4").tobytes()),
+    RowSampling(temperature=1.5, seed=3, allowed=pack_ints([2, 5])),
 ]
 PENALISED = [
     RowSampling(repetition_penalty=3.0, num_prompt_tokens=1),

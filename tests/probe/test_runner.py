@@ -1,5 +1,6 @@
 """One process for each question: answers, hangs, deaths, and a run that was cut off."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.probe import runner as runner_module
 from dist_aclgraph.probe.question import Between, Probe
 from dist_aclgraph.probe.row import Outcome, Report
 from dist_aclgraph.probe.runner import CUT_OFF, DIED, NO_ANSWER, Runner
@@ -46,8 +48,21 @@ def answering(task, parent):
     parent.poll(None)
 
 
+@pytest.fixture(autouse=True)
+def no_emulator(monkeypatch):
+    """Start processes without the emulator, which no question here asks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.probe.test_runner"])
+    own = runner_module.context_of
+    monkeypatch.setattr(
+        runner_module, "context_of", lambda kind: context if kind == "emulated" else own(kind)
+    )
+
+
 def make_probe(name, says="yes", **options):
-    return Probe(name, f"{name}?", lambda bench: "", says, limit_s=1.0, **options)
+    """Only a question that hangs has a short limit: others must be answered on a busy machine."""
+    limit_s = 1.0 if name in ("hang", "half", "fork") else 60.0
+    return Probe(name, f"{name}?", lambda bench: "", says, limit_s=limit_s, **options)
 
 
 def run(*probes, report=None, rules=None):

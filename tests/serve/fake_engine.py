@@ -277,7 +277,7 @@ def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
     if num_best < 0:
         return ()
     parts = []
-    for first, last in ((1, min(3, len(ids))), (3, len(ids))):
+    for first, last in ((1, min(2, len(ids))), (2, len(ids))):
         if first >= last:
             continue
         tokens = [[ids[at], *range(60, 60 + num_best)] for at in range(first, last)]

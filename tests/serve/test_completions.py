@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
@@ -178,3 +179,27 @@ def test_other_names_of_fields_have_their_effect(service):
 
     (submitted,) = service.engine.submitted
     assert (submitted.max_tokens, submitted.sampling.repetition_penalty) == (3, 1.5)
+
+
+def test_preferred_and_forbidden_tokens_reach_the_engine(service):
+    body = {
+        "model": MODEL,
+        "prompt": "1",
+        "logit_bias": {"70": -3, "71": 2.5},
+        "allowed_token_ids": [70, 71, 72],
+        "bad_words": ["3", "3 4"],
+    }
+
+    assert service.http.post("/v1/completions", json=body).is_success
+
+    sampling = service.engine.submitted[-1].sampling
+    encode = service.state.tokenizer.encode
+    assert unpack_ints(sampling.allowed).tolist() == [70, 71, 72]
+    assert sampling.bad_words == (tuple(encode("3 4")), tuple(encode(" 3 4")))
+    biases = np.frombuffer(sampling.biases, "<f4").tolist()
+    single = {encode("3")[0]: -np.inf, encode(" 3")[0]: -np.inf}
+    assert dict(zip(unpack_ints(sampling.biased).tolist(), biases, strict=True)) == {
+        70: -3,
+        71: 2.5,
+        **single,
+    }

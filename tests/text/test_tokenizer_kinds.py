@@ -63,6 +63,17 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
     assert "".join(texts) == "".join(pieces)
 
 
+def test_a_row_without_a_token_does_not_part_bytes():
+    ours, theirs = both("byte fallback")
+    output = [ours._tokenizer.token_to_id("<0x41>"), ours.vocab_size - 1]
+    output += [ours._tokenizer.token_to_id("<0x80>")]
+    detokenizer = Detokenizer(ours)
+
+    text = "".join(map(detokenizer.feed, output)) + detokenizer.finish()
+
+    assert text == theirs.decode(output) == "\ufffd\ufffd"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())

@@ -27,7 +27,7 @@ from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
-from dist_aclgraph.text.output import OutputText, end_ids
+from dist_aclgraph.text.output import OutputText, end_ids, with_token_ids
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -194,7 +194,9 @@ class LLM:
                 "prompt",
             )
         seed = self._seeds.randrange(2**31) if params.seed is None else params.seed
-        return Completion(ids), replace(params, max_tokens=wanted, seed=seed)
+        return Completion(ids), replace(
+            with_token_ids(self.tokenizer, params), max_tokens=wanted, seed=seed
+        )
 
     @staticmethod
     def _advance(completion: Completion, output: OutputText, delta: RequestDelta) -> bool:

@@ -36,9 +36,7 @@ MAX_IGNORED = 16  # names of one request, and what a client may write into the l
 MAX_STRINGS = 1 << 14  # of a body whose unknown fields are ignored, because they are gathered
 NOT_OFFERED = frozenset(
     {
-        "allowed_token_ids",
         "audio",
-        "bad_words",
         "beam_width",
         "ebnf",
         "function_call",

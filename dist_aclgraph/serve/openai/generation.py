@@ -21,7 +21,7 @@ from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Journal
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowLogprobs
-from dist_aclgraph.text.output import OutputText, end_ids
+from dist_aclgraph.text.output import OutputText, end_ids, with_token_ids
 
 T = TypeVar("T")
 
@@ -127,8 +127,9 @@ class Generation:
         chance = self.journal.chance.seed
         for prompt_ids, params in zip(self.prompts, self.params, strict=True):
             seed = params.seed if params.seed is not None else chance + len(self._choices)
+            named = with_token_ids(self.state.tokenizer, params)
             for j in range(self.num_choices):
-                self._add(prompt_ids, replace(params, seed=_wrap(seed + j)), now_s)
+                self._add(prompt_ids, replace(named, seed=_wrap(seed + j)), now_s)
         for entry in self.journal.take_entries():
             choice = self._choices[entry.index]
             choice.tokens_before += entry.token_ids

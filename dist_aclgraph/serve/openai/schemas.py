@@ -6,7 +6,13 @@ from typing import Any
 
 from msgspec import Meta
 
-from dist_aclgraph.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from dist_aclgraph.sampling import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_PROMPTS = 64  # completions of one request
 MAX_MESSAGES = 1024
@@ -34,7 +40,16 @@ CONTENT = _or_null(
 )
 DOCUMENTS = _or_null({"type": "array", "items": {"type": "object"}})
 IGNORED = _field(description="accepted, and without effect")
-LOGIT_BIAS = _or_null({"type": "object", "maxProperties": 0})
+LOGIT_BIAS = _or_null(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]+$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_BIASES,
+    }
+)
+ALLOWED_IDS = _or_null(_IDS | {"maxItems": MAX_ALLOWED_IDS})
+BAD_WORDS = _or_null({"type": "array", "items": _TEXT, "maxItems": MAX_BAD_WORDS})
 MESSAGES = _field(
     type="array",
     items={"$ref": "#/components/schemas/ChatMessage"},

@@ -15,6 +15,9 @@ from msgspec import Meta, Raw, field
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -146,10 +149,10 @@ class GenerateRequest(Body, kw_only=True):
     max_new_tokens: int | None = None
     n_predict: int | None = None
     repeat_penalty: float | None = None
+    allowed_token_ids: Annotated[Raw, schemas.ALLOWED_IDS] = ABSENT
+    bad_words: Annotated[Raw, schemas.BAD_WORDS] = ABSENT
 
     def check_fields(self) -> None:
-        if not _is_empty(self.logit_bias):
-            raise InvalidParameterError("logit_bias is not offered", "logit_bias")
         if len(self.cache_salt or "") > MAX_CACHE_SALT_CHARS:
             raise InvalidParameterError(
                 f"cache_salt has {len(self.cache_salt or '')} characters; at most "
@@ -235,6 +238,16 @@ class GenerateRequest(Body, kw_only=True):
         if self.stop:
             strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
             kept["stop"] = tuple(strings)
+        if not _is_empty(self.logit_bias):
+            check_num_strings(bytes(self.logit_bias), MAX_BIASES, "logit_bias")
+            biases = decode(self.logit_bias, dict[int, float], "logit_bias")
+            kept["logit_bias"] = tuple(biases.items())
+        if not _is_empty(self.allowed_token_ids):
+            ids = decode_ids(self.allowed_token_ids, MAX_ALLOWED_IDS, "allowed_token_ids")
+            kept["allowed_token_ids"] = tuple(ids)
+        if not _is_empty(self.bad_words):
+            words = decode_strings(self.bad_words, MAX_BAD_WORDS, MAX_STOP_BYTES, "bad_words")
+            kept["bad_words"] = tuple(words)
         if self.stop_token_ids:
             ids = decode_ids(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
             kept["stop_token_ids"] = tuple(ids)

@@ -1,0 +1,90 @@
+"""Bad words of several tokens: the last token is forbidden behind the others.
+
+With two steps in flight, the host does not know the token before the next one. The host compares
+all others; the device compares this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.ints import IntArray
+
+Words = tuple[tuple[int, ...], ...]
+
+
+class Forbidden(NamedTuple):
+    """Tokens that are forbidden if another token comes before them, [n] each.
+
+    Attributes:
+        places: index of the place; tokens: the forbidden token.
+        before: the token that must come before it; -1 if the host has compared it.
+        coming: index, among the tokens that are coming, of the one that does come before it.
+    """
+
+    places: IntArray
+    tokens: IntArray
+    before: IntArray
+    coming: IntArray
+
+
+def find_forbidden(
+    words: Mapping[int, Words],
+    rows: IntArray,
+    positions: IntArray,
+    token_ids: IntArray,
+    num_known: IntArray,
+    begins: IntArray,
+    coming_rows: IntArray,
+) -> Forbidden | None:
+    """Return what is forbidden at the places of a step; None if nothing can be.
+
+    Args:
+        words: of rows, each of two tokens or more.
+        rows, positions: [n], row of each place, and position of its sampled token.
+        token_ids: [max_rows, max_len], tokens on the host; num_known: [max_rows], how many.
+        begins: [n], positions where outputs begin: words lie in the output.
+        coming_rows: [m], rows whose last token a step in flight samples.
+    """
+    found = []
+    index_of = {row: index for index, row in enumerate(coming_rows.tolist())}
+    for place, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        for word in words.get(row, ()):
+            start = position - len(word) + 1
+            is_known = position <= num_known[row]
+            compared = word[:-1] if is_known else word[:-2]
+            if start < begins[place] or not (is_known or row in index_of):
+                continue
+            if token_ids[row, start : start + len(compared)].tolist() == list(compared):
+                before, index = (-1, 0) if is_known else (word[-2], index_of[row])
+                found.append((place, word[-1], before, index))
+    if not found:
+        return None
+    return Forbidden(*np.array(found, np.int32).T)
+
+
+def forbid(
+    logits: Tensor,
+    forbidden: Forbidden,
+    coming: Tensor | None,
+    to_device: Callable[[np.ndarray], Tensor],
+) -> Tensor:
+    """Return [n, vocab] logits with the forbidden ones at -inf.
+
+    Args:
+        coming: [m] int32, tokens that a step in flight has sampled; None if there are none.
+    """
+    where = to_device(forbidden.places.astype(np.int64) * logits.shape[1] + forbidden.tokens)
+    before = to_device(forbidden.before.copy())
+    applies = before < 0
+    if coming is not None:
+        last = coming.index_select(0, to_device(forbidden.coming.copy()))
+        applies = applies | (last == before)
+    values = torch.zeros(len(where), dtype=logits.dtype, device=logits.device)
+    values = values.masked_fill(applies, -torch.inf)
+    return logits.reshape(-1).index_add(0, where, values).view(logits.shape)
