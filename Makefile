@@ -18,8 +18,8 @@ HASH := $(shell (cat pyproject.toml setup.py; echo $(NPU)) | sha256sum | cut -d'
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run quick test test-more test-all test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench \
+.PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
+	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench setup-clients \
 	setup-dev emulator python
 
 help: ## Show the targets
@@ -33,7 +33,7 @@ run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadgroup --no-loadscope-reorder
-OTHERS = $(SPREAD) --ignore=tests/emulator
+OTHERS = $(SPREAD) --ignore=tests/emulator --ignore=tests/clients
 quick: setup-dev ## Run the tests that need neither device nor Ray, in less than a minute
 	$(SPREAD) -m "not slow" tests/unit tests/text
 
@@ -56,13 +56,28 @@ JUNK ?= 100000
 test-cluster: setup-dev emulator ## Three hosts of network namespaces (root), Ray's own utility, JUNK=100000 frames of junk
 	DIST_ACLGRAPH_JUNK=$(JUNK) $(PYTEST) -v tests/cluster
 
+# nginx, HAProxy, Caddy, promtool and chromium are those of the system. A program that is not there is
+# a test skipped.
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/stamp
+test-clients: setup-dev emulator setup-clients ## Unmodified clients, benchmarks and proxies of others against a service
+	$(PYTEST) -v tests/clients
+
+setup-clients: setup
+	@if [ "$$(cat $(CLIENTS_STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
+	  echo "Setting up $(CLIENTS) (once) ..."; \
+	  test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS); \
+	  $(BIN)/python tools/requirements.py --only clients > $(CLIENTS)/requirements.txt; \
+	  $(CLIENTS)/bin/python -m pip install -q --no-compile -r $(CLIENTS)/requirements.txt; \
+	  echo $(HASH) > $(CLIENTS_STAMP); fi
+
 LINES ?=
 test-versions: setup-dev ## The emulator's tests and a parity set with each torch_npu, or LINES="2.10 2.12"
 	$(BIN)/python -m tools.test_versions $(LINES)
 
 test-all: setup-dev emulator lint ## Lint, then run all tests: benches too, and laws with many examples
 	$(SPREAD) --hypothesis-profile=full tests/emulator
-	$(SPREAD) --hypothesis-profile=full --ignore=tests/emulator -m "not bench and not namespaces"
+	$(SPREAD) --hypothesis-profile=full --ignore=tests/emulator --ignore=tests/clients -m "not bench and not namespaces"
 	$(PYTEST) tests/cluster -m namespaces
 	$(PYTEST) -m bench tests/bench
 

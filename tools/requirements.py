@@ -1,4 +1,7 @@
-"""Prints the packages that pyproject.toml pins; with arguments, those of these extras too."""
+"""Prints the packages that pyproject.toml pins, and those of the extras that are named.
+
+With ``--only`` before them, those of the extras alone.
+"""
 
 import re
 import sys
@@ -17,5 +20,7 @@ def pins(packages: list[str]) -> set[str]:
     return found
 
 
-extras = [f"{project['name']}[{extra}]" for extra in sys.argv[1:]]
-print("\n".join(sorted(pins(project["dependencies"] + extras))))
+names = sys.argv[1:]
+base = [] if names[:1] == ["--only"] else project["dependencies"]
+extras = [f"{project['name']}[{name}]" for name in names if name != "--only"]
+print("\n".join(sorted(pins(base + extras))))

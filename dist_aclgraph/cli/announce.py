@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.environment import ray_address
+from dist_aclgraph.environment import API_KEY_VARIABLE, api_key, ray_address
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 
 TABLE_KEYS = ("graph", "streams", "bytes")
@@ -54,7 +55,10 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
     console.print(f"Ready at {url}/v1 -- try:")
     # Not through rich, which would wrap a line that is there to be copied.
-    print(f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    print(
+        f"curl -s {_curl_options(config)}{url}/v1/chat/completions "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
     sys.stdout.flush()
 
 
@@ -65,6 +69,21 @@ def _scale_command(report: dict[str, Any]) -> str:
     return f"RAY_ADDRESS={report['ray_address']} {command}"
 
 
+def _curl_options(config: Config) -> str:
+    """Return how curl reaches the service, and where a shell finds a key, which is not printed."""
+    options = ""
+    if config.serve.uds is not None:
+        options += f"--unix-socket {shlex.quote(config.serve.uds)} "
+    if api_key() is not None:
+        options += f'-H "Authorization: Bearer ${API_KEY_VARIABLE}" '
+    elif config.serve.api_keys_file is not None:
+        found = f"grep -m1 '^[^#]' {shlex.quote(config.serve.api_keys_file)}"
+        options += f'-H "Authorization: Bearer $({found})" '
+    return options
+
+
 def _url(config: Config) -> str:
+    if config.serve.uds is not None:
+        return "http://localhost"
     host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
     return f"http://{host}:{config.serve.port}"

@@ -38,6 +38,7 @@ Overrides = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="address to listen on, as serve.host=ADDRESS")]
 Port = Annotated[int | None, typer.Option(help="port to listen on, as serve.port=N")]
+Uds = Annotated[str | None, typer.Option(help="Unix socket to listen at, as serve.uds=PATH")]
 NumGroups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
 DeploymentName = Annotated[
     str | None, typer.Option(help="name of its controller, where several deployments run")
@@ -115,13 +116,17 @@ def run(
 
 @cli.command()
 def serve(
-    config: ConfigPath, overrides: Overrides = None, host: Host = None, port: Port = None
+    config: ConfigPath,
+    overrides: Overrides = None,
+    host: Host = None,
+    port: Port = None,
+    uds: Uds = None,
 ) -> None:
     """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
     with _user_errors():
         from dist_aclgraph.cli.serve import serve as serve_deployment
 
-        given = {"serve.host": host, "serve.port": port}
+        given = {"serve.host": host, "serve.port": port, "serve.uds": uds}
         options = {key: value for key, value in given.items() if value is not None}
         serve_deployment(_load(config, overrides, options))
 

@@ -5,9 +5,10 @@ The sockets stay open while the service lives: each owner and each ingress uses 
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from dist_aclgraph.actors.deployment.owner_link import listen_for_ingress
@@ -16,7 +17,7 @@ from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.http.access import Access, read_access
-from dist_aclgraph.serve.http.server import listen
+from dist_aclgraph.serve.http.server import listen_at
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 OWNER = "owner"  # the name of the socket at which the owner of the deployment is asked
@@ -60,7 +61,7 @@ def open_service(config: Config) -> Iterator[Opened]:
             "leave it out, or use Ray Serve (`serve run dist_aclgraph:app`)"
         )
     access = read_access(config.serve, checks_host=True)
-    with listen(config.serve.host, config.serve.port) as http:
+    with listen_at(config.serve) as http:
         config = check_deployment(config)
         tokenizer = Tokenizer(config.model)
         directory = RunDirectory()
@@ -69,3 +70,6 @@ def open_service(config: Config) -> Iterator[Opened]:
                 yield Opened(config, access, tokenizer, http, link, directory)
         finally:
             directory.remove()
+            if config.serve.uds is not None:
+                with suppress(OSError):
+                    os.unlink(config.serve.uds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dist_aclgraph.config.section import Section
 
@@ -42,6 +42,11 @@ class ServeConfig(Section):
 
     host: str = Field("127.0.0.1", description="address to bind; loopback by default")
     port: int = Field(8000, ge=1, le=65535, description="port to bind")
+    uds: str | None = Field(
+        None,
+        description="path of a Unix socket to listen at, instead of host and port; for the user "
+        "and the group of the service",
+    )
     max_body_bytes: int = Field(
         2 << 20,
         ge=1024,
@@ -92,10 +97,19 @@ class ServeConfig(Section):
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="further names in the Host header; on loopback, the names of loopback are "
-        "allowed",
+        description="further names in the Host header, or *; without keys on loopback, the names "
+        "of this machine, addresses, and names without a dot are allowed",
     )
-    lenient: bool = Field(False, description="ignore unknown request fields instead of a 400")
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        description="origins whose pages may use the API in browsers, such as "
+        "https://chat.example.com, or * for all (CORS)",
+    )
+    strict: bool = Field(
+        False,
+        description="refuse unknown request fields with a 400. Otherwise they are ignored, and "
+        "named in the header X-Ignored-Parameters and once in the log",
+    )
     generation_s: float | None = Field(
         None,
         gt=0,
@@ -116,6 +130,11 @@ class ServeConfig(Section):
         description="independent processes that serve HTTP under Ray Serve; `dist-aclgraph "
         "serve` has one",
     )
+
+    @field_validator("host")
+    @classmethod
+    def _without_brackets(cls, host: str) -> str:
+        return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
     @model_validator(mode="after")
     def _check_bodies(self) -> ServeConfig:

@@ -336,6 +336,9 @@ class Config(Section):
         description="name of the model in the API; null takes the hub name, or the name of the "
         "directory",
     )
+    served_model_aliases: tuple[str, ...] = Field(
+        (), description="further names of the model in the API"
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"
     )
@@ -384,6 +387,11 @@ class Config(Section):
     @property
     def name(self) -> str:
         return self.served_model_name or Path(self.model).name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model in the API; replies have the first one."""
+        return (self.name, *self.served_model_aliases)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -11,9 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dist_aclgraph.errors import DistAclGraphError
-from dist_aclgraph.serve.http.access import Access
+from dist_aclgraph.serve.http.access import OPEN_PATHS, Access
 from dist_aclgraph.serve.http.edge import Edge
 from dist_aclgraph.serve.openai import misc, openapi
+from dist_aclgraph.serve.openai.body import IGNORED
 from dist_aclgraph.serve.openai.chat import chat_completions
 from dist_aclgraph.serve.openai.completions import completions
 from dist_aclgraph.serve.openai.errors import error_response, json_response, plain_error
@@ -30,6 +31,7 @@ GETS: dict[str, Endpoint] = {
     "/v1/models": misc.list_models,
     "/v1/models/{model_id:path}": misc.show_model,
     "/health": misc.health,
+    "/ping": misc.ping,
     "/ready": misc.ready,
     "/version": misc.version,
     "/metrics": misc.metrics,
@@ -45,7 +47,12 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
         access: which requests are allowed; by default all.
         names_requests: whether to answer with X-Request-Id; off where a proxy does it.
     """
-    document = openapi.document({"get": GETS, "post": POSTS}, lenient=state.config.serve.lenient)
+    access = access or Access()
+    document = openapi.document(
+        {"get": GETS, "post": POSTS},
+        is_strict=state.config.serve.strict,
+        open_paths=OPEN_PATHS if access.digests else None,
+    )
 
     async def show_document(request: Request) -> Response:
         return json_response(document)
@@ -66,12 +73,16 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
         },
     )
     # Outside of Starlette, whose own layers cost as much as the rest of a refusal.
-    return Edge(api, access or Access(), state, names_requests=names_requests)
+    return Edge(api, access, state, names_requests=names_requests)
 
 
 def _bind(state: ApiState, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
-        return await endpoint(state, request)
+        response = await endpoint(state, request)
+        if names := request.scope.get(IGNORED):
+            state.ignored_fields.note(request.url.path, names)
+            response.headers["X-Ignored-Parameters"] = ", ".join(names)
+        return response
 
     return route
 

@@ -153,6 +153,33 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in printed
 
 
+@pytest.mark.parametrize(
+    ("overrides", "variable", "expected"),
+    [
+        ({}, "a-key-of-many-letters", '-H "Authorization: Bearer $DIST_ACLGRAPH_API_KEY"'),
+        (
+            {"serve.api_keys_file": "/etc/my keys"},
+            None,
+            """-H "Authorization: Bearer $(grep -m1 '^[^#]' '/etc/my keys')\"""",
+        ),
+        ({"serve.uds": "/run/api"}, None, "curl -s --unix-socket /run/api http://localhost/v1"),
+    ],
+)
+def test_the_curl_line_finds_its_key_and_shows_none(
+    capsys, monkeypatch, overrides, variable, expected
+):
+    from dist_aclgraph.cli.announce import announce
+
+    if variable is not None:
+        monkeypatch.setenv("DIST_ACLGRAPH_API_KEY", variable)
+
+    announce(load_config(CONFIG, overrides), {}, Console(width=100))
+
+    printed = capsys.readouterr().out
+    assert expected in printed
+    assert "many-letters" not in printed
+
+
 def test_the_version_is_told():
     result = call("--version")
 

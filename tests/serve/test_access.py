@@ -100,11 +100,89 @@ def test_a_page_of_this_site_may_ask(service):
 def test_a_foreign_name_that_points_to_loopback_is_refused():
     access = read_access(ServeConfig(allowed_hosts=("mine.local",)), checks_host=True)
 
-    for host in (b"localhost:8000", b"127.0.0.1", b"[::1]:8000", b"MINE.local:80"):
+    upstream = b"dist_aclgraph"  # as nginx names it
+    for host in (b"localhost:8000", b"127.0.0.1", b"[::1]:8000", b"MINE.local:80", upstream):
         access.authorize("GET", "/v1/models", {b"host": host})
-    for host in (b"evil.example", b"localhost.evil.example:8000", b"127.0.0.2"):
+    for host in (b"evil.example", b"localhost.evil.example:8000"):
         with pytest.raises(Exception, match="not known as"):
             access.authorize("GET", "/health", {b"host": host})
+
+
+def test_a_name_is_no_matter_where_a_key_is_wanted_or_all_names_are_allowed(monkeypatch):
+    open_to_all = read_access(ServeConfig(allowed_hosts=("*",)), checks_host=True)
+    monkeypatch.setenv("DIST_ACLGRAPH_API_KEY", KEY)
+    guarded = read_access(ServeConfig(), checks_host=True)
+
+    open_to_all.authorize("GET", "/v1/models", {b"host": b"api.example.com"})
+    guarded.authorize("GET", "/health", {b"host": b"api.example.com"})
+
+
+def test_a_key_may_come_as_x_api_key(guarded):
+    assert guarded.http.get("/v1/models", headers={"X-API-Key": KEY}).status_code == 200
+    assert_error(guarded.http.get("/v1/models", headers={"X-API-Key": f"{KEY}x"}), 401)
+
+
+def test_the_openapi_document_says_where_a_key_goes(guarded, service):
+    document = guarded.http.get("/openapi.json", headers={"X-API-Key": KEY}).json()
+
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "x_api_key"}
+    assert document["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/v1/models"]["get"]
+    assert "security" not in service.http.get("/openapi.json").json()
+
+
+def test_an_encoded_body_is_refused(service):
+    body = b'{"model": "tiny-qwen3", "messages": [{"role": "user", "content": "x"}]}'
+
+    reply = service.http.post(CHAT, content=body, headers={"Content-Encoding": "gzip"})
+
+    assert "Content-Encoding gzip" in assert_error(reply, 415)["message"]
+
+
+ORIGIN = "https://chat.example.com"
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("allowed", [ORIGIN, "*"])
+def test_a_page_of_an_allowed_origin_may_ask(allowed):
+    access = read_access(ServeConfig(allowed_origins=(allowed,)), checks_host=True)
+    sent = {"Origin": ORIGIN, "Sec-Fetch-Site": "cross-site"}
+
+    with serving(access) as service:
+        asked = service.http.options(CHAT, headers={**sent, **PREFLIGHT})
+        reply = service.http.post(CHAT, json={"model": MODEL, "messages": HI}, headers=sent)
+        wrong = service.http.post(CHAT, json={"model": MODEL}, headers=sent)
+
+    assert asked.status_code == 204
+    assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert reply.status_code == 200
+    assert wrong.status_code == 400
+    for answer in (asked, reply, wrong):
+        assert answer.headers["access-control-allow-origin"] == allowed
+        assert "x-ignored-parameters" in answer.headers["access-control-expose-headers"]
+
+
+def test_a_page_of_another_origin_learns_that_it_may_not_ask(service):
+    headers = {"Origin": "https://evil.example", **PREFLIGHT}
+
+    reply = service.http.options(CHAT, headers=headers)
+
+    assert "serve.allowed_origins" in assert_error(reply, 403)["message"]
+    assert "access-control-allow-origin" not in reply.headers
+    assert "GET" in service.http.options(CHAT).headers["allow"]
+
+
+def test_a_page_of_this_site_may_ask_through_a_proxy_that_changes_the_host(service):
+    service.answer("a")
+    headers = {"Origin": ORIGIN, "Sec-Fetch-Site": "same-origin", "Host": "upstream"}
+
+    reply = service.http.post(CHAT, json={"model": MODEL, "messages": HI}, headers=headers)
+
+    assert reply.status_code == 200
 
 
 def test_beyond_loopback_there_is_a_key_or_a_word_about_it(monkeypatch):

@@ -394,3 +394,23 @@ def test_the_models_sampling_defaults_hold_where_a_request_gives_nothing(own_ser
     assert sampled(temperature=0, top_k=3, max_tokens=2) == (0, 3, 2)
     del body["messages"]
     assert sampled("completions", prompt="1 2") == (0.6, 20, 16)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_if_requested(service, stream):
+    service.answer("two words")
+    tokenizer = service.state.tokenizer
+    extra = {"return_token_ids": True, "truncate_prompt_tokens": 3}
+
+    reply = service.openai.chat.completions.create(
+        model=MODEL, messages=HI, extra_body=extra, stream=stream
+    )
+
+    if stream:
+        chunks = list(reply)
+        prompt = chunks[0].choices[0].prompt_token_ids
+        ids = [i for chunk in chunks[1:] for i in chunk.choices[0].token_ids]
+    else:
+        prompt, ids = reply.prompt_token_ids, reply.choices[0].token_ids
+    assert prompt == tokenizer.encode_chat(HI)[-3:]
+    assert ids == [*tokenizer.encode("two words"), tokenizer.eos_ids[0]]

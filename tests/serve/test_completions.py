@@ -140,6 +140,47 @@ def test_too_many_log_probabilities_of_a_prompt_are_refused(service, monkeypatch
     assert assert_error(reply)["param"] == "prompt_logprobs"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "asked", "kept"),
+    [
+        ([70, 71, 72, 73], 2, [72, 73]),
+        ([70, 71], 5, [70, 71]),
+        (list(range(60, 110)) * 50, -1, (list(range(60, 110)) * 50)[-2038:]),
+    ],
+)
+def test_a_prompt_is_truncated_from_the_left(service, prompt, asked, kept):
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 10, "truncate_prompt_tokens": asked}
+
+    reply = service.http.post("/v1/completions", json=body)
+
+    assert reply.status_code == 200, reply.text
+    assert unpack_ints(service.engine.submitted[0].prompt).tolist() == kept
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_if_requested(service, stream):
+    service.answer("two words")
+    ids = service.state.tokenizer.encode("two words")
+    extra = {"return_token_ids": True}
+
+    reply = service.openai.completions.create(
+        model=MODEL, prompt=[70, 71], extra_body=extra, stream=stream
+    )
+
+    choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+    assert choices[0].prompt_token_ids == [70, 71]
+    assert [i for c in choices for i in c.token_ids] == [*ids, service.state.tokenizer.eos_ids[0]]
+
+
+def test_other_names_of_fields_have_their_effect(service):
+    body = {"model": MODEL, "prompt": "x", "n_predict": 3, "repeat_penalty": 1.5, "priority": 0}
+
+    service.http.post("/v1/completions", json=body)
+
+    (submitted,) = service.engine.submitted
+    assert (submitted.max_tokens, submitted.sampling.repetition_penalty) == (3, 1.5)
+
+
 def test_preferred_and_forbidden_tokens_reach_the_engine(service):
     body = {
         "model": MODEL,

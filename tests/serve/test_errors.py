@@ -78,14 +78,14 @@ BAD_CHAT = [
     {"bad_words": [""]},
     {"stream": "yes"},
     {"stream_options": {"include_usage": True}},
-    {"stream": True, "stream_options": {"x": 1}},
     {"tools": [{"type": "function"}]},
     {"tool_choice": "required"},
     {"response_format": {"type": "json_object"}},
-    {"functions": []},
+    {"functions": [{"name": "f"}]},
+    {"priority": 1},
+    {"truncate_prompt_tokens": 0},
+    {"truncate_prompt_tokens": -2},
     {"chat_template": "{{ 1 }}"},
-    {"prompt": "x"},
-    {"nonsense": 1},
 ]
 BAD_TEXT = [
     {"prompt": ""},
@@ -148,13 +148,36 @@ def test_a_bad_completion_field_is_refused(service, change):
 
 
 def test_an_error_names_the_field(service):
-    unknown = service.http.post(CHAT, json={"model": MODEL, "messages": HI, "nonsense": 1})
     bad = service.http.post(CHAT, json={"model": MODEL, "messages": HI, "top_p": 7})
     missing = service.http.post(CHAT, json={"model": MODEL})
 
-    assert assert_error(unknown)["param"] == "nonsense"
     assert assert_error(bad)["param"] == "top_p"
     assert assert_error(missing)["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("sent", "value"),
+    [
+        ("max_completion_tokens", 0),
+        ("max_new_tokens", 0),
+        ("n_predict", -1),
+        ("max_tokens", 0),
+        ("repeat_penalty", 0),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(service, sent, value):
+    reply = service.http.post(CHAT, json={"model": MODEL, "messages": HI, sent: value})
+
+    error = assert_error(reply)
+    assert error["param"] == sent
+    assert error["message"].startswith(sent)
+
+
+def test_no_tokens_at_all_are_refused(service):
+    assert (
+        assert_error(service.http.post("/detokenize", json={"tokens": None}))["param"] == "tokens"
+    )
+    assert service.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
 def test_an_unknown_model_is_not_found(service):

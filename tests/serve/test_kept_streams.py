@@ -63,6 +63,8 @@ class Answer:
         body = b""
         if b"content-length" in headers:
             body = stream.read(int(headers[b"content-length"]))
+        elif b"transfer-encoding" not in headers:  # HTTP/1.0
+            body = stream.readall()
         else:
             while size := int(stream.readline(), 16):
                 body += stream.read(size)

@@ -115,15 +115,75 @@ def test_a_proper_request_id_is_echoed(service, given, echoed):
     assert reply.headers["x-request-id"]
 
 
-def test_a_lenient_service_ignores_unknown_fields():
-    messages = [{"role": "user", "content": "x", "reasoning_content": "y"}]
-    body = {"model": MODEL, "messages": messages, "nonsense": 1, "max_tokens": 1, "stream": True}
-    body["stream_options"] = {"nonsense": 1}
+EXTRA = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "x", "color": "y"}],
+    "max_tokens": 1,
+    "plugins": [],
+    "nonsense": 1,
+}
 
-    with serving(**{"serve.lenient": True}) as service:
-        reply = service.http.post("/v1/chat/completions", json=body)
 
-    assert reply.status_code == 200
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_fields_are_ignored_and_named(service, caplog, stream):
+    options = {"stream": True, "stream_options": {"nonsense": 1}} if stream else {}
+    for name in sorted(EXTRA):  # other tests may have had them logged
+        service.state.ignored_fields._names.discard(name)
+
+    replies = [
+        service.http.post("/v1/chat/completions", json={**EXTRA, **options}) for _ in range(3)
+    ]
+
+    assert [reply.status_code for reply in replies] == [200] * 3
+    assert {reply.headers["x-ignored-parameters"] for reply in replies} == {"nonsense, plugins"}
+    (record,) = [r for r in caplog.records if "ignored" in r.message]
+    assert "nonsense, plugins" in record.message
+
+
+def test_a_strict_service_refuses_unknown_fields():
+    with serving(**{"serve.strict": True}) as service:
+        reply = service.http.post("/v1/chat/completions", json=EXTRA)
+        nested = {name: EXTRA[name] for name in ("model", "messages")}
+        inner = service.http.post("/v1/chat/completions", json=nested)
+
+    assert reply.json()["error"]["message"] == "unknown parameter: plugins"
+    assert inner.json()["error"]["param"] == "messages.0.color"
+
+
+@pytest.mark.parametrize("field", [{"functions": [{"name": "f"}]}, {"guided_json": {"a": 1}}])
+def test_what_an_answer_would_lack_is_refused(service, field):
+    reply = service.http.post("/v1/chat/completions", json={**EXTRA, **field})
+
+    (name,) = field
+    assert reply.json()["error"] == {
+        "message": f"{name} is not offered",
+        "type": "invalid_request_error",
+        "param": name,
+        "code": "invalid_value",
+    }
+
+
+def test_models_have_the_fields_that_benchmarks_read():
+    with serving(served_model_aliases=["gpt-x"]) as service:
+        models = service.http.get("/v1/models").json()["data"]
+        same = service.http.get("/v1/models/").json()["data"]
+        one = service.http.get("/v1/models/gpt-x").json()
+        service.answer("a")
+        reply = service.openai.chat.completions.create(model="gpt-x", messages=HI)
+
+    assert [model["id"] for model in models] == [MODEL, "gpt-x"]
+    assert models == same
+    assert models[1] == one
+    assert one["root"].endswith(MODEL)
+    assert one["max_model_len"] == service.state.context_len
+    assert reply.choices[0].message.content == "a"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/v1/models", "/version", "/metrics", "/"])
+def test_head_is_answered_wherever_get_is(service, path):
+    reply = service.http.head(path)
+
+    assert (reply.status_code, reply.content) == (200, b"")
 
 
 def test_a_message_that_the_sdk_dumped_is_taken_back(service):
@@ -165,12 +225,6 @@ def test_each_operation_of_the_openapi_document_has_a_name_and_a_summary(service
 
     assert len({operation["operationId"] for operation in operations}) == len(operations)
     assert all(operation["summary"] for operation in operations)
-
-
-def test_a_head_request_is_answered_without_a_body(service):
-    reply = service.http.head("/health")
-
-    assert (reply.status_code, reply.content) == (200, b"")
 
 
 def test_nothing_is_left_outstanding(service):

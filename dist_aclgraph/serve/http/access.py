@@ -1,9 +1,12 @@
 """Access: which requests are allowed, by their headers: API key, Host, and the site of the page.
 
 A page of another site can have a browser send requests to this service, without a preflight where
-they look like those of a form. So a POST must be JSON, and must not come from another site. The
-owner of another site's name can also point it at this machine (DNS rebinding), so on loopback
-``Host`` must be a name of this machine.
+they look like those of a form. So a POST must be JSON, and must not come from another site, unless
+``serve.allowed_origins`` has its origin; browsers learn that from the headers of CORS.
+
+The owner of another site's name can also point it at this machine (DNS rebinding). So on loopback,
+where no key is wanted, ``Host`` must not be a name that a stranger can own: names of this machine,
+addresses, and names without a dot, such as that of an upstream of nginx, are allowed.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
 # For probes, which have no key, and for the status page, which asks its user for one.
-OPEN_PATHS = ("/health", "/ready", "/")
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+OPEN_PATHS = ("/health", "/ping", "/ready", "/")
+ANY = "*"  # in ``serve.allowed_hosts`` and ``serve.allowed_origins``
+PREFLIGHT_S = 600  # how long a browser may remember an answer to OPTIONS
+EXPOSED = b"x-request-id, x-ignored-parameters, retry-after"  # headers that pages may read
 MIN_KEY_CHARS = 16
 MAX_KEYS_BYTES = 1 << 20
 
@@ -36,11 +41,13 @@ class Access:
 
     Attributes:
         digests: SHA-256 of each API key; without any, requests need no key.
-        hosts: names that the Host header may have; None allows all.
+        hosts: names with a dot that the Host header may have; None allows all.
+        origins: of other sites' pages that may use the API.
     """
 
     digests: tuple[bytes, ...] = ()
     hosts: frozenset[str] | None = None
+    origins: frozenset[str] = frozenset()
 
     def authorize(self, method: str, path: str, headers: Headers) -> None:
         """Return if the request may be read.
@@ -48,28 +55,70 @@ class Access:
         Raises:
             ForbiddenError: it names another host, or a page of another site sends it.
             UnauthorizedError: it has no valid key, and needs one.
-            NotJsonError: it has a body of another type.
+            NotJsonError: it has a body of another type, or an encoded one.
         """
         host = headers.get(b"host", b"").decode("latin-1")
-        if self.hosts is not None and host and _name(host) not in self.hosts:
+        if self.hosts is not None and not _may_be(_name(host), self.hosts):
             raise ForbiddenError(
                 f"this service is not known as {host[:200]!r}; it may be added to "
                 "serve.allowed_hosts"
             )
         if self.digests and path not in OPEN_PATHS:
-            self._check_key(headers.get(b"authorization", b""))
+            self._check_key(headers)
         if method == "POST":
-            _check_site(headers, host)
-            _check_type(headers.get(b"content-type", b""))
+            if self.cors_origin(headers) is None:
+                _check_site(headers, host)
+            _check_type(headers)
 
-    def _check_key(self, authorization: bytes) -> None:
-        scheme, _, key = authorization.partition(b" ")
+    def cors_origin(self, headers: Headers) -> bytes | None:
+        """Return the origin that a browser is told, None where it is not allowed."""
+        origin = headers.get(b"origin")
+        if origin is None or ANY in self.origins:
+            return ANY.encode() if self.origins and origin is not None else None
+        return origin if origin.decode("latin-1").lower() in self.origins else None
+
+    def cors_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers of CORS for the answer to a request."""
+        if not self.origins:
+            return []
+        found = [(b"vary", b"Origin")]
+        if (origin := self.cors_origin(headers)) is not None:
+            found += [
+                (b"access-control-allow-origin", origin),
+                (b"access-control-expose-headers", EXPOSED),
+            ]
+        return found
+
+    def preflight(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers of the answer to OPTIONS; ``cors_headers`` are added to them.
+
+        Raises:
+            ForbiddenError: a browser asks for a page of another site.
+        """
+        methods = b"GET, HEAD, POST, OPTIONS"
+        found = [(b"allow", methods)]
+        if b"access-control-request-method" in headers:
+            if self.cors_origin(headers) is None:
+                _check_site(headers, headers.get(b"host", b"").decode("latin-1"))
+            found += [
+                (b"access-control-allow-methods", methods),
+                (b"access-control-max-age", b"%d" % PREFLIGHT_S),
+            ]
+            if asked := headers.get(b"access-control-request-headers"):
+                found.append((b"access-control-allow-headers", asked))
+        return found
+
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key.strip()).digest()
         # Every key is compared, so that the time of an answer tells nothing about the keys.
         found = [hmac.compare_digest(digest, known) for known in self.digests]
-        if scheme.lower() != b"bearer" or not any(found):
+        if not any(found):
             raise UnauthorizedError(
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as "
+                "X-API-Key: KEY"
             )
 
 
@@ -88,18 +137,22 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
         _check_length(key, API_KEY_VARIABLE)
         keys.append(key)
     digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
-    if not checks_host:
-        return Access(digests)
+    origins = frozenset(origin.lower().rstrip("/") for origin in config.allowed_origins)
+    hosts = frozenset(name.lower() for name in config.allowed_hosts)
+    is_limited = bool(hosts) and ANY not in hosts
+    if not checks_host or config.uds is not None:
+        return Access(digests, None, origins)
     if is_loopback(config.host):
-        return Access(digests, frozenset({*LOOPBACK_NAMES, config.host, *config.allowed_hosts}))
+        # Pages of a stranger's site have no key, and learn nothing without.
+        is_limited = is_limited or not (digests or hosts)
+        return Access(digests, hosts if is_limited else None, origins)
     if not digests and not config.insecure:
         raise ConfigError(
             f"serve.host is {config.host}, which others can reach, and there is no API key: put "
             f"keys into a file and name it with serve.api_keys_file, or set {API_KEY_VARIABLE}, "
             "or let anyone in with serve.insecure=true"
         )
-    hosts = frozenset(config.allowed_hosts)
-    return Access(digests, hosts | {*LOOPBACK_NAMES} if hosts else None)
+    return Access(digests, hosts if is_limited else None, origins)
 
 
 def is_loopback(host: str) -> bool:
@@ -135,18 +188,37 @@ def _check_length(key: str, where: str) -> None:
 
 
 def _check_site(headers: Headers, host: str) -> None:
-    origin = headers.get(b"origin")
+    origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
-    if is_foreign or headers.get(b"sec-fetch-site") == b"cross-site":
-        raise ForbiddenError("requests from pages of other sites are refused")
+    # No page can forge this header. Behind a proxy, Host may not be the name that browsers know.
+    if site == b"cross-site" or (is_foreign and site != b"same-origin"):
+        raise ForbiddenError(
+            "requests from pages of other sites are refused; serve.allowed_origins may name them"
+        )
 
 
-def _check_type(given: bytes) -> None:
+def _check_type(headers: Headers) -> None:
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding not in (b"", b"identity"):
+        raise NotJsonError(
+            f"the body has Content-Encoding {encoding[:100].decode('latin-1')}; send it as it is"
+        )
+    given = headers.get(b"content-type", b"")
     kind = given.partition(b";")[0].strip().lower()
     if kind and kind != b"application/json" and not kind.endswith(b"+json"):
         raise NotJsonError(
             f"the body is {kind[:100].decode('latin-1')}; send Content-Type: application/json"
         )
+
+
+def _may_be(name: str, hosts: frozenset[str]) -> bool:
+    """Return whether a request may be for this name; see the module's docstring."""
+    if "." not in name or name in hosts or name.endswith(".localhost"):
+        return True
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _name(host: str) -> str:

@@ -249,6 +249,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             app = plain_error(
                 431, f"the headers exceed {self._limits.max_header_bytes} bytes", CLOSE
             )
+        elif not self._has_right_host:
+            app = plain_error(400, "a request must have exactly one Host header", CLOSE)
         elif owed is None and self._has_answered_all and self._refuse():
             return
         version = self._parser.get_http_version()
@@ -285,6 +287,12 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._deadline.clear()
         else:
             self._deadline.set(IDLE_S)
+
+    @property
+    def _has_right_host(self) -> bool:
+        """Whether the request obeys RFC 9112, 3.2."""
+        count = sum(name == b"host" for name, _ in self._headers)
+        return count == 1 or (count == 0 and self._parser.get_http_version() == "1.0")
 
     @property
     def _expects_continue(self) -> bool:
@@ -354,9 +362,12 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def _address(ask: Callable[[], Any]) -> tuple[str, int] | None:
-    """Return an address as ASGI has it; None where the client has gone already."""
+    """Return an address as ASGI has it; None at a Unix socket, and where the client has gone."""
     try:
-        host, port, *_ = ask()
+        address = ask()
     except OSError:
         return None
+    if not isinstance(address, tuple):
+        return None
+    host, port, *_ = address
     return str(host), int(port)

@@ -9,6 +9,7 @@ import re
 import secrets
 from functools import lru_cache
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError
@@ -44,6 +45,8 @@ class Edge:
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
         """See ``GatedApp``. A client without a key learns only that the service is full."""
         slots = self._state.slots
+        if self._access.origins:  # the headers of CORS depend on those of the request
+            return None
         if method == b"POST" and path in _GENERATING_BYTES and slots.is_full:
             return _full(slots.total)
         return None
@@ -54,11 +57,19 @@ class Edge:
             return
         headers = dict(scope["headers"])
         if self._names_requests:
-            send = _naming(send, request_name(headers.get(REQUEST_ID, b"")))
+            name = request_name(headers.get(REQUEST_ID, b""))
+            send = _adding(send, [(REQUEST_ID, name)])
         method, path = scope["method"], _own_path(scope)
         extensions = scope.get("extensions", {})
         is_owed = RESUMED in extensions
+        if cors := self._access.cors_headers(headers):
+            send = _adding(send, cors)
         try:
+            if method == "OPTIONS":
+                response = Response(status_code=204)
+                response.raw_headers += self._access.preflight(headers)
+                await response(scope, receive, send)
+                return
             self._access.authorize(method, path, headers)
             if method == "POST" and path in GENERATING:
                 self._state.admit(None)
@@ -101,11 +112,10 @@ def request_name(given: bytes) -> bytes:
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
 
 
-def _naming(send: Send, name: bytes) -> Send:
-    async def send_with_id(message: Message) -> None:
+def _adding(send: Send, added: list[tuple[bytes, bytes]]) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [*message.get("headers", []), (REQUEST_ID, name)]
-            message = {**message, "headers": headers}
+            message = {**message, "headers": [*message.get("headers", []), *added]}
         await send(message)
 
-    return send_with_id
+    return send_with_headers

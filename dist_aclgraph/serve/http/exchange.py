@@ -149,7 +149,12 @@ class HttpExchange:
             self.keeps_alive = False
         elif not self.keeps_alive:
             headers.append(CLOSE_HEADER)
-        self._is_chunked = b"content-length" not in found and status not in WITHOUT_BODY
+        # The end of the connection ends a body without length for a client of HTTP/1.0.
+        self._is_chunked = (
+            b"content-length" not in found
+            and status not in WITHOUT_BODY
+            and self.scope["http_version"] != "1.0"
+        )
         if self._is_chunked and self.scope["method"] != "HEAD":
             headers.append(CHUNKED_HEADER)
         return status_line(status) + header_lines(headers) + b"\r\n"

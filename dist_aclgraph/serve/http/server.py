@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -192,6 +193,42 @@ async def _drain(state: ServerState) -> None:
     for task in list(state.tasks):
         task.cancel()
     await asyncio.sleep(0)  # the connections end
+
+
+def listen_at(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens where the configuration says.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    if config.uds is None:
+        return listen(config.host, config.port)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_unused(config.uds)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind(config.uds)
+        os.chmod(config.uds, 0o660)
+        listener.listen(BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(
+            f"serve.uds is {config.uds}: it cannot be bound ({e.strerror or e}); choose another"
+        ) from e
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_unused(path: str) -> None:
+    """Remove the socket of a service that has ended; a living one keeps its socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)
+        except OSError:
+            pass  # there is none
 
 
 def listen(host: str, port: int) -> socket.socket:

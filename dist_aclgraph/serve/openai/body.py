@@ -1,13 +1,17 @@
-"""Request bodies: read within limits, decoded once into typed structs; every fault is a 4xx.
+"""Request bodies: read within limits, decoded into typed structs; every fault is a 4xx.
 
 msgspec checks types while it decodes and stops at the first error: nothing is built from what is
 not valid. Fields that may hold any number of items stay ``Raw``, which costs a scan; their items
 are counted before they are built (``types``).
+
+Fields that no struct names are ignored, or refused with ``serve.strict``. A client that sends one
+of ``NOT_OFFERED`` would misunderstand an answer without its effect, so these are always refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +28,38 @@ from dist_aclgraph.serve.openai.errors import BodyTimeoutError, BodyTooLargeErro
 
 B = TypeVar("B", bound="Body")
 R = TypeVar("R")
+log = logging.getLogger(__name__)
 MAX_INLINE_BYTES = 32 << 10  # decoded on the event loop: a thread would take longer to reach
 MAX_SHOWN_CHARS = 200
+IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the names of fields that were ignored
+MAX_IGNORED = 16  # names of one request, and what a client may write into the log
+MAX_STRINGS = 1 << 14  # of a body whose unknown fields are ignored, because they are gathered
+NOT_OFFERED = frozenset(
+    {
+        "audio",
+        "beam_width",
+        "ebnf",
+        "function_call",
+        "functions",
+        "grammar",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "images",
+        "json_schema",
+        "logits_processors",
+        "lora_path",
+        "n_probs",
+        "prompt_embeds",
+        "regex",
+        "structured_outputs",
+        "use_beam_search",
+        "web_search_options",
+    }
+)
+_NOTHING = (b"null", b"false", b"[]", b"{}", b'""', b"0", b'"none"', b'"auto"')
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # One thread, so that the event loop gets its turn between two large bodies.
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
@@ -116,14 +150,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-async def receive_body(request: Request, config: ServeConfig) -> bytes:
-    """Return the body as it came.
-
-    Raises:
-        BodyTooLargeError: it is longer than ``serve.max_body_bytes``.
-        BodyTimeoutError: it did not arrive in time.
-        InvalidParameterError: the client left before its end.
-    """
+async def _receive_in_time(request: Request, config: ServeConfig) -> bytes:
     try:
         async with asyncio.timeout(config.body_s):
             return await _receive(request, config.max_body_bytes)
@@ -136,10 +163,7 @@ async def receive_body(request: Request, config: ServeConfig) -> bytes:
 
 
 async def read_body(
-    data: bytes,
-    kind: type[B],
-    convert: Callable[[B], R],
-    config: ServeConfig,
+    request: Request, kind: type[B], convert: Callable[[B], R], config: ServeConfig
 ) -> R:
     """Return what ``convert`` makes of the decoded and checked body.
 
@@ -147,18 +171,52 @@ async def read_body(
         convert: called on another thread if the body is large.
 
     Raises:
-        InvalidParameterError: it is not JSON, or not what ``kind`` describes.
+        BodyTooLargeError: it is longer than ``serve.max_body_bytes``.
+        BodyTimeoutError: it did not arrive in time.
+        InvalidParameterError: it is incomplete, or not JSON, or not what ``kind`` describes.
     """
-    wanted = kind if config.lenient else strict(kind)
+    data = await _receive_in_time(request, config)
+    is_strict = config.strict or data.count(b'"') > 2 * MAX_STRINGS
+    wanted = strict(kind) if is_strict else kind
 
     def read() -> R:
         body: B = decode(data, wanted)
+        if not is_strict:
+            request.scope[IGNORED] = _ignored(data, kind)
         body.check_fields()
         return convert(body)
 
     if len(data) <= MAX_INLINE_BYTES:
         return read()
     return await asyncio.get_running_loop().run_in_executor(_decoding, read)
+
+
+def _ignored(data: bytes, kind: type[Body]) -> list[str]:
+    """Return the names of the fields that ``kind`` does not have.
+
+    Raises:
+        InvalidParameterError: a field asks for what the service does not offer.
+    """
+    found: dict[str, msgspec.Raw] = decode(data, dict[str, msgspec.Raw])
+    names = sorted(found.keys() - set(kind.__struct_fields__))
+    for name in names:
+        if name in NOT_OFFERED and bytes(found[name]) not in _NOTHING:
+            raise InvalidParameterError(f"{name} is not offered", name)
+    return [name for name in names if _NAME.fullmatch(name)][:MAX_IGNORED]
+
+
+class IgnoredFields:
+    """Logs the name of each ignored field once, for so many names in all."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._names: set[str] = set()
+
+    def note(self, path: str, names: list[str]) -> None:
+        new = [name for name in names if name not in self._names]
+        if new and len(self._names) < self._most:
+            self._names.update(new)
+            log.warning("%s: unknown parameters are ignored: %s", path, ", ".join(new))
 
 
 async def _receive(request: Request, max_bytes: int) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
@@ -25,12 +25,15 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return body, body.for_template(), body.chat_options()
 
-    data = await receive_body(request, state.config.serve)
-    body, messages, options = await read_body(data, ChatRequest, convert, state.config.serve)
+    body, messages, options = await read_body(request, ChatRequest, convert, state.config.serve)
     # Off the event loop: a long prompt must not stall the streams of others.
     prompt_ids = await asyncio.to_thread(
-        state.tokenizer.encode_chat, messages, options, max_tokens=state.context_len
+        state.tokenizer.encode_chat,
+        messages,
+        options,
+        max_tokens=body.most_prompt_tokens(state.context_len),
     )
+    prompt_ids = body.truncated(prompt_ids, state.context_len)
     state.check_prompt_logprobs(body.prompt_logprobs, [prompt_ids])
     defaults = state.sampling_defaults
     most = defaults.get("max_tokens")
@@ -40,17 +43,20 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
     generation = Generation(
         state, [prompt_ids], [params], body.num_choices, body.cache_salt or "", journal
     )
-    shape = _ChatReply(state, body, journal.chance)
+    shape = _ChatReply(state, body, prompt_ids, journal.chance)
     return await reply(request, generation, shape, stream=bool(body.stream))
 
 
 class _ChatReply(Reply):
     """Shapes pieces into chat completion objects."""
 
-    def __init__(self, state: ApiState, body: ChatRequest, chance: Chance) -> None:
+    def __init__(
+        self, state: ApiState, body: ChatRequest, prompt_ids: list[int], chance: Chance
+    ) -> None:
         kind = "chat.completion", "chat.completion.chunk"
         super().__init__(state, "chatcmpl", kind, body.streaming(), chance)
         self._body = body
+        self._prompt_ids = prompt_ids
         self._begun: set[int] = set()
 
     def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
@@ -58,12 +64,17 @@ class _ChatReply(Reply):
         has_more = len(piece.logprobs) > piece.has_end_token
         logprobs = self._logprobs(piece) if has_more else None
         choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
         frame = self.chunk(generation, choice)
         if piece.index in self._begun:
             return frame
         self._begun.add(piece.index)
         first = {"role": "assistant", "content": ""}
-        return self.chunk(generation, self._choice(piece.index, first, None, None)) + frame
+        choice = self._choice(piece.index, first, None, None)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = self._prompt_ids
+        return self.chunk(generation, choice) + frame
 
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []
@@ -76,10 +87,14 @@ class _ChatReply(Reply):
                     "finish_reason": piece.finish_reason,
                 }
             )
+            if self._body.return_token_ids:
+                choices[-1]["token_ids"] = piece.token_ids
         reply = self.body(choices, generation.usage.as_json())
         if self._body.prompt_logprobs is not None:
             rows = pieces[0].prompt_logprobs
             reply["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, rows)
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = self._prompt_ids
         return reply
 
     def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
-from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs
@@ -31,17 +31,23 @@ async def completions(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return body, body.prompts(state.context_len)
 
-    data = await receive_body(request, state.config.serve)
-    body, given = await read_body(data, CompletionRequest, convert, state.config.serve)
+    body, given = await read_body(request, CompletionRequest, convert, state.config.serve)
     # Off the event loop: a long text must not stall the streams of others.
     is_text = isinstance(given[0], str)
-    prompts = await asyncio.to_thread(_encode, state, given) if is_text else _encode(state, given)
-    if body.max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
+    most = body.most_prompt_tokens(state.context_len)
+    prompts = (
+        await asyncio.to_thread(_encode, state, given, most)
+        if is_text
+        else _encode(state, given, most)
+    )
+    if body.truncate_prompt_tokens is not None:  # an echo is of what the model has seen
+        given = prompts = [body.truncated(ids, state.context_len) for ids in prompts]
+    if body.asked_max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
     state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts)
     # The engine computes at least one token; ``max_tokens`` 0 leaves it out of the answer.
-    max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
+    max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
     params = [
         body.sampling(
             state.fit(len(ids), max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
@@ -57,11 +63,11 @@ async def completions(state: ApiState, request: Request) -> Response:
     return await reply(request, generation, shape, stream=bool(body.stream))
 
 
-def _encode(state: ApiState, given: Sequence[str | list[int]]) -> list[list[int]]:
+def _encode(state: ApiState, given: Sequence[str | list[int]], most: int) -> list[list[int]]:
     encoded = []
     for prompt in given:
         if isinstance(prompt, str):
-            ids = state.tokenizer.encode(prompt, max_tokens=state.context_len)
+            ids = state.tokenizer.encode(prompt, max_tokens=most)
         else:
             state.tokenizer.check_ids(prompt, "prompt")
             ids = prompt
@@ -139,7 +145,7 @@ class _CompletionReply(Reply):
             offset: length of the choice's text before this piece.
         """
         echo = self.echo(piece.index) if is_first else ""
-        is_left_out = self._body.max_tokens == 0
+        is_left_out = self._body.asked_max_tokens == 0
         choice = {
             "index": piece.index,
             "text": echo if is_left_out else echo + piece.text,
@@ -148,6 +154,10 @@ class _CompletionReply(Reply):
         }
         rows: list[RowLogprobs | None] = [] if is_left_out else [*piece.logprobs]
         texts = [] if is_left_out else [*piece.token_texts]
+        if self._body.return_token_ids:
+            choice["token_ids"] = [] if is_left_out else piece.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self._prompts[piece.index // self._body.num_choices]
         if self._body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, piece.prompt_logprobs)
         if self._body.logprobs is None:

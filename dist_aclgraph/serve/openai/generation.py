@@ -34,6 +34,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     """New text of one choice.
 
     Attributes:
+        token_ids: the new tokens.
         token_texts: the text of each token that ``logprobs`` are of.
         prompt_logprobs: of the tokens of the prompt but for the first, if requested; once.
         has_end_token: whether the last of ``logprobs`` is of an end token, which has no text.
@@ -44,6 +45,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     logprobs: tuple[RowLogprobs, ...]
     token_texts: tuple[str, ...]
     finish_reason: str | None
+    token_ids: list[int]
     prompt_logprobs: tuple[RowLogprobs, ...] = ()
     has_end_token: bool = False
 
@@ -249,6 +251,7 @@ class Generation:
             piece.logprobs,
             texts,
             piece.finish_reason,
+            piece.token_ids,
             prompt,
             has_end_token,
         )

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.serve.observe.status import page_response
-from dist_aclgraph.serve.openai.body import read_body, receive_body
+from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.counted import decode_ids
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.state import ApiState
@@ -22,14 +22,18 @@ MAX_TOKENS = 1 << 16  # that one request may tokenize, or turn into text
 
 
 async def list_models(state: ApiState, request: Request) -> Response:
-    """The one model that is served here."""
-    return json_response({"object": "list", "data": [_model(state)]})
+    """The one model that is served here, once for each of its names."""
+    models = [_model(state, name) for name in state.config.names]
+    return json_response({"object": "list", "data": models})
 
 
 async def show_model(state: ApiState, request: Request) -> Response:
     """One model by its name."""
-    state.admit(request.path_params["model_id"])
-    return json_response(_model(state))
+    name = request.path_params["model_id"]
+    if not name:  # /v1/models/
+        return await list_models(state, request)
+    state.admit(name)
+    return json_response(_model(state, name))
 
 
 async def health(state: ApiState, request: Request) -> Response:
@@ -38,6 +42,11 @@ async def health(state: ApiState, request: Request) -> Response:
     if outage := state.client.outage():
         return json_response({"status": "recovering", "reason": outage})
     return json_response({"status": "ok"})
+
+
+async def ping(state: ApiState, request: Request) -> Response:
+    """The same as /health, under the name that some balancers use."""
+    return await health(state, request)
 
 
 async def ready(state: ApiState, request: Request) -> Response:
@@ -83,8 +92,7 @@ async def tokenize(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return body, body.for_template()
 
-    data = await receive_body(request, state.config.serve)
-    body, messages = await read_body(data, TokenizeRequest, convert, state.config.serve)
+    body, messages = await read_body(request, TokenizeRequest, convert, state.config.serve)
     return json_response(await asyncio.to_thread(_tokenize, state, body, messages))
 
 
@@ -95,8 +103,7 @@ async def detokenize(state: ApiState, request: Request) -> Response:
         state.admit(body.model)
         return decode_ids(body.tokens, MAX_TOKENS, "tokens")
 
-    data = await receive_body(request, state.config.serve)
-    ids = await read_body(data, DetokenizeRequest, convert, state.config.serve)
+    ids = await read_body(request, DetokenizeRequest, convert, state.config.serve)
     text = await asyncio.to_thread(state.tokenizer.decode, ids, skip_special_tokens=False)
     return json_response({"prompt": text})
 
@@ -122,11 +129,13 @@ def _tokenize(
     return reply
 
 
-def _model(state: ApiState) -> dict[str, Any]:
+def _model(state: ApiState, name: str) -> dict[str, Any]:
     return {
-        "id": state.config.name,
+        "id": name,
         "object": "model",
         "created": state.created_s,
         "owned_by": "dist_aclgraph",
+        "root": state.config.model,
+        "parent": None,
         "max_model_len": state.context_len,
     }

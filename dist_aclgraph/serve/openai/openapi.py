@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -68,6 +68,7 @@ REPLIES: dict[str, Json] = {
     "/v1/models": _object(object=_STRING, data=_list(_MODEL)),
     "/v1/models/{model_id}": _MODEL,
     "/health": _object(status=_STRING),
+    "/ping": _object(status=_STRING),
     "/ready": _object(status=_STRING),
     "/version": _object(version=_STRING),
     "/status.json": _object(
@@ -79,36 +80,53 @@ REPLIES: dict[str, Json] = {
         history={"type": "object"},
     ),
 }
+SECURITY_SCHEMES: Json = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
 TEXTS = {"/metrics": "text/plain", "/": "text/html"}
 ERROR = _object(
     error=_object(message=_STRING, type=_STRING, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)
 )
 
 
-def document(endpoints: Mapping[str, Mapping[str, Callable[..., Any]]], *, lenient: bool) -> Json:
+def document(
+    endpoints: Mapping[str, Mapping[str, Callable[..., Any]]],
+    *,
+    is_strict: bool,
+    open_paths: Collection[str] | None,
+) -> Json:
     """Return the OpenAPI document.
 
     Args:
         endpoints: by method and path; a path is described by the docstring of its endpoint.
+        is_strict: whether unknown request fields are refused.
+        open_paths: those that need no key; None if there are no keys.
     """
     paths: Json = {}
-    for method, found in endpoints.items():
-        for path, endpoint in found.items():
+    for method, endpoints_of in endpoints.items():
+        for path, endpoint in endpoints_of.items():
             plain = path.replace(":path", "")  # Starlette's converter
             paths[plain] = {method: _operation(plain, endpoint)}
-    return {
+            if open_paths is not None and path in open_paths:
+                paths[plain][method]["security"] = []
+    found: Json = {
         "openapi": "3.1.0",
         "info": {"title": "dist_aclgraph", "version": VERSION},
         "paths": paths,
-        "components": {"schemas": _schemas(lenient)},
+        "components": {"schemas": _schemas(is_strict)},
     }
+    if open_paths is not None:
+        found["components"]["securitySchemes"] = SECURITY_SCHEMES
+        found["security"] = [{name: []} for name in SECURITY_SCHEMES]
+    return found
 
 
-def _schemas(lenient: bool) -> dict[str, Json]:
+def _schemas(is_strict: bool) -> dict[str, Json]:
     """Return the schemas that operations refer to, by name."""
     kinds = [*BODIES.values(), ChatMessage]
     _, found = msgspec.json.schema_components(
-        [kind if lenient else strict(kind) for kind in kinds], ref_template=REF
+        [strict(kind) if is_strict else kind for kind in kinds], ref_template=REF
     )
     return {**found, "Error": ERROR}
 

@@ -142,6 +142,7 @@ def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
         tuple(row for piece in pieces for row in piece.logprobs),
         tuple(text for piece in pieces for text in piece.token_texts),
         pieces[-1].finish_reason,
+        [token_id for piece in pieces for token_id in piece.token_ids],
         next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ()),
         pieces[-1].has_end_token,
     )
@@ -191,6 +192,7 @@ class _Held(Response):
 
     def __init__(self, response: Response, held: contextlib.ExitStack) -> None:
         self.status_code = response.status_code
+        self.raw_headers = response.raw_headers
         self.background = None
         self._response = response
         self._held = held

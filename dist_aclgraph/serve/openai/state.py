@@ -22,7 +22,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.serve.observe.metrics import Metrics
 from dist_aclgraph.serve.observe.status import StatusNumbers
-from dist_aclgraph.serve.openai.body import BodyBudget
+from dist_aclgraph.serve.openai.body import BodyBudget, IgnoredFields
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
@@ -56,6 +56,7 @@ class ApiState:
         self.context_len = config.max_model_len or tokenizer.context_len
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
+        self.ignored_fields = IgnoredFields()
         self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
         self.status = StatusNumbers(config.name, self.metrics, client)
@@ -84,7 +85,7 @@ class ApiState:
 
     def admit(self, model: str | None) -> None:
         """Raise if a request for ``model`` cannot be taken now."""
-        if model is not None and model != self.config.name:
+        if model is not None and model not in self.config.names:
             raise UnknownModelError(
                 f"the model {model[:200]!r} does not exist; this server has {self.config.name!r}",
                 "model",

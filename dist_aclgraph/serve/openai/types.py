@@ -37,6 +37,7 @@ from dist_aclgraph.text.chat_template import ChatOptions
 MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
+MAX_PROMPT = 1 << 17  # tokens of a prompt before it is truncated
 MAX_VARIABLES = 1024  # texts in ``chat_template_kwargs``, names included
 ABSENT: Raw = field(default_factory=Raw)
 
@@ -109,7 +110,10 @@ class ChatMessage(Body):
 
 
 class GenerateRequest(Body, kw_only=True):
-    """The fields that chat and text completions share."""
+    """The fields that chat and text completions share.
+
+    ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are other servers' names of fields.
+    """
 
     model: str
     max_tokens: int | None = None
@@ -139,6 +143,12 @@ class GenerateRequest(Body, kw_only=True):
     safety_identifier: str | None = None
     cache_salt: str | None = None
     logit_bias: Annotated[Raw, schemas.LOGIT_BIAS] = ABSENT
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=0, le=0)] | None = None
+    max_new_tokens: int | None = None
+    n_predict: int | None = None
+    repeat_penalty: float | None = None
     allowed_token_ids: Annotated[Raw, schemas.ALLOWED_IDS] = ABSENT
     bad_words: Annotated[Raw, schemas.BAD_WORDS] = ABSENT
 
@@ -156,9 +166,42 @@ class GenerateRequest(Body, kw_only=True):
                 "stream_options.include_obfuscation is not offered", "stream_options"
             )
 
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParameterError(
+                "truncate_prompt_tokens is 0; it must be -1 or at least 1", "truncate_prompt_tokens"
+            )
+
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return getattr(self, self._name_of_max_tokens)  # type: ignore[no-any-return]
+
+    @property
+    def _name_of_max_tokens(self) -> str:
+        return self._first("max_tokens", "max_new_tokens", "n_predict")
+
+    def _first(self, *names: str) -> str:
+        """Return the first of several names of a field that has a value, or the first name."""
+        return next((name for name in names if getattr(self, name) is not None), names[0])
+
+    def truncated(self, ids: list[int], context_len: int) -> list[int]:
+        """Return the last ids of a prompt, as many as ``truncate_prompt_tokens`` says.
+
+        -1 keeps as many as leave room for the answer.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return ids
+        if most < 0:
+            most = max(1, context_len - max(1, self.asked_max_tokens or 1))
+        return ids[-most:]
+
+    def most_prompt_tokens(self, context_len: int) -> int:
+        """Return how many tokens a prompt may have before it is truncated."""
+        return context_len if self.truncate_prompt_tokens is None else max(context_len, MAX_PROMPT)
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
@@ -175,6 +218,7 @@ class GenerateRequest(Body, kw_only=True):
     def _sampling(
         self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]
     ) -> SamplingParams:
+        repetition = self._first("repetition_penalty", "repeat_penalty")
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -182,7 +226,7 @@ class GenerateRequest(Body, kw_only=True):
             "min_p": self.min_p,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
+            "repetition_penalty": getattr(self, repetition),
             "seed": self.seed,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
@@ -207,7 +251,14 @@ class GenerateRequest(Body, kw_only=True):
         if self.stop_token_ids:
             ids = decode_ids(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
             kept["stop_token_ids"] = tuple(ids)
-        return SamplingParams(**{**kept, "max_tokens": max_tokens, "logprobs": logprobs})
+        try:
+            return SamplingParams(**{**kept, "max_tokens": max_tokens, "logprobs": logprobs})
+        except InvalidParameterError as e:
+            sent = {"max_tokens": self._name_of_max_tokens, "repetition_penalty": repetition}
+            if e.param not in sent:
+                raise
+            name = sent[e.param]
+            raise InvalidParameterError(str(e).replace(e.param, name, 1), name) from None
 
 
 class ChatRequest(GenerateRequest, kw_only=True):
@@ -261,9 +312,8 @@ class ChatRequest(GenerateRequest, kw_only=True):
         )
 
     @property
-    def asked_max_tokens(self) -> int | None:
-        asked = self.max_completion_tokens
-        return self.max_tokens if asked is None else asked
+    def _name_of_max_tokens(self) -> str:
+        return self._first("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict")
 
     def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters, ``defaults`` where the request gives none."""
@@ -298,7 +348,7 @@ class CompletionRequest(GenerateRequest, kw_only=True):
             InvalidParameterError: there is none, or one is empty, or there are too many.
             RequestTooLongError: there are more token ids than the context takes.
         """
-        found = decode_prompts(self.prompt, MAX_PROMPTS, context_len)
+        found = decode_prompts(self.prompt, MAX_PROMPTS, self.most_prompt_tokens(context_len))
         if len(found) * self.num_choices > MAX_PROMPTS:
             raise InvalidParameterError(
                 f"prompts times n exceed {MAX_PROMPTS} completions in one request", "prompt"
@@ -342,6 +392,10 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body, kw_only=True):
     model: str | None = None
     tokens: Annotated[Raw, schemas.TOKEN_IDS]
+
+    def check_fields(self) -> None:
+        if _is_empty(self.tokens) and bytes(self.tokens) != b"[]":
+            raise InvalidParameterError("tokens must be an array of token ids", "tokens")
 
 
 def _or(given: bool | None, default: bool) -> bool:

@@ -1,0 +1,140 @@
+"""Programs of others, unmodified, against a service on an emulated NPU: ``make test-clients``.
+
+The Python programs have an environment of their own. A program that is not there is a test skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "tiny-qwen3.yaml"
+CHECKPOINT = ROOT / "models" / "tiny-qwen3"
+CLIENTS = ROOT / ".venv-clients" / "bin"
+MODEL = "tiny-qwen3"
+COUNT = "Count from 3 to 9."
+COUNTED = "3 4 5 6 7 8 9"  # the model's answer to COUNT
+START_S, RUN_S, STOP_S = 120.0, 240.0, 60.0
+# No program may ask for anything but the service.
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENAI_API_KEY": "none",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
+
+
+@dataclass
+class Service:
+    """A running ``dist-aclgraph serve``; ``api`` is the base URL that OpenAI's clients take."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api(self) -> str:
+        return f"{self.url}/v1"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(url: str, process: subprocess.Popen[Any], seconds: float = START_S) -> None:
+    """Return once the URL answers 200."""
+    until_s = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url, timeout=5.0).status_code == 200:
+                return
+        assert process.poll() is None, f"it has ended with {process.returncode}"
+        assert time.monotonic() < until_s, f"{url} does not answer"
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def running(command: list[str], url: str, log: Path) -> Iterator[None]:
+    """Run a server within this block, which begins once the URL answers."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        wait_for(url, process)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_S)
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory) -> Iterator[Service]:
+    """A service in float32, so that its numbers can be compared."""
+    found = Service(free_port())
+    command = [sys.executable, "-m", "dist_aclgraph.cli.main", "serve", str(CONFIG)]
+    command += [
+        "dtype=float32",
+        "device.emulator.strict=false",
+        f"serve.port={found.port}",
+        'serve.allowed_origins=["*"]',
+    ]
+    with running(command, f"{found.url}/ready", tmp_path_factory.mktemp("service") / "log"):
+        yield found
+
+
+def program(name: str) -> str:
+    """Return the path of a program of the system, or skip the test."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def client_program(name: str) -> str:
+    """Return the path of a program of the clients' environment, or skip the test."""
+    path = CLIENTS / name
+    if not path.exists():
+        pytest.skip(f"{name} is not in {CLIENTS.parent.name}; make setup-clients")
+    return str(path)
+
+
+def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
+    """Run a program to its end, and return its output."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **OFFLINE, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def run_python(module: str, code: str, **variables: str) -> Any:
+    """Run code in the clients' environment; return the JSON of the last line that it prints."""
+    python = client_program("python")
+    if subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode:
+        pytest.skip(f"{module} is not in {CLIENTS.parent.name}; make setup-clients")
+    return json.loads(run(python, "-c", code, **variables).splitlines()[-1])

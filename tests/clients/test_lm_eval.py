@@ -1,0 +1,99 @@
+"""lm-evaluation-harness: a task that generates, and a multiple choice by log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+import transformers
+
+from tests.clients.conftest import CHECKPOINT, COUNTED, client_program, run
+
+DOCUMENTS = [
+    {"question": "1 2 3", "choices": [" 4 5", " 9 1", " hello"], "answer": 0},
+    {"question": "Once upon", "choices": [" 7 7", " a time"], "answer": 1},
+    {"question": "I can greet you, count", "choices": [" and tell", " 3 and"], "answer": 0},
+]
+TASK = """
+task: {task}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+"""
+CHOICE = """
+target_delimiter: ""
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+GENERATE = """
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["zzz"], max_gen_toks: 32, do_sample: false, temperature: 0}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def evaluate(folder, service, kind, documents, rest, model, *options):
+    """Run a task of these documents; return its results and its samples."""
+    data = folder / "documents.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (folder / "own.yaml").write_text(TASK.format(task="own", data=data, kind=kind) + rest)
+    path = "chat/completions" if "chat" in model else "completions"
+    arguments = f"model=tiny-qwen3,base_url={service.api}/{path},num_concurrent=4,max_retries=1"
+    arguments += f",tokenizer={CHECKPOINT},tokenizer_backend=huggingface,tokenized_requests=False"
+    run(
+        client_program("lm_eval"),
+        *("--model", model, "--model_args", arguments, "--tasks", "own"),
+        *("--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"),
+        *options,
+        HF_HOME=str(folder),
+    )
+    (results,) = (folder / "out").rglob("results_*.json")
+    (samples,) = (folder / "out").rglob("samples_own_*.jsonl")
+    found = [json.loads(line) for line in samples.read_text().splitlines()]
+    return json.loads(results.read_text())["results"]["own"], found
+
+
+def test_a_multiple_choice_has_the_log_probabilities_of_transformers(
+    service, tmp_path, monkeypatch
+):
+    results, samples = evaluate(
+        tmp_path, service, "multiple_choice", DOCUMENTS, CHOICE, "local-completions"
+    )
+
+    # transformers would load torch_npu, which wants a CANN in this process.
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    assert len(samples) == len(DOCUMENTS)
+    for sample in samples:
+        document = DOCUMENTS[sample["doc_id"]]
+        begin = len(tokenizer(document["question"]).input_ids)
+        for choice, ((value, _),) in zip(document["choices"], sample["resps"], strict=True):
+            ids = tokenizer(document["question"] + choice).input_ids
+            with torch.no_grad():
+                rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+            exact = sum(rows[at - 1, ids[at]].item() for at in range(begin, len(ids)))
+            assert float(value) == pytest.approx(exact, abs=1e-4 * (len(ids) - begin))
+    assert results["acc,none"] == 1.0
+
+
+@pytest.mark.parametrize("options", [("--apply_chat_template",)])
+def test_a_task_that_generates(service, tmp_path, options):
+    documents = [{"question": "Count from 3 to 9.", "answer": COUNTED}] * 6
+
+    results, _ = evaluate(
+        tmp_path,
+        service,
+        "generate_until",
+        documents,
+        GENERATE,
+        "local-chat-completions",
+        *options,
+    )
+
+    assert results["exact_match,none"] == 1.0

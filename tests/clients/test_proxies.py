@@ -1,0 +1,77 @@
+"""nginx, HAProxy and Caddy in front of the service, in their ordinary forms."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+
+from tests.clients.conftest import COUNT, COUNTED, MODEL, free_port, program, running
+
+NGINX = """
+daemon off; pid {folder}/pid; error_log stderr; worker_processes 1;
+events {{}}
+http {{
+  access_log off; client_body_temp_path {folder}; proxy_temp_path {folder};
+  fastcgi_temp_path {folder}; uwsgi_temp_path {folder}; scgi_temp_path {folder};
+  upstream dist_aclgraph {{ server 127.0.0.1:{service}; }}
+  server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://dist_aclgraph; }} }}
+}}
+"""
+HAPROXY = """
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 60s
+  timeout server 60s
+frontend api
+  bind 127.0.0.1:{port}
+  default_backend groups
+backend groups
+  option httpchk GET /ready
+  server one 127.0.0.1:{service} check
+"""
+CADDY = """
+{{
+  admin off
+  auto_https off
+}}
+http://127.0.0.1:{port} {{
+  reverse_proxy 127.0.0.1:{service}
+}}
+"""
+PROXIES = {
+    "nginx": (NGINX, ["-c"]),
+    "haproxy": (HAPROXY, ["-f"]),
+    "caddy": (CADDY, ["run", "--adapter", "caddyfile", "--config"]),
+}
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_proxy_passes_answers_and_streams(service, tmp_path, name):
+    text, options = PROXIES[name]
+    port = free_port()
+    config = tmp_path / "config"
+    config.write_text(text.format(folder=tmp_path, port=port, service=service.port))
+    url = f"http://127.0.0.1:{port}"
+    body = {"model": MODEL, "messages": [{"role": "user", "content": COUNT}], "temperature": 0}
+
+    with running([program(name), *options, str(config)], f"{url}/ready", tmp_path / "log"):
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60.0)
+        head = httpx.head(f"{url}/health")
+        long = {"model": MODEL, "prompt": "1", "max_tokens": 400, "ignore_eos": True}
+        times, last = [], ""
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={**long, "stream": True}, timeout=60.0
+        ) as stream:
+            for line in stream.iter_lines():
+                times.append(time.monotonic())
+                last = line or last
+        refused = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": "other"})
+
+    assert reply.json()["choices"][0]["message"]["content"] == COUNTED
+    assert head.status_code == 200
+    assert last == "data: [DONE]"
+    assert times[-1] - times[0] > 0.1  # the proxy does not wait for the end
+    assert refused.status_code == 404
