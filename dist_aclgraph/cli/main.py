@@ -15,26 +15,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from dist_aclgraph.cli.exit_codes import tell
+from dist_aclgraph.cli.model_options import (
+    ModelCommand,
+    load_model,
+    show_and_save,
+    with_model_options,
+)
 from dist_aclgraph.errors import ConfigError, DistAclGraphError
 from dist_aclgraph.extras import require
 from dist_aclgraph.version import VERSION
 
 cli = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would cut the names of long options off
 )
-ConfigPath = Annotated[Path, typer.Argument(help="YAML file of a deployment")]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG|MODEL", help="YAML file, or a model's directory or name")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value over the file, e.g. parallel.tp=2")
 ]
-Host = Annotated[str | None, typer.Option(help="address to listen on, as serve.host=ADDRESS")]
-Port = Annotated[int | None, typer.Option(help="port to listen on, as serve.port=N")]
 NumGroups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
 DeploymentName = Annotated[
     str | None, typer.Option(help="name of its controller, where several deployments run")
@@ -66,10 +72,12 @@ def common(
     """Serve large language models on many Ascend NPUs."""
 
 
-@cli.command()
+@cli.command(cls=ModelCommand)
+@with_model_options(serves=False)
 def run(
     config: ConfigPath,
     prompt: Annotated[list[str], typer.Option(help="may be given several times")],
+    options: dict[str, Any],
     overrides: Overrides = None,
     max_tokens: Annotated[int, typer.Option(help="most tokens per answer")] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.0,
@@ -85,49 +93,58 @@ def run(
         from dist_aclgraph.cli.checks import check_deployment
         from dist_aclgraph.cli.last_start import keep_report
         from dist_aclgraph.cli.progress import StartProgress
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        loaded = check_deployment(load_config(config, parse_overrides(overrides or [])))
+        loaded = check_deployment(load_model(config, overrides, options))
         with StartProgress(Console(stderr=True)) as show:
             llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
         with llm:
             keep_report(loaded.name, llm.report())
-            asked = [
-                text if raw else llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-                for text in prompt
-            ]
-            for text, completion in zip(prompt, llm.generate(asked, params), strict=True):
+            if raw:
+                found = llm.generate(prompt, params, use_tqdm=False)
+            else:
+                asked = [[{"role": "user", "content": text}] for text in prompt]
+                found = llm.chat(asked, params, use_tqdm=False)
+            for text, request in zip(prompt, found, strict=True):
+                (output,) = request.outputs
                 if as_json:
-                    found = {
+                    answer = {
                         "prompt": text,
-                        "text": completion.text,
-                        "finish_reason": completion.finish_reason,
-                        "token_ids": completion.token_ids,
+                        "text": output.text,
+                        "finish_reason": output.finish_reason,
+                        "token_ids": output.token_ids,
                     }
-                    print(json.dumps(found), flush=True)
+                    print(json.dumps(answer), flush=True)
                 else:
-                    print(f"> {text}\n{completion.text}", flush=True)
+                    print(f"> {text}\n{output.text}", flush=True)
 
 
-@cli.command()
+@cli.command(cls=ModelCommand)
+@with_model_options(serves=True)
 def serve(
-    config: ConfigPath, overrides: Overrides = None, host: Host = None, port: Port = None
+    config: ConfigPath,
+    options: dict[str, Any],
+    overrides: Overrides = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the configuration as YAML")
+    ] = None,
 ) -> None:
     """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
     with _user_errors():
         from dist_aclgraph.cli.serve import serve as serve_deployment
-        from dist_aclgraph.config import load_config, parse_overrides
 
-        given = {"serve.host": host, "serve.port": port}
-        options = {key: value for key, value in given.items() if value is not None}
-        serve_deployment(load_config(config, parse_overrides(overrides or []) | options))
+        loaded = load_model(config, overrides, options)
+        changes = {name for name, value in options.items() if value is not None}
+        show_and_save(loaded, config, bool(changes - {"host", "port"}), save)
+        serve_deployment(loaded)
 
 
-@cli.command()
+@cli.command(cls=ModelCommand)
+@with_model_options(serves=False)
 def plan(
     config: ConfigPath,
+    options: dict[str, Any],
     overrides: Overrides = None,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="draw padding over batch size: a .png")] = None,
@@ -137,12 +154,11 @@ def plan(
         from rich.console import Console
 
         from dist_aclgraph.cli.plan_report import plan_report, render_plan
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.device.decision import decide_device
 
         if plot is not None:
             require("matplotlib", "plots", "--plot")
-        loaded = load_config(config, parse_overrides(overrides or []))
+        loaded = load_model(config, overrides, options)
         report = plan_report(decide_device(loaded, "plan"))
         if plot is not None:
             from dist_aclgraph.cli.plan_plot import plot_padding
@@ -198,7 +214,6 @@ def simulate(
         from rich.console import Console
 
         from dist_aclgraph.cli.simulate import render_simulation, simulate_with_progress
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.device.decision import decide_device
         from dist_aclgraph.simulate.simulation import LoadOptions
         from dist_aclgraph.simulate.times import line_times, read_times
@@ -219,7 +234,7 @@ def simulate(
             seed=seed,
         )
         report = simulate_with_progress(
-            decide_device(load_config(config, parse_overrides(overrides or [])), "plan"),
+            decide_device(load_model(config, overrides), "plan"),
             options,
             assumed if times is None else read_times(times, capture_ms),
             compare,
@@ -273,10 +288,9 @@ def roll(
         from dist_aclgraph.actors.deployment.deployment import check_startable
         from dist_aclgraph.actors.deployment.running import running_deployment
         from dist_aclgraph.cli.progress import StartProgress
-        from dist_aclgraph.config import load_config, parse_overrides
         from dist_aclgraph.device.decision import decide_device
 
-        loaded = load_config(config, parse_overrides(overrides or []))
+        loaded = load_model(config, overrides)
         loaded = decide_device(loaded, "cluster")
         check_startable(loaded)
         with running_deployment(deployment, ray) as running:
@@ -315,11 +329,8 @@ def doctor(
 
         if cluster:
             from dist_aclgraph.cli.doctor.cluster import examine_cluster
-            from dist_aclgraph.config import load_config, parse_overrides
 
-            loaded = (
-                None if config is None else load_config(config, parse_overrides(overrides or []))
-            )
+            loaded = None if config is None else load_model(config, overrides)
             findings = examine_cluster(loaded, ray)
         elif config is not None or ray is not None:
             raise ConfigError("a configuration and --ray need --cluster")
