@@ -13,7 +13,6 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -86,38 +85,12 @@ def run(
 ) -> None:
     """Answer prompts and stop."""
     with _user_errors():
-        from rich.console import Console
-
-        from dist_aclgraph.actors.deployment import deployment
-        from dist_aclgraph.actors.deployment.llm import LLM
-        from dist_aclgraph.cli.checks import check_deployment
-        from dist_aclgraph.cli.last_start import keep_report
-        from dist_aclgraph.cli.progress import StartProgress
+        from dist_aclgraph.cli.run import run as run_deployment
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        loaded = check_deployment(load_model(config, overrides, options))
-        with StartProgress(Console(stderr=True)) as show:
-            llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
-        with llm:
-            keep_report(loaded.name, llm.report())
-            if raw:
-                found = llm.generate(prompt, params, use_tqdm=False)
-            else:
-                asked = [[{"role": "user", "content": text}] for text in prompt]
-                found = llm.chat(asked, params, use_tqdm=False)
-            for text, request in zip(prompt, found, strict=True):
-                (output,) = request.outputs
-                if as_json:
-                    answer = {
-                        "prompt": text,
-                        "text": output.text,
-                        "finish_reason": output.finish_reason,
-                        "token_ids": output.token_ids,
-                    }
-                    print(json.dumps(answer), flush=True)
-                else:
-                    print(f"> {text}\n{output.text}", flush=True)
+        loaded = load_model(config, overrides, options)
+        run_deployment(loaded, prompt, params, raw=raw, as_json=as_json)
 
 
 @cli.command(cls=ModelCommand)

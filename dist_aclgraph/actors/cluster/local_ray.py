@@ -96,6 +96,7 @@ class LocalRay:
         if self.death:
             self.kill()
         ray.shutdown()
+        processes.kill_handles(self._handles)
         self._starter.end_started()
         self._starter.close()
 
@@ -159,9 +160,12 @@ def start_daemons(**options: Any) -> set[int]:
         try:
             _init("local", **options)
             break
-        except Exception as e:
+        except BaseException as e:
+            started = processes.children(os.getpid()) - before
+            agents = set().union(*map(processes.children, started))
+            handles = processes.open_handles(started | agents)
             ray.shutdown()
-            processes.kill_all(processes.children(os.getpid()) - before)
+            processes.kill_handles(handles)
             if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
                 raise
             logger.warning("Ray took too long to start, and is started again")
