@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
-from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, start_ray
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, leave_ray, start_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.controller.term import Term
@@ -258,4 +258,4 @@ def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
         local_ray.stop()
         run_directory.sweep()  # engines that were killed have left theirs
     elif owns_connection:
-        ray.shutdown()
+        leave_ray()
