@@ -80,6 +80,12 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "graph_plan_version": ("gauge", "", "Version of the graph plan that holds."),
     "graph_capture_seconds": ("gauge", "graph", "How long the capture of a graph took."),
     "graph_pool_bytes": ("gauge", "", "Device memory that all captured graphs share."),
+    "weight_bytes": ("gauge", "", "Device memory that the weights of a rank take."),
+    "memory_offered_bytes": (
+        "gauge",
+        "rank",
+        "Device memory of a rank for KV blocks and graphs: beside weights and eager steps.",
+    ),
     "graph_streams_offered": ("gauge", "rank", "Streams that a rank offered for graphs."),
     "graph_streams_predicted": ("gauge", "rank", "Streams that the first plan was to take."),
     "graph_streams_measured": ("gauge", "rank", "Streams that it took."),
