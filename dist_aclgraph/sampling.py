@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 64
+MAX_CHOICES = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class SamplingParams:
     """Parameters of one request; limits follow the OpenAI API and vLLM's extensions.
 
     Attributes:
+        n: answers of `LLM` to the prompt; choice j is seeded with seed + j.
         max_tokens: most tokens to generate; None means up to the context's end.
         temperature: [0, 2]; below 1e-5 greedy; smaller positive values are raised to 0.01.
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
@@ -46,6 +48,7 @@ class SamplingParams:
         skip_special_tokens: whether special tokens are left out of the text.
     """
 
+    n: int = 1
     max_tokens: int | None = 16
     temperature: float = 1.0
     top_k: int = 0
@@ -69,6 +72,7 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 2.0)
@@ -112,6 +116,11 @@ class SamplingParams:
         )
 
 
+def seed_of_choice(seed: int, index: int) -> int:
+    """Return the seed of one of several answers to a prompt, within int64."""
+    return (seed + index + 2**63) % 2**64 - 2**63
+
+
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParameterError(f"{name} is {value!r}; it must be an integer", name)
@@ -132,8 +141,8 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
         )
 
 
-def _strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value)
+def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value or ())
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidParameterError(
             f"{name} has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed", name
@@ -176,8 +185,8 @@ def _words(value: Sequence[str]) -> tuple[str, ...]:
     return words
 
 
-def _ids(name: str, value: Sequence[int]) -> tuple[int, ...]:
-    ids = tuple(value)
+def _ids(name: str, value: Sequence[int] | None) -> tuple[int, ...]:
+    ids = tuple(value or ())
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidParameterError(
             f"{name} has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed", name

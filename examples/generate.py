@@ -1,16 +1,17 @@
-"""Answer prompts in one process: ``python examples/generate.py [configs/x.yaml]``."""
+"""Answer prompts in one process: ``python examples/generate.py [MODEL or configs/x.yaml]``."""
 
 import sys
 
 from dist_aclgraph import LLM, SamplingParams
 
-config = sys.argv[1] if len(sys.argv) > 1 else "configs/tiny-qwen3.yaml"
+model = sys.argv[1] if len(sys.argv) > 1 else "configs/tiny-qwen3.yaml"
 
 if __name__ == "__main__":
-    with LLM(config) as llm:
+    with LLM(model) as llm:
         questions = ["Count from 3 to 9.", "Tell me a story about a fox in the forest."]
-        prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": q}]) for q in questions]
-        answers = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+        conversations = [[{"role": "user", "content": question}] for question in questions]
+        answers = llm.chat(conversations, SamplingParams(max_tokens=24, temperature=0.0))
         for question, answer in zip(questions, answers, strict=True):
-            print(f"{question!r} -> {answer.text!r} ({answer.finish_reason})")
+            output = answer.outputs[0]
+            print(f"{question!r} -> {output.text!r} ({output.finish_reason})")
         print("graph plan:", llm.report()["plan"]["families"])

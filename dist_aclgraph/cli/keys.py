@@ -11,6 +11,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from dist_aclgraph.config import Config, Section
+from dist_aclgraph.vllm_options import OPTIONS, REFUSED
 
 INTRODUCTION = """\
 # Configuration
@@ -19,12 +20,47 @@ One YAML file describes one deployment. This page lists every key; other keys ar
 command line, `key=value` replaces the value of the file: `parallel.tp=2`. The command
 `dist-aclgraph keys > docs/use/configuration.md` makes this page.
 """
+OF_VLLM = """\
+## Options of vLLM
+
+`dist-aclgraph serve MODEL` takes these options of `vllm serve`, and `LLM(MODEL, ...)` takes them as
+arguments. `run` and `plan` take them, too, except those of the service. `key=value` goes before an
+option.
+
+| vLLM | here |
+| --- | --- |
+"""
+REFUSED_HEAD = """
+These options have no counterpart, and are refused:
+
+| vLLM | instead |
+| --- | --- |
+"""
 MAX_COLUMNS = 118
 
 
 def render_keys() -> str:
     """Return the page, in Markdown: the keys at the top, then a list for each section."""
-    return "\n".join([INTRODUCTION, *_render(Config, "")]) + "\n"
+    options = OF_VLLM + "".join(f"| {flags} | {ours} |\n" for flags, ours in _options())
+    refused = "".join(f"| `{_flag(name)}` | {why} |\n" for name, why in REFUSED.items())
+    return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
+
+
+def _options() -> Iterator[tuple[str, str]]:
+    """Yield vLLM's option, and our key with the values that are called something else."""
+    for name, option in OPTIONS.items():
+        flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))
+        words = [
+            f"{_literal(theirs)} is {'the default' if ours is None else ours}"
+            for theirs, ours in option.words.items()
+        ]
+        if option.note:
+            words.append(option.note)
+        yield flags, f"`{option.key}`" + (f": {', '.join(words)}" if words else "")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _render(section: type[Section], prefix: str) -> Iterator[str]:

@@ -13,32 +13,34 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from dist_aclgraph.cli.exit_codes import tell
+from dist_aclgraph.cli.model_options import (
+    ModelCommand,
+    load_local_model,
+    load_model,
+    show_and_save,
+    with_model_options,
+)
 from dist_aclgraph.errors import ConfigError, DistAclGraphError
 from dist_aclgraph.extras import require
 from dist_aclgraph.version import VERSION
 
-if TYPE_CHECKING:
-    from dist_aclgraph.config import Config
-
 cli = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would cut the names of long options off
 )
-ConfigPath = Annotated[Path, typer.Argument(help="YAML file of a deployment")]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG|MODEL", help="YAML file, or a model's directory or name")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value over the file, e.g. parallel.tp=2")
 ]
-Host = Annotated[str | None, typer.Option(help="address to listen on, as serve.host=ADDRESS")]
-Port = Annotated[int | None, typer.Option(help="port to listen on, as serve.port=N")]
-Uds = Annotated[str | None, typer.Option(help="Unix socket to listen at, as serve.uds=PATH")]
 NumGroups = Annotated[int, typer.Argument(help="lockstep groups that take requests, 1 or more")]
 DeploymentName = Annotated[
     str | None, typer.Option(help="name of its controller, where several deployments run")
@@ -70,10 +72,12 @@ def common(
     """Serve large language models on many Ascend NPUs."""
 
 
-@cli.command()
+@cli.command(cls=ModelCommand)
+@with_model_options(serves=False)
 def run(
     config: ConfigPath,
     prompt: Annotated[list[str], typer.Option(help="may be given several times")],
+    options: dict[str, Any],
     overrides: Overrides = None,
     max_tokens: Annotated[int, typer.Option(help="most tokens per answer")] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.0,
@@ -82,58 +86,40 @@ def run(
 ) -> None:
     """Answer prompts and stop."""
     with _user_errors():
-        from rich.console import Console
-
-        from dist_aclgraph.actors.deployment import deployment
-        from dist_aclgraph.actors.deployment.llm import LLM
-        from dist_aclgraph.cli.checks import check_deployment
-        from dist_aclgraph.cli.last_start import keep_report
-        from dist_aclgraph.cli.progress import StartProgress
+        from dist_aclgraph.cli.run import run as run_deployment
         from dist_aclgraph.sampling import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        loaded = check_deployment(_load(config, overrides))
-        with StartProgress(Console(stderr=True)) as show:
-            llm = LLM(loaded, start=partial(deployment.start, on_progress=show))
-        with llm:
-            keep_report(loaded.name, llm.report())
-            asked = [
-                text if raw else llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-                for text in prompt
-            ]
-            for text, completion in zip(prompt, llm.generate(asked, params), strict=True):
-                if as_json:
-                    found = {
-                        "prompt": text,
-                        "text": completion.text,
-                        "finish_reason": completion.finish_reason,
-                        "token_ids": completion.token_ids,
-                    }
-                    print(json.dumps(found), flush=True)
-                else:
-                    print(f"> {text}\n{completion.text}", flush=True)
+        loaded = load_local_model(config, overrides, options)
+        run_deployment(loaded, prompt, params, raw=raw, as_json=as_json)
 
 
-@cli.command()
+@cli.command(cls=ModelCommand)
+@with_model_options(serves=True)
 def serve(
     config: ConfigPath,
+    options: dict[str, Any],
     overrides: Overrides = None,
-    host: Host = None,
-    port: Port = None,
-    uds: Uds = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the configuration as YAML")
+    ] = None,
 ) -> None:
     """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
     with _user_errors():
         from dist_aclgraph.cli.serve import serve as serve_deployment
+        from dist_aclgraph.hub import with_local_model
 
-        given = {"serve.host": host, "serve.port": port, "serve.uds": uds}
-        options = {key: value for key, value in given.items() if value is not None}
-        serve_deployment(_load(config, overrides, options))
+        loaded = load_model(config, overrides, options)
+        changes = {name for name, value in options.items() if value is not None}
+        show_and_save(loaded, config, bool(changes - {"host", "port", "uds"}), save)
+        serve_deployment(with_local_model(loaded))
 
 
-@cli.command()
+@cli.command(cls=ModelCommand)
+@with_model_options(serves=False)
 def plan(
     config: ConfigPath,
+    options: dict[str, Any],
     overrides: Overrides = None,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="draw padding over batch size: a .png")] = None,
@@ -147,7 +133,7 @@ def plan(
 
         if plot is not None:
             require("matplotlib", "plots", "--plot")
-        loaded = _load(config, overrides, weights=False)
+        loaded = load_local_model(config, overrides, options, weights=False)
         report = plan_report(decide_device(loaded, "plan"))
         if plot is not None:
             from dist_aclgraph.cli.plan_plot import plot_padding
@@ -223,7 +209,7 @@ def simulate(
             seed=seed,
         )
         report = simulate_with_progress(
-            decide_device(_load(config, overrides, weights=False), "plan"),
+            decide_device(load_local_model(config, overrides, weights=False), "plan"),
             options,
             assumed if times is None else read_times(times, capture_ms),
             compare,
@@ -279,7 +265,7 @@ def roll(
         from dist_aclgraph.cli.progress import StartProgress
         from dist_aclgraph.device.decision import decide_device
 
-        loaded = decide_device(_load(config, overrides), "cluster")
+        loaded = decide_device(load_local_model(config, overrides), "cluster")
         check_startable(loaded)
         with running_deployment(deployment, ray) as running:
             with StartProgress(Console(stderr=True)) as show:
@@ -317,11 +303,8 @@ def doctor(
 
         if cluster:
             from dist_aclgraph.cli.doctor.cluster import examine_cluster
-            from dist_aclgraph.config import load_config, parse_overrides
 
-            loaded = (
-                None if config is None else load_config(config, parse_overrides(overrides or []))
-            )
+            loaded = None if config is None else load_model(config, overrides)
             findings = examine_cluster(loaded, ray)
         elif config is not None or ray is not None:
             raise ConfigError("a configuration and --ray need --cluster")
@@ -368,26 +351,6 @@ def probe(
         print(f"{report.summary()}: {out}, {out.with_suffix('.md')}", flush=True)
         if multiprocessing.active_children():
             os._exit(0)  # Python would wait for a killed process that hangs in the driver
-
-
-def _load(
-    config: Path,
-    overrides: list[str] | None,
-    options: dict[str, Any] | None = None,
-    *,
-    weights: bool = True,
-) -> Config:
-    """Read a configuration whose model is here, or is loaded from its hub now.
-
-    Args:
-        options: of the command line; they win over ``overrides``.
-        weights: whether the command reads weights.
-    """
-    from dist_aclgraph.config import load_config, parse_overrides
-    from dist_aclgraph.hub import with_local_model
-
-    loaded = load_config(config, parse_overrides(overrides or []) | (options or {}))
-    return with_local_model(loaded, weights=weights)
 
 
 @contextmanager

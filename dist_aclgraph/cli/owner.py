@@ -6,6 +6,7 @@ deployment (``owner_link.py``), and is told to drain before the deployment is st
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,11 +51,15 @@ def own_deployment(
     start: Start,
     signals: Signals,
     heartbeat: SharedHeartbeat,
+    *,
+    has_supervisor: bool = False,
 ) -> None:
     """Start a deployment, and keep it until a signal; then drain and stop it.
 
     Args:
         heartbeat: beats while it starts and serves.
+        has_supervisor: whether another process ends what this one has started; then a signal during
+            the start ends this process at once.
 
     Raises:
         RayDiedError: the Ray that was started for it has died; another deployment may take its
@@ -67,7 +72,8 @@ def own_deployment(
     with OwnerLink(opened.link, answers) as link:
         try:
             console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
-            with _started(config, start, signals, console, answers, heartbeat) as running:
+            starting = _started(config, start, signals, console, answers, heartbeat, has_supervisor)
+            with starting as running:
                 try:
                     _watch(config, running, signals, answers, heartbeat)
                     console.print("Draining ...")
@@ -91,10 +97,21 @@ def _started(
     console: Console,
     answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
+    has_supervisor: bool,
 ) -> Iterator[Deployment]:
     """Start a deployment and stop it afterwards; a signal before it serves ends the process."""
     try:
         with heartbeat.starting(), StartProgress(console) as show:
+
+            def stop() -> None:
+                show.stop_at_once()
+                if has_supervisor:
+                    os._exit(128 + signals.received)
+                raise KeyboardInterrupt  # Ray's calls know it
+
+            signals.on_first = stop
+            if signals.received:
+                stop()
 
             def report(progress: Any) -> None:
                 signals.take_over()  # Ray has installed handlers of its own meanwhile
@@ -104,8 +121,10 @@ def _started(
                 show(progress)
 
             running = start(config, on_progress=report)
-    except (_Stopping, SystemExit):  # Ray's own handler of SIGTERM exits, with another number
+    except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's own handler of SIGTERM exits
         raise SystemExit(128 + (signals.received or SIGTERM)) from None
+    finally:
+        signals.on_first = None
     has_ray = True
     try:
         signals.take_over()

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from dist_aclgraph.cli.plan_context import context_entry, layout_in_words, print_context
 from dist_aclgraph.config import Config
+from dist_aclgraph.config.chips import family_of
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.planning.budget import Price, StreamOffer, total
 from dist_aclgraph.planning.choice import padding_share
@@ -26,6 +27,8 @@ from dist_aclgraph.planning.traffic import Traffic, weights_of
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
+REQUEST_TOKENS = (1024, 4096, 16384, 65536)  # lengths of requests that are counted
+NODE_NPUS = 8  # of a server with an unknown chip
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
@@ -57,6 +60,9 @@ def plan_report(config: Config) -> dict[str, Any]:
     ]
     pool = max(rank["pool_bytes"] or 0 for rank in ranks)
     num_blocks = deployment.num_blocks(pool)
+    longest = spec.longest_request(num_blocks, deployment.planner.max_model_len)
+    family = family_of(config.device.chip)
+    node_npus = family.node_npus if family else NODE_NPUS
     return {
         "model": {"name": config.name, "path": config.model, **asdict(deployment.facts)},
         "layout": {
@@ -80,6 +86,8 @@ def plan_report(config: Config) -> dict[str, Any]:
         "plans": [_plan_entry(config, group, plan) for group, plan in enumerate(plans)],
         "ranks": ranks,
         "memory": _memory_entry(deployment, pool, spec.total_bytes(num_blocks)),
+        "nodes": _num_nodes(layout, config.parallel.tp, node_npus),
+        "node_npus": node_npus,
         "kv": {
             "block_size": spec.block_size,
             "bytes_per_block": spec.bytes_per_block,
@@ -87,7 +95,8 @@ def plan_report(config: Config) -> dict[str, Any]:
             "bytes": spec.total_bytes(num_blocks),
             "num_shards": spec.num_shards,
             "tokens": (num_blocks - 1) * spec.tokens_per_block,
-            "max_model_len": spec.longest_request(num_blocks, deployment.planner.max_model_len),
+            "max_model_len": longest,
+            "requests": _requests_that_fit(deployment, num_blocks, longest),
         },
         "context": context_entry(deployment, pool),
     }
@@ -99,7 +108,8 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"[bold]{model['name']}[/bold]: {model['architecture']}, {model['num_layers']} layers; "
         f"{layout['world_size']} NPUs ({layout_in_words(layout)}) in "
-        f"{len(layout['lockstep_groups'])} lockstep groups"
+        f"{len(layout['lockstep_groups'])} lockstep groups, on at least "
+        f"{report['nodes']} nodes of {report['node_npus']} NPUs"
     )
     for sentence in report["assumptions"]:
         console.print(f"  assumed: {sentence}")
@@ -136,8 +146,31 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
         f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
     )
+    fits = "; ".join(f"{row['requests']} of {row['tokens']} tokens" for row in kv["requests"])
+    console.print(
+        f"Requests that fit at once into the {layout['dp']} data parallel ranks: {fits}",
+        highlight=False,
+    )
     if report["context"] is not None:
         print_context(report["context"], console)
+
+
+def _requests_that_fit(
+    deployment: AssumedDeployment, num_blocks: int, longest: int
+) -> list[dict[str, int]]:
+    """How many requests of each length the KV caches of all data parallel ranks hold."""
+    spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
+    lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]
+    return [
+        {"tokens": tokens, "requests": dp * ((num_blocks - 1) // spec.blocks_for(tokens))}
+        for tokens in lengths
+    ]
+
+
+def _num_nodes(layout: ParallelLayout, tp: int, node_npus: int) -> int:
+    """The fewest nodes that hold all ranks; a tensor parallel group that fits is not split."""
+    whole = max(1, node_npus // tp) * tp if tp <= node_npus else node_npus
+    return -(-layout.world_size // whole)
 
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:

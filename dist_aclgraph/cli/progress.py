@@ -13,6 +13,10 @@ from dist_aclgraph.actors.controller.controller import Progress as Report
 from dist_aclgraph.planning.memory import GIB
 
 WORDS = {
+    "BUILDING": "Building the emulated NPU, once for this machine",
+    "STARTING_RAY": "Starting Ray",
+    "JOINING_RAY": "Joining the Ray cluster",
+    "STARTING_CONTROLLER": "Starting the controller",
     "PLACING": "Placing workers",
     "JOINING": "Opening devices, joining HCCL groups",
     "LOADING": "Loading weights",
@@ -39,7 +43,9 @@ class StartProgress:
                 console=console,
                 transient=True,
             )
-            self._task = self._bar.add_task("Starting", total=None, counted="", detail="")
+            self._task = self._bar.add_task(
+                "Checking the device", total=None, counted="", detail=""
+            )
 
     def __enter__(self) -> StartProgress:
         if self._bar is not None:
@@ -54,6 +60,12 @@ class StartProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def stop_at_once(self) -> None:
+        """Leave the terminal as it was, and say that the start ends; for handlers of signals."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._console.print("Stopping ...")
 
     def __call__(self, report: Report) -> None:
         words = WORDS.get(report.state)

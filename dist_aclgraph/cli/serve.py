@@ -65,7 +65,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
 
         _allow_connections(config.serve.max_connections)
         supervisor = Supervisor(
-            partial(own_deployment, opened, start),
+            partial(own_deployment, opened, start, has_supervisor=True),
             partial(serve_http, opened),
             RestartBudget(config.recovery.restarts_per_hour),
             silent_s=max(SILENT_S, 2 * config.timeouts.link_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -15,10 +16,12 @@ class Signals:
 
     Attributes:
         received: its number; 0 before the first signal.
+        on_first: called by the handler of the first signal, in the main thread; it may raise.
     """
 
     def __init__(self) -> None:
         self.received = 0
+        self.on_first: Callable[[], None] | None = None
         # A handler may interrupt a wait that holds the lock of a threading.Event: setting the event
         # would then block for ever. Writing to a file descriptor does not.
         self._came = os.eventfd(0)
@@ -43,8 +46,14 @@ class Signals:
 
     def stop(self) -> None:
         """Act as if SIGTERM had come. Any thread."""
-        self._receive(signal.SIGTERM, None)
+        self._record(signal.SIGTERM)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int) -> None:
         self.received = self.received or number
         os.eventfd_write(self._came, 1)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self.received
+        self._record(number)
+        if is_first and self.on_first is not None:
+            self.on_first()

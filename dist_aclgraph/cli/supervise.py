@@ -36,6 +36,7 @@ AGAIN = 75  # exit code of an owner that is to be replaced; EX_TEMPFAIL of sysex
 OF_SIGNALS = 128  # and the number of a signal: the exit code of a process that it has ended
 END_S = 30.0  # limit of an ingress, once the service is over
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
+START_END_S = 10.0  # from a signal until an owner that has not served has ended
 SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
 
 Own = Callable[[Signals, SharedHeartbeat], None]
@@ -145,6 +146,8 @@ class Supervisor:
         self._owner_due_s = self._ingress_due_s = math.inf
         if not self._owner:
             return self._failure or OF_SIGNALS + number
+        if not self._owner_heartbeat.has_served:
+            self._end_s = min(self._end_s, START_END_S)
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._end_s)
         os.kill(self._owner, number)
         return None

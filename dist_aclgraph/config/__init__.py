@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from dist_aclgraph.config.cluster import ClusterConfig
 from dist_aclgraph.config.device import DeviceConfig, EmulatorConfig, FaultConfig, HcclExpansion
-from dist_aclgraph.config.loading import load_config, make_config, parse_overrides
+from dist_aclgraph.config.loading import (
+    load_config,
+    load_with_options,
+    make_config,
+    parse_overrides,
+    to_yaml,
+)
 from dist_aclgraph.config.section import Section
 from dist_aclgraph.config.serve import AutoscaleConfig, ServeConfig
 from dist_aclgraph.config.tree import (
@@ -47,6 +53,8 @@ __all__ = [
     "SpeculativeConfig",
     "TimeoutConfig",
     "load_config",
+    "load_with_options",
     "make_config",
     "parse_overrides",
+    "to_yaml",
 ]

@@ -1,4 +1,4 @@
-"""One YAML file becomes one frozen, checked tree: the only reader of YAML.
+"""One YAML file, or one model, becomes one frozen, checked tree: the only reader of YAML.
 
 ``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and the
 allowed values. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a command
@@ -18,34 +18,65 @@ import yaml
 from dist_aclgraph.config.tree import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shipped import shipped
+from dist_aclgraph.vllm_options import EXPERT_PARALLEL, as_overrides
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for larger texts
 MAX_SHOWN_ERRORS = 5
+MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
 
 
-def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a YAML file, apply dotted overrides, and check the whole.
+def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a configuration, apply dotted overrides, and check the whole.
 
     If the working directory has no ``configs/x.yaml``, that of the package is read. A relative
     ``model`` is taken from the working directory if it exists there, else from the directory that
     holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
 
+    Args:
+        source: path of a YAML file; or a model, by its directory or its name, which is served with
+            the defaults of all other keys.
+
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
     """
-    path = _find_config(Path(path))
-    try:
-        raw = _read_yaml(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
-    except ValueError as e:
-        raise ConfigError(f"{path} is not YAML: {e}") from e
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys, not {type(raw).__name__}")
+    path = _find_config(Path(source))
+    if path.name == MODEL_FILE and path.exists():
+        raise ConfigError(f"{path} describes a model: give its directory, {path.parent}")
+    if _is_model(path):
+        raw, base = {"model": str(source)}, shipped("")
+    else:
+        raw, base = _read_mapping(path), path.resolve().parent.parent
     for key, value in (overrides or {}).items():
         _set(raw, key, value)
     config = make_config(raw)
-    return config.model_copy(update={"model": _find_model(config.model, path)})
+    return config.model_copy(update={"model": _find_model(config.model, base)})
+
+
+def load_with_options(
+    source: str | Path,
+    options: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """Load a configuration that vLLM's options describe, or change.
+
+    Args:
+        source: as in ``load_config``.
+        options: by the names of ``vllm_options.OPTIONS``; None is no value.
+        overrides: dotted keys, which replace options.
+
+    Raises:
+        ConfigError: an option has no counterpart, or a value is not allowed.
+    """
+    keys = as_overrides(options) | dict(overrides or {})
+    config = load_config(source, keys)
+    if options.get(EXPERT_PARALLEL):
+        config = load_config(source, {"parallel.ep": config.parallel.world_size} | keys)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """Return a file that ``load_config`` reads, with the keys that were given."""
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 
 def make_config(raw: Mapping[str, Any]) -> Config:
@@ -77,6 +108,23 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         except ValueError as e:
             raise ConfigError(f"the value of {key} is not YAML: {value!r:.200}") from e
     return overrides
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        raw = _read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not YAML: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys, not {type(raw).__name__}")
+    return raw
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a path names a model; a missing file with the suffix of a configuration does not."""
+    return path.is_dir() or not (path.exists() or path.suffix in CONFIG_SUFFIXES)
 
 
 def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
@@ -157,16 +205,10 @@ def _find_config(given: Path) -> Path:
     return shipped(str(given))
 
 
-def _find_model(model: str, config_path: Path) -> str:
+def _find_model(model: str, base: Path) -> str:
+    """Return the directory of a model, relative to this one or to ``base``; else its name."""
     given = Path(model).expanduser()
-    candidates = (
-        [given]
-        if given.is_absolute()
-        else [
-            Path.cwd() / given,
-            config_path.resolve().parent.parent / given,
-        ]
-    )
+    candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:
         if candidate.is_dir():
             return str(candidate.resolve())

@@ -48,8 +48,8 @@ def tensor_files(directory: Path) -> dict[str, str]:
     single = _file_named(directory, SINGLE)
     if not single.exists():
         raise ModelError(
-            f"{directory} has neither {SINGLE} nor {INDEX}, nor a single other file whose name "
-            "ends like one of them"
+            f"{directory} has no weights: neither {SINGLE} nor {INDEX}, nor a single file with one "
+            "of these suffixes; name a checkpoint with weights by model=PATH, or set weights=dummy"
         )
     return dict.fromkeys(read_header(single), single.name)
 

@@ -54,6 +54,11 @@ class OutputText:
         self._num_tokens = 0
         self._rows: list[RowLogprobs] = []  # of tokens whose own text is not certain
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._matcher.matched
+
     def add_tokens(
         self,
         token_ids: Sequence[int],

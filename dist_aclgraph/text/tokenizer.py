@@ -247,6 +247,25 @@ class Tokenizer:
         text = self.render_chat(messages, options)
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str | list[int]:
+        """Return the prompt of messages as ids or text, as a tokenizer of transformers does."""
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        if tokenize:
+            return self.encode_chat(conversation, options)
+        return self.render_chat(conversation, options)
+
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
     """Return whether spaces before punctuation are no part of texts; never with a BPE model."""

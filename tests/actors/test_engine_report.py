@@ -15,6 +15,7 @@ def make_rank(rank):
         "rank": rank,
         "host": f"node-{rank}",
         "npu_ids": [rank % 2],
+        "offered_bytes": 1000 + rank,
         "streams": {"offered": 1800 + rank, "taken": 5, "predicted": 30, "measured": 28},
     }
 
@@ -37,4 +38,5 @@ def test_all_that_is_by_rank_has_the_names_of_world_ranks():
 
     assert found["expert_tokens"] == {"2": 7, "3": 9}
     assert found["streams_offered"] == {"2": 1802, "3": 1803}
+    assert found["memory_offered_bytes"] == {"2": 1002, "3": 1003}
     assert found["ranks"]["3"] == {"node": "node-3", "npus": "1", "kind": "emulated"}

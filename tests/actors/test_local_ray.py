@@ -15,10 +15,13 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.worker import print_to_stdstream
+from ray.exceptions import AuthenticationError
 
 from dist_aclgraph.actors.cluster import local_ray
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.host.run_directory import PREFIX
+from dist_aclgraph.errors import PlacementError
 from tests.actors.leftovers import assert_processes_are_gone
 from tests.actors.listening import listening
 
@@ -207,6 +210,31 @@ def test_where_no_ray_listens_is_said_in_one_sentence(how: str) -> None:
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert f"{address}: no Ray cluster answers there" in done.stderr
+
+
+def test_a_ray_that_wants_a_token_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str) -> None:
+        raise AuthenticationError("InvalidAuthToken")
+
+    monkeypatch.setattr(local_ray, "GcsClient", refuse)
+    said = pytest.raises(PlacementError, match="wants a token: set RAY_AUTH_MODE=token")
+    with socket.create_server(("127.0.0.1", 0)) as server, said:
+        local_ray.join_ray(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_ray_prints_nothing_on_stdout_while_it_is_joined(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"lines": ["A worker died"], "pid": "raylet", "is_err": False, "ip": "127.0.0.1"}
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(ray, name, lambda *_, **__: None)
+
+    with local_ray.joined_ray("auto"):
+        print_to_stdstream(said, ignore_prefix=False)
+    assert capsys.readouterr().out == ""
+
+    print_to_stdstream({**said, "lines": ["Another one died"]}, ignore_prefix=False)
+    assert "Another one died" in capsys.readouterr().out
 
 
 def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

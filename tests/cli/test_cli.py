@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -41,6 +42,8 @@ def call(*arguments: str):
         (("simulate", CONFIG, "--poisson", "9", "--step-ms", "-1"), "none may be negative"),
         (("simulate", CONFIG, "--poisson", "9", "--requests", "5", "--plot", "no/x.png"), "plot"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
+        (("serve", CONFIG, "--pipeline-parallel-size=2"), "use --tensor-parallel-size"),
+        (("serve", CONFIG, "--save", "/no/such/x.yaml"), "cannot be saved"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
         (("serve", CONFIG, "--port", "0"), "serve.port is 0"),
         (("serve", CONFIG, "--host", "0.0.0.0"), "there is no API key"),
@@ -106,6 +109,47 @@ def test_help_loads_nothing_heavy():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert found.stdout.strip().endswith("[]")
+
+
+def test_a_model_and_options_are_printed_and_saved_as_a_configuration(tmp_path):
+    model, saved = Path(CONFIG).parents[1] / "models" / "tiny-qwen3", tmp_path / "x.yaml"
+    options = ("--tp", "3", "--cudagraph-capture-sizes", "1,2", "--enforce-eager")
+
+    result = call("serve", str(model), *options, "--save", str(saved))
+
+    assert result.exit_code == 2  # three ranks cannot share the model
+    text = saved.read_text()
+    assert f"The configuration:\n\n{text}" in result.stderr
+    config = load_config(saved)
+    assert (config.parallel.tp, config.graph.sizes, config.graph.mode) == (3, (1, 2), "NONE")
+
+
+def test_a_plan_takes_the_options_of_a_model():
+    model = Path(CONFIG).parents[1] / "models" / "tiny-qwen3"
+
+    report = json.loads(call("plan", str(model), "--tp", "2", "--json").stdout)
+
+    assert report["layout"]["tp"] == 2
+
+
+def test_a_shell_completes_options_without_heavy_imports():
+    code = (
+        "import sys; sys.argv = ['dist-aclgraph']\n"
+        "import dist_aclgraph.cli.main as m\n"
+        "try: m.main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'ray', 'yaml', 'numpy') if name in sys.modules])"
+    )
+    asked = {"COMP_WORDS": "dist-aclgraph serve --tens", "COMP_CWORD": "2"}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **asked, "_DIST_ACLGRAPH_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert found.stdout.split() == ["--tensor-parallel-size", "[]"]
 
 
 def test_a_simulation_prints_json_and_nothing_else_beside():

@@ -43,6 +43,19 @@ def test_weights_are_counted_in_bytes():
     assert "1.50/4.00 GiB" in text
 
 
+def test_what_comes_before_workers_is_named() -> None:
+    text = shown(
+        Progress("BUILDING", 1, 9), Progress("STARTING_RAY"), Progress("STARTING_CONTROLLER"),
+        is_terminal=False,
+    )  # fmt: skip
+
+    assert text.splitlines() == [
+        "Building the emulated NPU, once for this machine ...",
+        "Starting Ray ...",
+        "Starting the controller ...",
+    ]
+
+
 def test_each_group_of_a_change_is_shown_by_itself():
     text = shown(
         Progress("PLACING", part="group 1 of 2"), Progress("DRAINING", part="group 1 of 2"),

@@ -7,12 +7,15 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 
 import httpx
 import pytest
 
 from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.host import processes
+from dist_aclgraph.cli import owner
+from dist_aclgraph.cli import serve as serve_module
 from dist_aclgraph.cli.serve import serve, serve_until_signal
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError, EngineDeadError, WorkerLostError
@@ -187,6 +190,51 @@ def test_a_signal_before_anything_is_served_is_told_by_the_exit_code():
         command.run(meanwhile)
 
     assert e.value.code == 128 + signal.SIGINT
+
+
+def interrupted_start(capsys) -> tuple[int, str]:
+    """Send a signal to a start that reports nothing; return exit code and stderr."""
+    command = Command()
+    command.deployment.shut_down()
+
+    def start(config, on_progress):
+        assert not threading.Event().wait(WAIT_S)
+
+    def meanwhile() -> None:
+        command.wait_for(503)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    command.deployment.start = start
+    with pytest.raises(SystemExit) as e:
+        command.run(meanwhile)
+    return e.value.code, capsys.readouterr().err
+
+
+def test_a_start_that_reports_nothing_hears_a_signal_at_once(capsys):
+    began_s = time.monotonic()
+
+    code, said = interrupted_start(capsys)
+
+    assert code == 128 + signal.SIGINT
+    assert said.splitlines()[-2:] == ["Stopping ...", "Stopped."]
+    assert time.monotonic() - began_s < WAIT_S / 2
+
+
+def test_an_owner_with_a_supervisor_leaves_its_start_to_it(capsys, monkeypatch):
+    left = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner.os, "_exit", leave)
+    monkeypatch.setattr(
+        serve_module, "own_deployment", partial(owner.own_deployment, has_supervisor=True)
+    )
+
+    interrupted_start(capsys)
+
+    assert left == [128 + signal.SIGINT]
 
 
 def test_a_start_that_fails_leaves_no_port_open():

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from dist_aclgraph.cli.signals import Signals
 
 WAIT_S = 60.0
@@ -45,6 +47,23 @@ def test_the_first_that_has_come_stays() -> None:
 
         assert signals.wait(0.0)
         assert signals.received == signal.SIGINT
+
+
+def test_the_handler_of_the_first_signal_may_raise() -> None:
+    calls = []
+
+    def stop() -> None:
+        calls.append(signals.received)
+        raise KeyboardInterrupt
+
+    with Signals() as signals:
+        signals.on_first = stop
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signals.wait(WAIT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert calls == [signal.SIGTERM]
 
 
 def test_to_stop_is_as_if_a_signal_had_come() -> None:

@@ -52,7 +52,8 @@ with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
     say([ranks, [dataclasses.asdict(endpoint) for endpoint in seen]])
     for line in sys.stdin:
         prompts, count = json.loads(line)
-        tokens = [answer.token_ids for answer in llm.generate(prompts, greedy_params(count))]
+        answers = llm.generate(prompts, greedy_params(count))
+        tokens = [answer.outputs[0].token_ids for answer in answers]
         (found,) = llm._client.query("metrics").values()
         say([tokens, found["resumptions"]])
 """

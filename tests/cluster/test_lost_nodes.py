@@ -49,7 +49,7 @@ def where(llm):
 
 def generate(llm, prompts, count):
     answers = llm.generate(prompts, greedy_params(count))
-    return [[answer.token_ids for answer in answers], llm._client.num_resumed]
+    return [[answer.outputs[0].token_ids for answer in answers], llm._client.num_resumed]
 
 with LLM(sys.argv[1], json.loads(sys.argv[2])) as llm:
     say("up")

@@ -65,6 +65,8 @@ METRICS: dict[str, Any] = {
     },
     "capture_seconds": {"full decode 4": 0.2, "full decode 8": 0.3, "full decode 16": 0.4},
     "pool_bytes": 5 << 20,
+    "weight_bytes": 40 << 20,
+    "memory_offered_bytes": {"0": 300 << 20, "1": 310 << 20},
     "ranks": {
         "0": {"node": "node-a", "npus": "0", "kind": "emulated"},
         "1": {"node": "node-b", "npus": "3", "kind": "emulated"},

@@ -7,9 +7,16 @@ import math
 import threading
 
 import pytest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from dist_aclgraph.serve.observe.history import PERIOD_S, SPAN_S, History, MetricCounts, quantile
+from dist_aclgraph.serve.observe.history import (
+    PERIOD_S,
+    SPAN_S,
+    History,
+    MetricCounts,
+    quantile,
+    read_counts,
+)
 from dist_aclgraph.serve.observe.metrics import PREFIX
 
 INF = math.inf
@@ -45,6 +52,27 @@ def test_a_rate_is_what_all_groups_gained_by_the_time_between_two_looks():
     assert report["series"]["running"] == [4.0]
     assert report["series"]["kv_cache_usage"] == [0.5]  # of the fullest
     assert report["ages_s"] == [0.0]
+
+
+def test_ended_and_refused_requests_are_counted_over_all_reasons():
+    def looked(stop, length, full):
+        ended = CounterMetricFamily(PREFIX + "request_success", "", labels=("finished_reason",))
+        refused = CounterMetricFamily(PREFIX + "refused_requests", "", labels=("status",))
+        for reason, count in (("stop", stop), ("length", length)):
+            if count:
+                ended.add_metric((reason,), count)
+        if full:
+            refused.add_metric(("503",), full)
+        return [ended, refused]
+
+    report = series_of(
+        read_counts(looked(0, 0, 0), 0),
+        read_counts(looked(10, 0, 5), 5),
+        read_counts(looked(20, 5, 5), 10),
+    )
+
+    assert report["series"]["requests_per_s"] == [2.0, 3.0]
+    assert report["series"]["refused_per_s"] == [1.0, 0.0]
 
 
 def test_a_group_that_is_new_counts_from_its_second_look_on():

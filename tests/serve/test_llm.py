@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.llm import LLM
+from dist_aclgraph.actors.deployment.outputs import Logprob, RequestOutput
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import (
+    ConfigError,
     DeviceError,
     EngineUnavailableError,
     InvalidParameterError,
@@ -58,33 +62,41 @@ def llm(deployment):
         yield llm
 
 
+def only(requests: list[RequestOutput]) -> RequestOutput:
+    (request,) = requests
+    return request
+
+
 def test_completions_come_in_the_order_of_the_prompts(llm):
     prompts = ["one", [70, 71], "two three"]
 
     found = llm.generate(prompts, SamplingParams(max_tokens=2))
 
-    assert [c.finish_reason for c in found] == ["length"] * 3
-    assert found[1].token_ids == found[1].prompt_token_ids == [70, 71]
-    assert found[1].text == llm.tokenizer.decode([70, 71])
+    assert [request.prompt for request in found] == ["one", None, "two three"]
+    assert [request.outputs[0].finish_reason for request in found] == ["length"] * 3
+    assert all(request.finished for request in found)
+    assert found[1].outputs[0].token_ids == found[1].prompt_token_ids == [70, 71]
+    assert found[1].outputs[0].text == llm.tokenizer.decode([70, 71])
 
 
 def test_a_stop_string_cuts_the_text_and_ends_the_request(llm, deployment):
     ids = llm.tokenizer.encode("one STOP two") * 20
     deployment.engine.reply = lambda submit: ids
 
-    (found,) = llm.generate(["x"], SamplingParams(max_tokens=500, stop=("TOP",)))
+    (output,) = only(llm.generate("x", SamplingParams(max_tokens=500, stop=("TOP",)))).outputs
 
-    assert (found.text, found.finish_reason) == ("one S", "stop")
+    assert (output.text, output.finish_reason, output.stop_reason) == ("one S", "stop", "TOP")
     until(lambda: deployment.engine.num_running == 0)
 
 
 def test_without_max_tokens_the_context_is_the_limit(llm, deployment):
     deployment.engine.reply = lambda submit: [70, llm.tokenizer.eos_ids[0]]
 
-    (found,) = llm.generate([[5] * 2000], SamplingParams(max_tokens=None))
+    (output,) = only(llm.generate([5] * 2000, SamplingParams(max_tokens=None))).outputs
 
     assert deployment.engine.submitted[0].max_tokens == 48
-    assert (found.text, found.finish_reason) == (llm.tokenizer.decode([70]), "stop")
+    assert (output.text, output.finish_reason) == (llm.tokenizer.decode([70]), "stop")
+    assert output.stop_reason is output.logprobs is None
 
 
 def test_equal_seeds_are_kept_and_missing_ones_drawn(llm, deployment):
@@ -97,10 +109,90 @@ def test_equal_seeds_are_kept_and_missing_ones_drawn(llm, deployment):
     assert second != 0
 
 
-def test_logprobs_are_one_per_token(llm):
-    (found,) = llm.generate([[70, 71]], SamplingParams(max_tokens=2, logprobs=1))
+def test_logprobs_are_by_token_id_with_rank_and_text(llm):
+    (output,) = only(llm.generate([70, 71], SamplingParams(max_tokens=2, logprobs=2))).outputs
 
-    assert [row.rank for row in found.logprobs] == [1, 1]
+    own, best = llm.tokenizer.own_text, [60, 61]
+    assert output.logprobs == [
+        {
+            token_id: Logprob(-0.5, 1, own(token_id)),
+            60: Logprob(-0.75, 1, own(60)),
+            61: Logprob(-1.0, 2, own(61)),
+        }
+        for token_id in (70, 71)
+    ]
+    assert [list(at) for at in output.logprobs] == [[70, *best], [71, *best]]
+    assert output.cumulative_logprob == -1.0
+
+
+def test_prompt_logprobs_begin_with_none(llm):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, n=2)
+
+    found = only(llm.generate([70, 71, 72, 73], params))
+
+    assert found.prompt_logprobs[0] is None
+    assert [next(iter(at.items())) for at in found.prompt_logprobs[1:]] == [
+        (token_id, Logprob(-float(place), 9, llm.tokenizer.own_text(token_id)))
+        for place, token_id in enumerate((71, 72, 73), start=1)
+    ]
+
+
+def test_a_prompt_may_be_text_ids_or_a_mapping(llm):
+    params = SamplingParams(max_tokens=1)
+    ids = llm.tokenizer.encode("one")
+
+    for prompts in ("one", ids, {"prompt": "one"}, {"prompt_token_ids": ids}):
+        for given in (prompts, [prompts]):
+            assert only(llm.generate(given, params)).prompt_token_ids == ids
+    with pytest.raises(InvalidParameterError, match="multi_modal_data"):
+        llm.generate({"prompt": "x", "multi_modal_data": {}}, params)
+    assert llm.generate([], params) == []
+
+
+def test_n_answers_have_seeds_in_a_row(llm, deployment):
+    params = SamplingParams(max_tokens=1, seed=3, n=3)
+
+    found = only(llm.generate("one", params))
+
+    assert [output.index for output in found.outputs] == [0, 1, 2]
+    assert sorted(submit.sampling.seed for submit in deployment.engine.submitted) == [3, 4, 5]
+
+
+def test_without_parameters_the_models_own_hold(llm, deployment, monkeypatch):
+    monkeypatch.setattr(llm, "_sampling_defaults", {"temperature": 0.25, "top_k": 7})
+
+    llm.generate("one")
+
+    (submit,) = deployment.engine.submitted
+    assert (submit.sampling.temperature, submit.sampling.top_k) == (0.25, 7)
+
+
+def test_chat_takes_one_conversation_or_several(llm):
+    asked = [{"role": "user", "content": "Count."}]
+    params = SamplingParams(max_tokens=1)
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+
+    found = [*llm.chat(asked, params), *llm.chat([asked, asked], params)]
+
+    assert [request.prompt for request in found] == [text] * 3
+    assert found[0].prompt_token_ids == tokenizer.encode_chat(asked)
+
+
+def test_a_model_is_enough_and_options_are_those_of_vllm(deployment):
+    model = str(Path(CONFIG).parents[1] / "models" / "tiny-qwen3")
+
+    with LLM(
+        model,
+        tensor_parallel_size=2,
+        compilation_config={"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2]},
+        start=lambda config: deployment,
+    ) as llm:
+        assert llm.config.name == "tiny-qwen3"
+        assert llm.config.parallel.tp == 2
+        assert (llm.config.graph.mode, llm.config.graph.sizes) == ("FULL", (1, 2))
+    with pytest.raises(ConfigError, match="pipeline_parallel_size has no counterpart"):
+        LLM(model=model, pipeline_parallel_size=2)
 
 
 def test_a_failed_request_raises_its_typed_error_and_frees_the_others(llm, deployment):

@@ -36,6 +36,18 @@ def test_the_numbers_are_those_of_the_metrics(own_service):
     assert shown["request_success", "length"] == 1
 
 
+def test_refused_requests_are_counted_by_status_and_the_start_is_told(own_service):
+    own_service.http.post("/v1/completions", json={"model": "another", "prompt": "x"})
+    own_service.http.get("/nowhere")
+    own_service.state.slots.acquire(own_service.state.slots.total)
+    own_service.http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+
+    found = numbers(own_service)["metrics"]
+
+    assert found["refused_requests"] == {"404": 2.0, "503": 1.0}
+    assert abs(time.time() - found["start_time_seconds"]) < 600
+
+
 def test_ranks_have_their_node_and_npus(service):
     ranks = numbers(service)["metrics"]["rank_info"]["0"]
 

@@ -157,7 +157,11 @@ UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "
 EVALUATORS = {"eval", "exec", "__import__"}
 LOADERS_THAT_UNPICKLE = {"torch.load", "np.load", "numpy.load"}
 # Ray says in no other way with which program it starts workers.
-ASSIGNED = {("actors.forks.forking_starter", "ray_constants")}
+# Nor does an option of Ray keep the errors of its processes from stdout.
+ASSIGNED = {
+    ("actors.forks.forking_starter", "ray_constants"),
+    ("actors.cluster.local_ray", "ray_worker"),
+}
 
 
 def relative_imports(module: Module) -> Iterator[tuple[int, str]]:

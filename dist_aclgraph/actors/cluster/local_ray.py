@@ -20,10 +20,13 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.services import find_gcs_addresses
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import RpcError
 
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.ray_errors import LOGS, ours
@@ -95,7 +98,8 @@ class LocalRay:
         self.unwatch()
         if self.death:
             self.kill()
-        ray.shutdown()
+        leave_ray()
+        processes.kill_handles(self._handles)
         self._starter.end_started()
         self._starter.close()
 
@@ -159,9 +163,12 @@ def start_daemons(**options: Any) -> set[int]:
         try:
             _init("local", **options)
             break
-        except Exception as e:
+        except BaseException as e:
+            started = processes.children(os.getpid()) - before
+            agents = set().union(*map(processes.children, started))
+            handles = processes.open_handles(started | agents)
             ray.shutdown()
-            processes.kill_all(processes.children(os.getpid()) - before)
+            processes.kill_handles(handles)
             if TOO_SLOW not in str(e) or attempt == START_ATTEMPTS:
                 raise
             logger.warning("Ray took too long to start, and is started again")
@@ -203,7 +210,13 @@ def joined_ray(local_address: str | None) -> Iterator[None]:
         yield
     finally:
         if owns_connection:
-            ray.shutdown()
+            leave_ray()
+
+
+def leave_ray() -> None:
+    """End the connection of this process to Ray."""
+    ray.shutdown()
+    ray_worker._worker_logs_enabled = True
 
 
 def _only_ray() -> str:
@@ -222,8 +235,13 @@ def _only_ray() -> str:
 
 
 def _check_listener(address: str) -> None:
-    """Raise ConnectionError if no process listens at ``HOST:PORT``: Ray would end this process,
-    without an exception.
+    """Return if a process listens at ``HOST:PORT``, and does not refuse our token.
+
+    Raises:
+        ConnectionError: no process listens, where Ray would end this process without an exception;
+            or it is no Ray.
+        AuthenticationError: the token is wrong or missing; Ray would try for half a minute, and
+            say that nothing answers.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "://" in host:
@@ -232,10 +250,16 @@ def _check_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as e:
         raise ConnectionError(str(e)) from e
+    try:
+        GcsClient(address=address)
+    except RpcError as e:
+        raise ConnectionError(str(e)) from e
 
 
 def _init(address: str, **options: Any) -> None:
     _check_listener(address)
+    # Ray prints errors of all its processes on stdout, which belongs to the caller.
+    ray_worker._worker_logs_enabled = False
     # Ray's messages on daemons and retries mean nothing to the operator of a model.
     ray.init(
         address=address,

@@ -47,8 +47,8 @@ def ours(error: BaseException, doing: str) -> DistAclGraphError:
         return ours(error.cause, doing)
     if isinstance(error, AuthenticationError):
         return PlacementError(
-            f"{doing}: the cluster refused our token; put its token into ~/.ray/auth_token, or "
-            "name its file in RAY_AUTH_TOKEN_PATH"
+            f"{doing}: the cluster wants a token: set RAY_AUTH_MODE=token, and put the cluster's "
+            "token into ~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH"
         )
     if isinstance(error, ConnectionError):
         return PlacementError(

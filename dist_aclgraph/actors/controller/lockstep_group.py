@@ -152,6 +152,7 @@ def _rank_report(group: LockstepGroup, index: int) -> dict[str, Any]:
         "node": info.node_ip,
         "npu_ids": list(info.npu_ids),
         "pid": info.pid,
+        "offered_bytes": group.offers[index].free_bytes,
         "streams": {
             "offered": ledger.offered_streams,
             "taken": group.offers[index].taken,

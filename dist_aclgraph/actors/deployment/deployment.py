@@ -11,8 +11,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
-from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, start_ray
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, leave_ray, start_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.actors.deployment.controller_life import (
     ControllerKeeper,
@@ -194,15 +195,18 @@ def start(
         RayDiedError: the Ray that was started for it has died.
         DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
     """
+    tell = on_progress or (lambda progress: None)
     check_startable(config)
     owns_connection = not ray.is_initialized()
     # In a cluster that is there already, this node needs no device: workers look at theirs.
     is_local = owns_connection and ray_address() is None
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":
-        emulator.build()
+        emulator.build(lambda done, steps, _: tell(Progress("BUILDING", done, steps)))
     if starter is None and is_local:
         starter = choose_starter(config)
+    if owns_connection:
+        tell(Progress("STARTING_RAY" if is_local else "JOINING_RAY"))
     try:
         if starter is not None:
             starter.command(config)  # a fork server loads while Ray starts
@@ -217,9 +221,10 @@ def start(
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
+        tell(Progress("STARTING_CONTROLLER"))
         term = Term(0, secrets.token_hex(16))
         controller = make_controller(config, name, term, starter)
-        reach = _wait_for(controller, local_ray, on_progress)
+        reach = _wait_for(controller, local_ray, tell)
     except BaseException as e:
         if controller is not None and (local_ray is None or not local_ray.death):
             end_by_force(controller, name)
@@ -237,13 +242,13 @@ def start(
     return RayDeployment(keeper, local_ray=local_ray, owns_connection=owns_connection)
 
 
-def _wait_for(controller: Any, local_ray: LocalRay | None, on_progress: OnProgress | None) -> Reach:
+def _wait_for(controller: Any, local_ray: LocalRay | None, tell: OnProgress) -> Reach:
     starting = controller.start.remote()
     for progress in progress_of(controller, starting):
         if local_ray is not None and local_ray.death:
             raise RayDiedError(local_ray.death)
-        if on_progress is not None and progress is not None:
-            on_progress(progress)
+        if progress is not None:
+            tell(progress)
     reach: Reach = fetch(starting, NO_RANK, "PLACING")
     return reach
 
@@ -253,4 +258,4 @@ def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
         local_ray.stop()
         run_directory.sweep()  # engines that were killed have left theirs
     elif owns_connection:
-        ray.shutdown()
+        leave_ray()

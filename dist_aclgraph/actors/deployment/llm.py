@@ -1,22 +1,28 @@
-"""LLM: a whole deployment as one Python object, for scripts and benches."""
+"""LLM: a whole deployment as one Python object, with the calls of vLLM's class of that name."""
 
 from __future__ import annotations
 
 import itertools
 import queue
 import random
+import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Recovery
 from dist_aclgraph.actors.deployment.deployment_protocol import Deployment, StartDeployment
+from dist_aclgraph.actors.deployment.outputs import CompletionOutput, RequestOutput
 from dist_aclgraph.actors.wire.messages import error_of
-from dist_aclgraph.config import Config, load_config
+from dist_aclgraph.config import Config, load_with_options
 from dist_aclgraph.errors import (
     EngineDeadError,
     EngineUnavailableError,
@@ -24,61 +30,63 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
 )
 from dist_aclgraph.hub import with_local_model
-from dist_aclgraph.ints import unpack_ints
-from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.sampling import SamplingParams, seed_of_choice
 from dist_aclgraph.steps.delta import RequestDelta
-from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.output import OutputText, end_ids, with_token_ids
+from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
 
 
 @dataclass
-class Completion:
-    """What one prompt brought.
+class _Choice:
+    """An answer that is being generated."""
 
-    Attributes:
-        token_ids: generated ids, a stop token included.
-        text: their text, without stop token and cut before a stop string.
-        finish_reason: "stop" or "length".
-        logprobs: one entry per token where asked for, else empty.
-    """
+    request: RequestOutput
+    output: CompletionOutput
+    params: SamplingParams
+    text: OutputText
 
-    prompt_token_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    logprobs: list[RowLogprobs] = field(default_factory=list)
-    num_cached_tokens: int = 0
+    @property
+    def engine_id(self) -> str:
+        return f"{self.request.request_id}-{self.output.index}"
 
 
 class LLM:
     """Owns a deployment from construction to ``close``; a context manager.
 
     Args:
-        config: a configuration, or the path of one.
-        overrides: dotted keys over the file's values, e.g. ``{"parallel.tp": 2}``.
+        model: directory or name of a model; or a configuration, or the path of one.
+        overrides: dotted keys over all other values, e.g. ``{"parallel.tp": 2}``.
         start: brings the deployment up; the default uses Ray.
+        options: vLLM's, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; they are listed in
+            ``vllm_options.py``.
 
     Raises:
+        ConfigError: an option has no counterpart here, or a value is not allowed.
         DistAclGraphError: the deployment did not come up; nothing is left running.
     """
 
     def __init__(
         self,
-        config: str | Path | Config,
-        overrides: dict[str, Any] | None = None,
+        model: str | Path | Config,
+        overrides: Mapping[str, Any] | None = None,
         *,
         start: StartDeployment | None = None,
+        **options: Any,
     ) -> None:
-        if isinstance(config, Config):
-            if overrides:
-                raise InvalidParameterError("overrides need the path of a configuration")
+        if isinstance(model, Config):
+            if overrides or options:
+                raise InvalidParameterError("options and overrides need a model or a path")
+            config = model
         else:
-            config = load_config(config, overrides)
+            config = load_with_options(model, options, overrides)
         self.config = with_local_model(config)
         self.tokenizer = Tokenizer(self.config.model)
+        self._sampling_defaults = read_sampling_defaults(self.config)
         self._seeds = random.Random(self.config.seed or 0)
         self._ids = itertools.count()
         self._client: EngineClient | None = None
@@ -109,53 +117,70 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Completion]:
-        """Return one completion per prompt, in order.
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the answers to each prompt, in the order of the prompts.
+
+        Args:
+            prompts: one or more; each is a text, token ids, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``.
+            sampling_params: for all prompts, or for each; by default those that the model
+                recommends.
+            use_tqdm: show the progress on stderr, if that is a terminal.
 
         Raises:
             InvalidParameterError: a prompt is neither text nor token ids.
             RequestTooLongError: prompt and ``max_tokens`` exceed the context.
             DistAclGraphError: a request failed; the others are aborted.
         """
-        client = self._open_client()
-        if isinstance(prompts, str):
-            raise InvalidParameterError("prompts must be a list of texts or token ids", "prompt")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
-        jobs = [self._prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
-        arrived: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
-        running: dict[str, tuple[Completion, OutputText]] = {}
-        left = deque(jobs)
-        try:
-            while left or running:
-                # No more than the engine's queue takes: the rest follows as requests end.
-                while left and len(running) < self.config.scheduler.max_waiting:
-                    completion, own = left.popleft()
-                    request_id = f"llm-{next(self._ids)}"
-                    prompt_ids = completion.prompt_token_ids
-                    output = OutputText(self.tokenizer, prompt_ids, own)
-                    running[request_id] = (completion, output)
-                    client.submit(
-                        request_id,
-                        prompt_ids,
-                        own,
-                        end_ids(self.tokenizer, own),
-                        arrived.put,
-                    )
-                delta = arrived.get()
-                if delta.request_id in running and self._advance(*running[delta.request_id], delta):
-                    del running[delta.request_id]
-                    client.abort(delta.request_id)  # no effect unless a stop string ended it
-        except EngineDeadError:
-            if self._deployment is not None:
-                self._deployment.raise_if_dead()  # may know of the cause
-            raise
-        finally:
-            for request_id in running:
-                client.abort(request_id)
-        return [completion for completion, _ in jobs]
+        listed = [_as_prompt(prompt) for prompt in _listed(prompts)]
+        return self._run(listed, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the answers to one conversation, or to each of several; see ``generate``.
+
+        Args:
+            chat_template: name of one of the checkpoint's templates.
+            chat_template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
+
+        Raises:
+            InvalidParameterError: the model has no template, or its template refuses the messages.
+        """
+        options = ChatOptions(
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template=chat_template,
+            variables=chat_template_kwargs or {},
+        )
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
+        texts = [self.tokenizer.render_chat(each, options) for each in conversations]
+        prompts = [(text, self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the model."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that the model recommends."""
+        return SamplingParams(**self._sampling_defaults)
 
     def report(self) -> dict[str, Any]:
         """Return plan, buckets with their counters, eager steps by reason, ranks and memory."""
@@ -179,8 +204,64 @@ class LLM:
             raise EngineUnavailableError("this LLM is closed")
         return self._client
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[Completion, SamplingParams]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, Sequence[int] | None]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        shows_progress: bool,
+    ) -> list[RequestOutput]:
+        """Generate for prompts of text, ids, or both."""
+        client = self._open_client()
+        if params is None:
+            params = self.get_default_sampling_params()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
+        waiting: deque[_Choice] = deque()
+        requests = []
+        for (text, ids), own in zip(prompts, each, strict=True):
+            choices = self._prepare(text, ids, own)
+            requests.append(choices[0].request)
+            waiting += choices
+        arrived: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
+        running: dict[str, _Choice] = {}
+        try:
+            with _progress(len(waiting), shows_progress) as show:
+                while waiting or running:
+                    # No more than the engine's queue takes: the rest follows as requests end.
+                    while waiting and len(running) < self.config.scheduler.max_waiting:
+                        choice = waiting.popleft()
+                        running[choice.engine_id] = choice
+                        client.submit(
+                            choice.engine_id,
+                            choice.request.prompt_token_ids,
+                            choice.params,
+                            end_ids(self.tokenizer, choice.params),
+                            arrived.put,
+                        )
+                    delta = arrived.get()
+                    if delta.request_id not in running:
+                        continue
+                    has_ended = self._advance(running[delta.request_id], delta)
+                    if has_ended:
+                        del running[delta.request_id]
+                        # No effect unless a stop string ended it.
+                        client.abort(delta.request_id)
+                    show(has_ended, len(delta.tokens))
+        except EngineDeadError:
+            if self._deployment is not None:
+                self._deployment.raise_if_dead()  # may know of the cause
+            raise
+        finally:
+            for engine_id in running:
+                client.abort(engine_id)
+        return requests
+
+    def _prepare(
+        self, text: str | None, given: Sequence[int] | None, params: SamplingParams
+    ) -> list[_Choice]:
+        """Check a prompt, and return its choices."""
+        ids = self.tokenizer.encode(text or "") if given is None else list(given)
         if not all(isinstance(token_id, int) for token_id in ids):
             raise InvalidParameterError("a prompt must be text or a list of token ids", "prompt")
         self.tokenizer.check_ids(ids, "prompt")
@@ -195,25 +276,34 @@ class LLM:
                 "prompt",
             )
         seed = self._seeds.randrange(2**31) if params.seed is None else params.seed
-        return Completion(ids), replace(
-            with_token_ids(self.tokenizer, params), max_tokens=wanted, seed=seed
-        )
+        request = RequestOutput(str(next(self._ids)), text, ids)
+        params = with_token_ids(self.tokenizer, params)
+        choices = []
+        for index in range(params.n):
+            own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
+            if index:
+                own = replace(own, prompt_logprobs=None)  # the first choice brings them
+            output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
+            request.outputs.append(output)
+            choices.append(_Choice(request, output, own, OutputText(self.tokenizer, ids, own)))
+        return choices
 
-    @staticmethod
-    def _advance(completion: Completion, output: OutputText, delta: RequestDelta) -> bool:
-        """Take new tokens; return whether the request has ended."""
+    def _advance(self, choice: _Choice, delta: RequestDelta) -> bool:
+        """Append new tokens; return whether the choice has ended."""
         if delta.finish_reason == "error":
             raise error_of(delta)
         if delta.finish_reason == "abort":
             raise EngineUnavailableError("the engine ended the request")
-        ids = unpack_ints(delta.token_ids).tolist()
-        piece = output.add_tokens(ids, delta.logprobs, delta.finish_reason)
-        completion.text += piece.text
-        completion.token_ids += piece.token_ids
-        completion.logprobs += piece.logprobs
-        completion.num_cached_tokens = max(completion.num_cached_tokens, delta.num_cached_tokens)
-        completion.finish_reason = piece.finish_reason
-        return piece.finish_reason is not None
+        request, output = choice.request, choice.output
+        piece = choice.text.add_tokens(delta.tokens, delta.logprobs, delta.finish_reason)
+        output.add(piece, self.tokenizer)
+        request.add_prompt_logprobs(delta.prompt_logprobs, self.tokenizer)
+        request.num_cached_tokens = max(request.num_cached_tokens, delta.num_cached_tokens)
+        if piece.has_end_token and piece.token_ids[-1] in choice.params.stop_token_ids:
+            output.stop_reason = piece.token_ids[-1]
+        else:
+            output.stop_reason = choice.text.stop_string
+        return output.finished()
 
 
 def start_on_ray(config: Config) -> Deployment:
@@ -221,3 +311,51 @@ def start_on_ray(config: Config) -> Deployment:
     from dist_aclgraph.actors.deployment import deployment  # imports Ray: seconds
 
     return deployment.start(config)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return a list of prompts, which may have been given as one prompt."""
+    is_one = isinstance(prompts, str | Mapping) or (
+        len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+    )
+    return cast(Sequence[Prompt], [prompts] if is_one else prompts)
+
+
+def _as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
+    """Return text and token ids of a prompt; None for what was not given."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
+        raise InvalidParameterError(
+            f"a prompt has {', '.join(sorted(unknown))}; it may have prompt or prompt_token_ids",
+            "prompt",
+        )
+    if not prompt:
+        raise InvalidParameterError("a prompt must have prompt or prompt_token_ids", "prompt")
+    return prompt.get("prompt"), prompt.get("prompt_token_ids")
+
+
+@contextmanager
+def _progress(total: int, is_wanted: bool) -> Iterator[Any]:
+    """Yield a function to be called with whether a choice has ended, and its new tokens."""
+    console = Console(file=sys.stderr)
+    words = TextColumn("{task.fields[tokens]} tokens")
+    bar = Progress(
+        *Progress.get_default_columns(),
+        words,
+        console=console,
+        transient=True,
+        disable=not (is_wanted and console.is_terminal),
+    )
+    tokens = 0
+    with bar:
+        task = bar.add_task("Answering", total=total, tokens=0)
+
+        def show(has_ended: bool, num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            bar.update(task, advance=int(has_ended), tokens=tokens)
+
+        yield show

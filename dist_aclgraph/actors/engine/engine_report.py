@@ -63,6 +63,10 @@ def group_metrics(
         "graph": scheduler.dispatcher.report(),
         "capture_seconds": {str(graph): cost.seconds for graph, cost in costs.items()},
         "pool_bytes": ranks_report.get("pool_bytes", 0),
+        "weight_bytes": ranks_report.get("weight_bytes", 0),
+        "memory_offered_bytes": {
+            str(rank["rank"]): rank["offered_bytes"] for rank in ranks_report.get("ranks", [])
+        },
         "ranks": _places(ranks_report),
         "streams_offered": _streams(ranks_report, "offered"),
         "streams_predicted": _streams(ranks_report, "predicted"),

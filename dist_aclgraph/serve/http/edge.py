@@ -23,6 +23,7 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
 _GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
+FIRST_ERROR = 400  # of the HTTP statuses
 REQUEST_ID = b"x-request-id"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -48,6 +49,7 @@ class Edge:
         if self._access.origins:  # the headers of CORS depend on those of the request
             return None
         if method == b"POST" and path in _GENERATING_BYTES and slots.is_full:
+            self._state.metrics.refused(503)
             return _full(slots.total)
         return None
 
@@ -55,6 +57,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        send = self._counting(send)
         headers = dict(scope["headers"])
         if self._names_requests:
             name = request_name(headers.get(REQUEST_ID, b""))
@@ -86,6 +89,14 @@ class Edge:
             body.release()
             if method == "POST" and path in GENERATING:
                 self._state.slots.release(1)
+
+    def _counting(self, send: Send) -> Send:
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= FIRST_ERROR:
+                self._state.metrics.refused(message["status"])
+            await send(message)
+
+        return send_and_count
 
 
 @lru_cache

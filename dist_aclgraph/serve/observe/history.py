@@ -27,6 +27,7 @@ SPAN_S = 600.0
 POINTS_OF_A_CELL = 4  # of the heat map of experts: 20 seconds
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
+REQUEST_RATES = {"requests_per_s": "request_success", "refused_per_s": "refused_requests"}
 SUMS = {"running": "num_requests_running", "waiting": "num_requests_waiting"}
 LATENCIES = {
     "time_to_first_token_s": "time_to_first_token_seconds",
@@ -42,7 +43,7 @@ class MetricCounts:
     """The counters at ``time_s``, a monotonic time.
 
     Attributes:
-        engines: a metric's name -> engine -> value.
+        engines: a metric's name -> engine -> value. The engine of what the ingress counts is "".
         experts: engine -> rank -> tokens.
         latencies: a histogram's name -> its buckets, ascending.
     """
@@ -123,6 +124,9 @@ def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
         name = metric.name.removeprefix(PREFIX)
         if name in sums:
             counts.engines[name] = {s.labels["engine"]: s.value for s in metric.samples}
+        elif name in REQUEST_RATES.values():
+            totals = (s.value for s in metric.samples if s.name.endswith("_total"))
+            counts.engines[name] = {"": sum(totals)}
         elif name == "expert_tokens":
             for s in metric.samples:
                 counts.experts.setdefault(s.labels["engine"], {})[s.labels["rank"]] = s.value
@@ -152,7 +156,7 @@ def quantile(share: float, buckets: Buckets) -> float | None:
 def _point(old: MetricCounts, new: MetricCounts) -> Point:
     elapsed_s = new.time_s - old.time_s
     values: dict[str, float | None] = {}
-    for series, name in RATES.items():
+    for series, name in (RATES | REQUEST_RATES).items():
         gained = _gains(old.engines.get(name, {}), new.engines.get(name, {}))
         values[series] = sum(gained.values()) / elapsed_s if gained else None
     for series, name in SUMS.items():

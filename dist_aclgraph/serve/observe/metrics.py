@@ -7,11 +7,12 @@ each value lies. A value that is an object is one sample per key, labelled with 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -79,6 +80,12 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "graph_plan_version": ("gauge", "", "Version of the graph plan that holds."),
     "graph_capture_seconds": ("gauge", "graph", "How long the capture of a graph took."),
     "graph_pool_bytes": ("gauge", "", "Device memory that all captured graphs share."),
+    "weight_bytes": ("gauge", "", "Device memory that the weights of a rank take."),
+    "memory_offered_bytes": (
+        "gauge",
+        "rank",
+        "Device memory of a rank for KV blocks and graphs: beside weights and eager steps.",
+    ),
     "graph_streams_offered": ("gauge", "rank", "Streams that a rank offered for graphs."),
     "graph_streams_predicted": ("gauge", "rank", "Streams that the first plan was to take."),
     "graph_streams_measured": ("gauge", "rank", "Streams that it took."),
@@ -140,6 +147,19 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
+        self._refused = Counter(
+            f"{PREFIX}refused_requests",
+            "Requests that were answered with an HTTP error, by status.",
+            (*LABELS, "status"),
+            registry=self._registry,
+        )
+        start = Gauge(
+            f"{PREFIX}start_time_seconds",
+            "When this replica started, in seconds since 1970.",
+            LABELS,
+            registry=self._registry,
+        )
+        start.labels(*values).set(time.time())
         self._values = values
         self._has_aliases = has_aliases
         self._registry.register(_EngineCollector(values, client))
@@ -157,6 +177,9 @@ class Metrics:
         self._prompt_tokens.observe(num_prompt_tokens)
         self._generation_tokens.observe(num_tokens)
         self._finished.labels(*self._values, reason).inc()
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(*self._values, str(status)).inc()
 
     @property
     def replica(self) -> str:

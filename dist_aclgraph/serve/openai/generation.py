@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
-from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.sampling import SamplingParams, seed_of_choice
 from dist_aclgraph.serve.openai.errors import GenerationTimeoutError
 from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.openai.state import ApiState
@@ -129,7 +129,7 @@ class Generation:
             seed = params.seed if params.seed is not None else chance + len(self._choices)
             named = with_token_ids(self.state.tokenizer, params)
             for j in range(self.num_choices):
-                self._add(prompt_ids, replace(named, seed=_wrap(seed + j)), now_s)
+                self._add(prompt_ids, replace(named, seed=seed_of_choice(seed, j)), now_s)
         for entry in self.journal.take_entries():
             choice = self._choices[entry.index]
             choice.tokens_before += entry.token_ids
@@ -270,11 +270,6 @@ class Generation:
         else:
             self.state.metrics.next_tokens(now_s - choice.last_token_s)
         choice.last_token_s = now_s
-
-
-def _wrap(seed: int) -> int:
-    """Keep seed + j within int64."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

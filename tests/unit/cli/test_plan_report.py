@@ -46,6 +46,24 @@ def buckets_of(report: dict[str, Any]) -> list[list[int]]:
     return [plan["families"][0]["buckets"] for plan in report["plans"]]
 
 
+def test_the_report_has_nodes_and_the_requests_that_fit(checkpoint: Path) -> None:
+    config = make(checkpoint, parallel={"tp": 2, "dp": 5}, kv={"num_blocks": 33, "block_size": 128})
+
+    report = plan_report(config)
+
+    # 32 blocks on each of five ranks, one of 33 is no request's
+    assert report["kv"]["requests"] == [
+        {"tokens": 1024, "requests": 5 * 4},
+        {"tokens": 2048, "requests": 5 * 2},
+    ]
+    assert (report["nodes"], report["node_npus"]) == (2, 8)  # ten NPUs
+    console = Console(file=io.StringIO(), width=200)
+    render_plan(report, console)
+    shown = console.file.getvalue()
+    assert "on at least 2 nodes of 8 NPUs" in shown
+    assert "20 of 1024 tokens; 10 of 2048 tokens" in shown
+
+
 def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
     report = plan_report(make(checkpoint))
 

@@ -181,7 +181,7 @@ def test_an_index_that_cannot_be_followed_is_refused(tmp_path, index, words):
 
 
 def test_no_weights_at_all_is_said(tmp_path):
-    with pytest.raises(ModelError, match=r"has neither model\.safetensors nor"):
+    with pytest.raises(ModelError, match=r"has no weights: neither model\.safetensors nor"):
         check_weight_files(tmp_path)
 
 

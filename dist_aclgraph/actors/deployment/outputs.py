@@ -1,0 +1,103 @@
+"""What ``LLM`` returns, with the fields of vLLM's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dist_aclgraph.ints import listed_ints
+from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
+from dist_aclgraph.text.output import TextPiece
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of a token at one position.
+
+    Attributes:
+        rank: among all tokens; 1 is the most probable.
+        decoded_token: the text that the token adds.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One answer to a prompt.
+
+    Attributes:
+        index: among the ``n`` answers to the prompt.
+        text: without stop token; it ends before a stop string.
+        token_ids: generated ids, a stop token included.
+        cumulative_logprob: sum over the generated tokens; None if ``logprobs`` is.
+        logprobs: for each generated token, the token and the best ones; None if not requested.
+        finish_reason: "stop" or "length".
+        stop_reason: the requested stop string or stop token that ended the text, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, piece: TextPiece, tokenizer: Tokenizer) -> None:
+        """Append what one delta brought."""
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.finish_reason = piece.finish_reason
+        if self.logprobs is not None:
+            self.logprobs += (as_logprobs(row, tokenizer) for row in piece.logprobs)
+            added = sum(row.logprobs[0] for row in piece.logprobs)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + added
+
+    def finished(self) -> bool:
+        """Whether no token follows."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its answers.
+
+    Attributes:
+        prompt: its text; None if the prompt was given as token ids.
+        prompt_logprobs: None for the first token, then as ``CompletionOutput.logprobs``; None if
+            not requested.
+        outputs: ``SamplingParams.n`` answers.
+        num_cached_tokens: tokens of the prompt that the prefix cache held.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every answer has ended."""
+        return all(output.finished() for output in self.outputs)
+
+    def add_prompt_logprobs(self, parts: Iterable[PromptLogprobs], tokenizer: Tokenizer) -> None:
+        """Set the log-probabilities of the prompt, unless an earlier delta brought them."""
+        rows = [as_logprobs(row, tokenizer) for part in parts for row in part.rows()]
+        if rows and self.prompt_logprobs is None:
+            self.prompt_logprobs = [None, *rows]
+
+
+def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """Return the chosen token first, then the best ones, by token id."""
+    chosen, *best = zip(listed_ints(row.token_ids), row.logprobs, strict=True)
+    ranked = [(*chosen, row.rank), *((*each, rank) for rank, each in enumerate(best, start=1))]
+    found: dict[int, Logprob] = {}
+    for token_id, logprob, rank in ranked:
+        found.setdefault(token_id, Logprob(logprob, rank, tokenizer.own_text(token_id)))
+    return found

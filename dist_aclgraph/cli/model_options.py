@@ -1,0 +1,134 @@
+"""vLLM's options on the command line, and the configuration that they make."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand
+
+from dist_aclgraph.cli.exit_codes import tell
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.vllm_options import OPTIONS, REFUSED, Option, refusal
+
+if TYPE_CHECKING:
+    from dist_aclgraph.config import Config
+
+OF_SERVICE = ("served_model_name", "host", "port", "uds", "allowed_origins")
+
+
+class ModelCommand(TyperCommand):
+    """A command with vLLM's options; it names the nearest of an option that it refuses."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for argument in args:
+            name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+            if argument.startswith("--") and name in REFUSED:
+                raise typer.Exit(tell(ConfigError(refusal(name))))
+        return super().parse_args(ctx, args)
+
+
+def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command vLLM's options; they become its argument ``options``.
+
+    Args:
+        serves: whether the options of an HTTP service belong to them.
+    """
+    names = [name for name in OPTIONS if serves or name not in OF_SERVICE]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapped(**given: Any) -> None:
+            options = {name: given.pop(name) for name in names}
+            command(**given, options=options)
+
+        own = inspect.signature(command, eval_str=True)
+        kept = [each for name, each in own.parameters.items() if name != "options"]
+        added = [_parameter(name, OPTIONS[name]) for name in names]
+        wrapped.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate
+
+
+def load_model(
+    source: Path, overrides: Iterable[str] | None, options: Mapping[str, Any] | None = None
+) -> Config:
+    """Load a configuration by the arguments of a command.
+
+    Raises:
+        ConfigError: an argument is not allowed.
+    """
+    from dist_aclgraph.config import load_with_options, parse_overrides
+
+    values = {
+        name: _value(name, value) for name, value in (options or {}).items() if value is not None
+    }
+    return load_with_options(source, values, parse_overrides(overrides or []))
+
+
+def load_local_model(
+    source: Path,
+    overrides: Iterable[str] | None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    weights: bool = True,
+) -> Config:
+    """Load a configuration whose model is here, or is loaded from its hub now.
+
+    Args:
+        weights: whether the command reads weights.
+    """
+    from dist_aclgraph.hub import with_local_model
+
+    return with_local_model(load_model(source, overrides, options), weights=weights)
+
+
+def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | None) -> None:
+    """Print a configuration that is in no file, and save it if that is wanted.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from dist_aclgraph.config import to_yaml
+
+    text = to_yaml(config)
+    if is_changed or not source.is_file():
+        sys.stderr.write(f"The configuration:\n\n{text}\n")
+    if save is not None:
+        try:
+            save.write_text(text)
+        except OSError as e:
+            raise ConfigError(f"the configuration cannot be saved as {save}: {e.strerror}") from e
+        sys.stderr.write(f"It is saved as {save}.\n")
+
+
+def _parameter(name: str, option: Option) -> inspect.Parameter:
+    dashed = name.replace("_", "-")
+    names = [f"--{dashed}", *(f"{dash}{each}" for each in option.short for dash in ("--", "-"))]
+    kind: Any = option.kind
+    words = f"as {option.key}" + (f": {option.note}" if option.note else "")
+    if kind is bool:
+        names[0] += f"/--no-{dashed}"
+    metavar = {list: "N,N,...", dict: "JSON"}.get(kind)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=typer.Option(None, *names, help=words, metavar=metavar),
+        annotation=(str if metavar else kind) | None,
+    )
+
+
+def _value(name: str, given: Any) -> Any:
+    """Return the value of an option that the command line gives as text."""
+    from dist_aclgraph.config import parse_overrides
+
+    kind = OPTIONS[name].kind
+    if kind is list:
+        given = f"[{given.strip('[]')}]"
+    return parse_overrides([f"{name}={given}"])[name] if kind in (list, dict) else given

@@ -1,0 +1,156 @@
+"""vLLM's options by which a deployment is described, and our keys for them.
+
+``dist-aclgraph serve MODEL --tensor-parallel-size 2`` and ``LLM(MODEL, tensor_parallel_size=2)``
+read the same table. An option without a counterpart is refused, and the error names the nearest.
+The command line imports this module before it knows its command: it must stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dist_aclgraph.errors import ConfigError
+
+EXPERT_PARALLEL = "enable_expert_parallel"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of vLLM's.
+
+    Attributes:
+        key: ours; it gets the option's value.
+        kind: type of the value: bool for a switch, dict and list for JSON.
+        words: values that are called something else here; None leaves the key out.
+        short: further names on the command line.
+        note: the difference between the option and the key.
+    """
+
+    key: str
+    kind: type
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    short: tuple[str, ...] = ()
+    note: str = ""
+
+
+OPTIONS: dict[str, Option] = {
+    "tensor_parallel_size": Option("parallel.tp", int, short=("tp",)),
+    "data_parallel_size": Option("parallel.dp", int, short=("dp",)),
+    EXPERT_PARALLEL: Option(
+        "parallel.ep", bool, short=("ep",), note="as many ranks as the deployment has"
+    ),
+    "decode_context_parallel_size": Option("parallel.dcp", int, short=("dcp",)),
+    "prefill_context_parallel_size": Option("parallel.pcp", int, short=("pcp",)),
+    "max_model_len": Option("max_model_len", int, {"auto": None, -1: None}),
+    "dtype": Option("dtype", str, {"auto": None, "half": "float16", "float": "float32"}),
+    "quantization": Option("quantization", str, {"ascend": None}, short=("q",)),
+    "load_format": Option(
+        "weights", str, {"auto": None, "safetensors": None}, note="dummy or checkpoint"
+    ),
+    "seed": Option("seed", int),
+    "gpu_memory_utilization": Option(
+        "kv.memory_fraction",
+        float,
+        note="a share of the memory beside weights, buffers and graphs",
+    ),
+    "block_size": Option("kv.block_size", int),
+    "num_gpu_blocks_override": Option("kv.num_blocks", int),
+    "enable_prefix_caching": Option("scheduler.prefix_cache", bool),
+    "max_num_seqs": Option("scheduler.max_num_seqs", int),
+    "max_num_batched_tokens": Option("scheduler.max_num_batched_tokens", int),
+    "cudagraph_mode": Option("graph.mode", str, note="in vLLM inside compilation_config"),
+    "cudagraph_capture_sizes": Option("graph.sizes", list),
+    "compilation_config": Option(
+        "graph", dict, note="with cudagraph_mode and cudagraph_capture_sizes"
+    ),
+    "enforce_eager": Option("graph.mode", bool, {True: "NONE", False: None}),
+    "speculative_config": Option(
+        "speculative.num_tokens", dict, note="with num_speculative_tokens, and method mtp"
+    ),
+    "generation_config": Option("sampling_defaults", str, {"auto": "model", "vllm": "none"}),
+    "served_model_name": Option("served_model_name", str),
+    "host": Option("serve.host", str),
+    "port": Option("serve.port", int),
+    "uds": Option("serve.uds", str),
+    "allowed_origins": Option("serve.allowed_origins", list),
+    "revision": Option("revision", str),
+}
+REFUSED: dict[str, str] = {
+    "api_key": "set DIST_ACLGRAPH_API_KEY, or name a file of keys by serve.api_keys_file=FILE",
+    "chat_template": "the template of the checkpoint is used",
+    "cpu_offload_gb": "weights stay on the device; raise --tensor-parallel-size",
+    "cuda_graph_sizes": "use --cudagraph-capture-sizes",
+    "disable_log_requests": "requests are not logged: leave it out",
+    "distributed_executor_backend": "Ray places the workers: leave it out",
+    "enable_auto_tool_choice": "tool calls are not offered",
+    "enable_chunked_prefill": "prompts run in chunks of --max-num-batched-tokens: leave it out",
+    "enable_lora": "LoRA is not offered",
+    "kv_cache_dtype": "the KV cache has the type of --dtype",
+    "max_logprobs": "up to 20 log-probabilities may be asked for: leave it out",
+    "nnodes": "the nodes are those of the Ray cluster that RAY_ADDRESS names",
+    "pipeline_parallel_size": "use --tensor-parallel-size and --data-parallel-size",
+    "pp": "use --tensor-parallel-size and --data-parallel-size",
+    "reasoning_parser": "reasoning is not separated from content",
+    "swap_space": "requests are computed again, not swapped: leave it out",
+    "tokenizer": "the tokenizer of the checkpoint is used",
+    "tool_call_parser": "tool calls are not offered",
+    "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
+    "uvicorn_log_level": "there is no log of requests: leave it out",
+}
+PARTS = {
+    "compilation_config": {
+        name: OPTIONS[name].key for name in ("cudagraph_mode", "cudagraph_capture_sizes")
+    },
+    "speculative_config": {"num_speculative_tokens": OPTIONS["speculative_config"].key},
+}
+METHODS = ("mtp", "deepseek_mtp")  # of drafts
+
+
+def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our keys, with the values of the options; None is no value.
+
+    ``enable_expert_parallel`` gives no key: its value follows from the whole configuration.
+
+    Raises:
+        ConfigError: an option has no counterpart.
+    """
+    if unknown := options.keys() - OPTIONS.keys():
+        raise ConfigError(refusal(min(unknown)))
+    keys: dict[str, Any] = {}
+    for name, option in OPTIONS.items():  # in this order, as enforce_eager goes before a mode
+        value = options.get(name)
+        if value is None or name == EXPERT_PARALLEL:
+            continue
+        if name in PARTS:
+            keys |= _parts(name, value)
+            continue
+        ours = option.words.get(value, value) if option.words else value
+        if ours is not None:
+            keys[option.key] = ours
+    return keys
+
+
+def refusal(name: str) -> str:
+    """Say why an option is refused, and name the nearest."""
+    if name in REFUSED:
+        return f"{name} has no counterpart here: {REFUSED[name]}"
+    return f"{name} is no option; known are {', '.join(OPTIONS)}; keys are set by key=value"
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r:.200}; it must be a mapping")
+    known = PARTS[name]
+    given = dict(value)
+    if name == "speculative_config" and given.pop("method", METHODS[0]) not in METHODS:
+        raise ConfigError(
+            f"{name} has method {value['method']!r}; drafts are made by the model's own MTP layer: "
+            f"{METHODS[0]}"
+        )
+    if unknown := given.keys() - known.keys():
+        raise ConfigError(
+            f"{name} has {', '.join(sorted(unknown))}; what it may have here is {', '.join(known)}"
+        )
+    return {known[part]: item for part, item in given.items() if item is not None}

@@ -1,0 +1,82 @@
+"""vLLM's options, as keys of a configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_aclgraph.config import load_config, load_with_options, to_yaml
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.vllm_options import OPTIONS, REFUSED, as_overrides
+
+MODEL = "models/tiny-qwen3"
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({"tensor_parallel_size": 2, "max_model_len": None}, {"parallel.tp": 2}),
+        ({"dtype": "half", "load_format": "auto"}, {"dtype": "float16"}),
+        ({"enforce_eager": True}, {"graph.mode": "NONE"}),
+        ({"enforce_eager": False}, {}),
+        (
+            {"compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 8]}},
+            {"graph.mode": "FULL", "graph.sizes": [1, 8]},
+        ),
+        (
+            {"enforce_eager": True, "compilation_config": {"cudagraph_mode": "FULL"}},
+            {"graph.mode": "NONE"},
+        ),
+        (
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+            {"speculative.num_tokens": 2},
+        ),
+        ({"generation_config": "vllm"}, {"sampling_defaults": "none"}),
+    ],
+)
+def test_an_option_becomes_a_key(options, keys):
+    assert as_overrides(options) == keys
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, "use --tensor-parallel-size"),
+        ({"nonsense": 1}, "nonsense is no option; known are tensor_parallel_size"),
+        ({"compilation_config": {"level": 3}}, "compilation_config has level"),
+        ({"compilation_config": 3}, "must be a mapping"),
+        ({"speculative_config": {"method": "eagle"}}, "has method 'eagle'"),
+    ],
+)
+def test_an_option_without_a_counterpart_is_refused_with_the_nearest(options, words):
+    with pytest.raises(ConfigError, match=words):
+        as_overrides(options)
+
+
+def test_no_option_is_both_known_and_refused():
+    assert not OPTIONS.keys() & REFUSED.keys()
+
+
+def test_expert_parallel_spreads_experts_over_all_ranks():
+    options = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+
+    assert load_with_options("models/tiny-deepseek", options).parallel.ep == 4
+    assert load_with_options("models/tiny-deepseek", options, {"parallel.ep": 2}).parallel.ep == 2
+
+
+def test_a_model_is_a_configuration_with_defaults(tmp_path):
+    config = load_with_options(MODEL, {"tensor_parallel_size": 2})
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(to_yaml(config))
+
+    assert config.model.endswith(f"/{MODEL}")
+    assert load_config(saved) == config
+    assert "parallel:\n  tp: 2\n" in saved.read_text()
+
+
+def test_a_name_that_is_no_directory_is_passed_on():
+    assert load_config("Some/Model-8B").model == "Some/Model-8B"
+
+
+def test_the_file_of_a_model_is_no_configuration():
+    with pytest.raises(ConfigError, match="describes a model: give its directory, models/tiny"):
+        load_config(f"{MODEL}/config.json")
