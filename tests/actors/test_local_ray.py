@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private import worker as ray_worker
 from ray._private.worker import print_to_stdstream
 from ray.exceptions import AuthenticationError
 
@@ -228,6 +229,9 @@ def test_ray_prints_nothing_on_stdout_while_it_is_joined(
     said = {"lines": ["A worker died"], "pid": "raylet", "is_err": False, "ip": "127.0.0.1"}
     for name in ("init", "shutdown"):
         monkeypatch.setattr(ray, name, lambda *_, **__: None)
+    # Other tests of this process may be in a cluster.
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_worker, "_worker_logs_enabled", True)
 
     with local_ray.joined_ray("auto"):
         print_to_stdstream(said, ignore_prefix=False)
