@@ -110,7 +110,9 @@ class GraphChanges:
         return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)
 
     def advance(self) -> None:
-        """Do at most one capture; if it fails, restore the graph that it should have replaced.        Raises:
+        """Do at most one capture; if it fails, restore the graph that it should have replaced.
+
+        Raises:
             WorkerError: a rank is lost, or recorded other operators than the other ranks.
         """
         if self._coming is None and self._wanted is not None:

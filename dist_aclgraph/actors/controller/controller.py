@@ -167,7 +167,7 @@ class Controller:
 
         Raises:
             DistAclGraphError: the first error; everything that was started has been stopped by
-            then.
+                then.
         """
         try:
             planner = Planner.from_config(self._config)
@@ -194,7 +194,7 @@ class Controller:
             raise WorkerError(f"{type(e).__name__}: {e}", phase=phase) from e
 
     def _enter(self, state: State, *, only_from: Collection[State] = frozenset(State)) -> bool:
-        """Enter ``state`` if the current one is in ``only_from``; return whether it is. Any thread."""
+        """Enter ``state`` if the current one is in ``only_from``; return whether. For any thread."""
         with self._entering:
             if self._state not in only_from:
                 return False

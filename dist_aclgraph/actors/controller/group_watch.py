@@ -51,7 +51,7 @@ class GroupWatch:
 
     Args:
         link_s: an engine or a worker counts as lost if it is silent for longer:
-        ``timeouts.link_s``.
+            ``timeouts.link_s``.
     """
 
     def __init__(self, link_s: float) -> None:

@@ -241,7 +241,7 @@ class ServingGroups:
 
         Raises:
             ConfigError: only a new service can change one of the changed keys, or the new groups
-            could
+                could
                 not run the longest requests that clients were promised.
             PlacementError: there is one group only, and no room for a second group.
             EngineUnavailableError: another change is running.

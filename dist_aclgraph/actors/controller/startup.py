@@ -98,7 +98,7 @@ class Startup:
 
         Args:
             left: the workers of the lost group, by rank; all except the ``lost`` ranks have left
-            it.
+                it.
 
         Raises:
             DistAclGraphError: the first error.

@@ -59,11 +59,11 @@ def join_rank(
 
     Args:
         meeting: the listening socket at ``rendezvous``; only for rank 0 of a group on several
-        nodes.
+            nodes.
 
     Raises:
         ConfigError: planning does not know the chip, or the chip does not support the
-        configuration.
+            configuration.
     """
     from dist_aclgraph.device.npu import open_npu
 

@@ -106,7 +106,7 @@ class Worker:
 
         Args:
             number: number of the controller's question; while this worker serves, it renews the
-            lease.
+                lease.
         """
         if number is not None:
             self._lease.renew(number)

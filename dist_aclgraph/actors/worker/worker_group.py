@@ -79,7 +79,7 @@ class WorkerGroup:
             WorkerLostError: a worker died (the others are not waited for); or a worker reported a
                 failure, and other workers did not answer after that.
             WorkerStartTimeoutError: workers did not answer; names them, and the rank to blame if
-            known.
+                known.
             DistAclGraphError: the error that a worker raised.
         """
         refs = [
