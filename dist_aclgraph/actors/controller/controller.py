@@ -194,7 +194,7 @@ class Controller:
             raise WorkerError(f"{type(e).__name__}: {e}", phase=phase) from e
 
     def _enter(self, state: State, *, only_from: Collection[State] = frozenset(State)) -> bool:
-        """Enter ``state`` if the current one is in ``only_from``; return whether. For any thread."""
+        """Enter ``state`` if the current state is in ``only_from``; return whether it is."""
         with self._entering:
             if self._state not in only_from:
                 return False

@@ -234,15 +234,13 @@ class ServingGroups:
     def roll(self, config: Config) -> None:
         """Replace all groups by groups with another configuration, one after the other.
 
-        If there is room for both, a new group starts before the old one is drained; otherwise after
-        that. If a previous roll to the same configuration ended early, this call continues it with
-        the
-        groups that still have the old configuration.
+        If there is room for both, a new group starts before the old one is drained; otherwise it
+        starts after that. If a previous roll to the same configuration ended early, this call
+        continues it with the groups that still have the old configuration.
 
         Raises:
             ConfigError: only a new service can change one of the changed keys, or the new groups
-                could
-                not run the longest requests that clients were promised.
+                could not run the longest requests that clients were promised.
             PlacementError: there is one group only, and no room for a second group.
             EngineUnavailableError: another change is running.
             RollError: the roll ended early; the message says which group runs which configuration.
@@ -366,8 +364,7 @@ class ServingGroups:
         """Release the NPUs of one spare, if any, for the group that replaces a lost group.
 
         Without this, Ray may place the group on a dead node: Ray notices the death of a node late,
-        and
-        until then counts the node's NPUs as free.
+        and until then counts the node's NPUs as free.
 
         Raises:
             PlacementError: there is no spare, and there are not enough free NPUs.

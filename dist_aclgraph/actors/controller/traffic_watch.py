@@ -61,8 +61,7 @@ class TrafficWatch:
         """If it is time, read the traffic, and change to a better plan if there is one.
 
         Groups that are still changing their plan are left alone. If a capture failed in some
-        groups,
-        groups have different plans; then all of them get one common plan again.
+        groups, groups have different plans; then all of them get one common plan again.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]

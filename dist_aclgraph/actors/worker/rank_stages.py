@@ -393,10 +393,9 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Called after eager steps, because these create the HCCL domains and side streams, and before
-        any
-        capture: with software queues, the count of free streams does not rise again when graphs are
-        released.
+        Called after eager steps, because these create the HCCL domains and side streams. Called
+        before any capture, because with software queues the count of free streams does not rise
+        again when graphs are released.
         """
         joined = self.joined
         joined.npu.give_back()  # the temporary memory of eager steps is in their estimate already

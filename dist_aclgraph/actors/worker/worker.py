@@ -238,8 +238,7 @@ class Worker:
         """Leave the lost lockstep group; keep the device and the weights for the next group.
 
         If faulty memory can only be freed together with the weights, the weights are freed, too.
-        Called
-        after the device has been stopped; waits until the step loop has ended.
+        Called after the device has been stopped; waits until the step loop has ended.
 
         Args:
             epoch: epoch of the next group.
@@ -383,11 +382,9 @@ class Worker:
         """Execute steps until the engine says goodbye.
 
         With two steps in flight, the worker answers a step after the next one is queued on the
-        device.
-        The worker reports every failure to the engine. If a known error stopped the device, the
-        worker
-        waits for the engine's decision, and runs no step before the engine resumes it. Any other
-        failure ends the loop; then the group is rebuilt or stopped.
+        device. The worker reports every failure to the engine. If a known error stopped the device,
+        the worker waits for the engine's decision, and runs no step before the engine resumes it.
+        Any other failure ends the loop; then the group is rebuilt or stopped.
         """
         self._phase = "SERVING"
         leave_with(self._lease, f"rank {self._rank}")

@@ -69,8 +69,7 @@ class WorkerGroup:
         """Call a method on all workers and return their answers in rank order.
 
         If a rank reports a failure, other ranks may be alone in a collective: they get a few
-        seconds
-        more to answer.
+        seconds more to answer.
 
         Args:
             arguments: returns the arguments for a worker's index; by default there are none.
