@@ -67,8 +67,8 @@ class LocalRay:
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # A raylet's agents live up to a minute longer than the raylet, and hide their command
-        # lines.
+        # A raylet's agents live up to a minute longer than the raylet; their command lines are
+        # hidden.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
         self._stopped = threading.Event()

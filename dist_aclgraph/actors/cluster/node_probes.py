@@ -27,7 +27,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """Ports of a node: those at which it listens now, and those that others use."""
+    """Ports of a node: the ports on which the probe listens, and the ports that are in use."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]
@@ -65,7 +65,10 @@ class NodeProbe:
         return OpenPorts(listening, tuple(in_use))
 
     def unreachable(self, targets: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
-        """Return the targets (address, port) to which this node cannot connect, with reasons.
+        """Return the targets (address, port) to which this node cannot connect, with reasons."""
+        with ThreadPoolExecutor(THREADS) as threads:
+            reasons = threads.map(_connect, targets)
+        return {target: why for target, why in zip(targets, reasons, strict=True) if why}
 
 
 def _connect(target: tuple[str, int]) -> str:

@@ -1,8 +1,8 @@
 """Finding NPUs: one placement group per lockstep group, one bundle for ranks that share a node.
 
 The ranks of a tensor parallel group share a node: they are one bundle, which Ray never splits. The
-    pure functions decide what to request from Ray, and how ranks are numbered after placement. The
-    other functions call Ray, and wait for a limited time.
+pure functions decide what to request from Ray, and how ranks are numbered after placement. The
+other functions call Ray, and wait for a limited time.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
     """Yield how far the controller is until ``work`` is done; yield None while that is unknown.
 
     A late answer is no failure: ``work`` has its own limits, and on a busy machine the controller's
-        process may start more slowly than an answer should take. If the controller dies, ``work``
-        ends with an error.
+    process may start more slowly than an answer should take. If the controller dies, ``work`` ends
+    with an error.
     """
     asked = None
     while not ray.wait([work], timeout=POLL_S)[0]:
@@ -143,7 +143,8 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # Ray asks a process to end that it has not started itself: a stopped one does not hear.
+        # If Ray has not started a process itself, Ray only asks it to end. A stopped process would
+        # not end.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:

@@ -153,7 +153,8 @@ class OwnerClient:
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Tell whether this ingress is open; return the owner's admission, None without an answer.
+        """Tell whether this ingress is open; return the owner's answer, None if there is none."""
+        return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
         """Return the owner's answer; None without an answer, or while no engine can be reached."""

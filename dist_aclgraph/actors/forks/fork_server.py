@@ -62,12 +62,12 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class ForkAddress:
-    """A fork server, for any process of this machine.
+    """A fork server, as other processes of this machine see it.
 
     Attributes:
-        path: of its socket.
-        start: of its process, see ``processes.start_of``.
-        variables: of its processes, which decide how libraries are loaded.
+        path: path of the server's socket.
+        start: start time of the server's process, see ``processes.start_of``.
+        variables: environment variables of the server's processes, which affect how libraries load.
     """
 
     path: str
@@ -166,11 +166,11 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
     """Fork a process for each client.
 
     Args:
-        parent: a handle of the process that started the server, which ends with it.
-        job: of Ray's; processes of others load for themselves.
+        parent: handle of the process that started the server; the server ends when it ends.
+        job: id of a Ray job; processes of other jobs are not forked.
 
     Returns:
-        In each forked process, its request and its standard streams; in the server None, once its
+        In each forked process, its request and its standard streams. In the server, None after the
         parent has ended.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forked processes do not become zombies
@@ -218,7 +218,7 @@ def _fork() -> int:
 
 
 def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
-    """Raises: OSError, ValueError: the client has not sent a valid request."""
+    """Return a client's request and streams; raise OSError or ValueError if it is invalid."""
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     try:
         data = b""

@@ -126,19 +126,20 @@ class SharedHeartbeat:
 
 
 class Lease:
-    """Whether the holder of a place may act. All methods: any thread.
+    """Whether the holder of a place may act. All methods may be called on any thread.
 
-    The process that gave the place renews the lease by numbered questions, and sends the next one
-    once the last was answered. The lease begins with the first question. Without a question for
-    ``limit_s`` the lease is not held, and the holder does nothing; after as long again the lease is
-    over. A holder that was stopped cannot know whether the place was given away meanwhile, and the
-    next question may have been sent before that: only the question after it renews the lease.
+    The process that gave the place (the giver) renews the lease with numbered questions; it sends
+    the next question after the previous one was answered. The lease begins with the first question.
+    After ``limit_s`` without a question, the lease is not held, and the holder does nothing. After
+    twice that time, the lease is over. A holder that was stopped cannot know whether its place was
+    given away in the meantime. The next question may have been sent before that, so only the
+    question after it renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
 
     Args:
-        clock: in seconds; does not go back.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -2,7 +2,7 @@
 
 The owner holds a lock in the directory for as long as it lives. A process id would not tell whether
 the owner is alive: several containers may share one temporary folder, and each container has its
-    own process ids.
+own process ids.
 
 A directory has a hidden name while it is made and removed. An unlocked directory with a hidden name
 belongs to a process that was killed, or it is just being made. In both cases it is swept; in the

@@ -5,7 +5,7 @@ message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An
 with an ``EngineStatus``, and a wrong token with ``Refused``. The engine ignores a peer that has not
 sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends the ``GroupList``.
 If a link fails at one end, its requests end: the client gives them to another engine or ends them
-    with an error, and the engine aborts them.
+with an error, and the engine aborts them.
 """
 
 from __future__ import annotations

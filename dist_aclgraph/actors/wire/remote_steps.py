@@ -1,7 +1,7 @@
 """Steps between an engine and workers on other nodes.
 
-It uses ZeroMQ with CURVE keys: PUB/SUB for plans, PUSH/PULL for results; for addresses see
-    ``addresses.py``.
+The channel uses ZeroMQ with CURVE keys: PUB/SUB for plans, PUSH/PULL for results; for addresses see
+``addresses.py``.
 """
 
 from __future__ import annotations
