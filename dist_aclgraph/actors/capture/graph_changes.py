@@ -143,7 +143,7 @@ class GraphChanges:
             return
         victim = change.victim
         if victim is not None:
-            # before the capture, because streams are reserved for a fixed number of graphs
+            # Before the capture, because streams are reserved for a fixed number of graphs.
             self._release(victim)
         is_captured = self._capture(change.graph) is None
         if is_captured:

@@ -116,7 +116,7 @@ class EngineClient:
         # Groups that run requests. Only the I/O thread writes it, so a reader needs no lock.
         self.num_groups = len(self._engines)
         self._beat_s = beat_s(link_s)
-        # by request id: the engine, and the request's number there
+        # By request id: the engine, and the request's number there.
         self._owner: dict[str, tuple[KnownEngine, int]] = {}
         self.num_resumed = 0  # requests that another engine continued
         self._losses: Counter[LossKind] = Counter()

@@ -74,7 +74,7 @@ class Outage:
 
     def __init__(self, recovery: Recovery | None) -> None:
         self._recovery = recovery
-        # by id: the request, and when its wait ends
+        # By id: the request, and when its wait ends.
         self._requests: dict[str, tuple[OpenRequest, float]] = {}
         self._began_s: float | None = None
         self._past_s = 0.0

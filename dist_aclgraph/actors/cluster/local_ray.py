@@ -43,10 +43,10 @@ from dist_aclgraph.errors import PlacementError
 NAMESPACE = "dist_aclgraph"
 CONTROLLER = "controller"  # a controller's name is this word and eight random hexadecimal digits
 NPUS_OF_A_NODE = 8
-# the control plane needs no object store memory, but Ray refuses less than 75 MiB
+# The control plane needs no object store memory, but Ray refuses less than 75 MiB.
 OBJECT_STORE_BYTES = 100 << 20
 RAYLET = "raylet"
-# the text is a part of Ray's error message
+# The text is a part of Ray's error message.
 START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S = 10.0
@@ -67,8 +67,7 @@ class LocalRay:
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # A raylet's agents live up to a minute longer than the raylet; their command lines are
-        # hidden.
+        # Agents live up to a minute longer than their raylet, and hide their command lines.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
         self._stopped = threading.Event()

@@ -39,7 +39,7 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # if the actor is dead, its ended call shows that
+            # If the actor is dead, its ended call shows that.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
@@ -59,7 +59,7 @@ class GroupWatch:
         self._groups: list[LockstepGroup] = []
         self._link_s = link_s
         self._beat_s = beat_s(link_s)
-        # by call: the group, and the rank; None for the engine
+        # By call: the group, and the rank; None for the engine.
         self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
         self._heartbeats: list[tuple[LockstepGroup, WorldRank | None, _Heartbeat]] = []
         self._stopping = threading.Event()
@@ -180,7 +180,7 @@ class GroupWatch:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                # the engine cannot tell its clients, and must not continue later
+                # The engine cannot tell its clients, and must not continue later.
                 ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:

@@ -42,7 +42,7 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.topology import GroupRank, Ranks
 
-# the first epoch of a group; each time the group comes back in place, the number grows by 1
+# The first epoch of a group; each time the group comes back in place, the number grows by 1.
 EPOCH = 1
 MIB = 1 << 20
 TRIAL_BLOCKS = 2  # enough for a cache that only padding rows use: they use the dummy block
@@ -72,7 +72,7 @@ class Startup:
         self._show = on_graph
         self._phase = State.PLACING
         self._moving = threading.Lock()
-        # starts processes in place of Ray's own command; None for Ray's own
+        # Starts processes in place of Ray's own command; None for Ray's own.
         self._python: str | None = None
 
     @property
@@ -164,7 +164,7 @@ class Startup:
                     deployment=deployment,
                     python=self._python,
                 )
-            # raised after all groups have answered, so that no started group is lost
+            # Raised after all groups have answered, so that no started group is lost.
             except Exception as e:
                 return e
 

@@ -18,7 +18,7 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# after this time, the answers of other groups are used without those of a silent group
+# After this time, the answers of other groups are used without those of a silent group.
 ANSWER_S = 10.0
 
 

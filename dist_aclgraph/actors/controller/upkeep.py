@@ -201,7 +201,7 @@ class Upkeep:
 
     def _scale(self, count: int) -> None:
         try:
-            # do not wait for NPUs: autoscaling tries again later
+            # Do not wait for NPUs: autoscaling tries again later.
             self._serving.scale(count, room_s=0.0)
         except (DistAclGraphError, RayError) as e:
             self._growth.failed(self._clock())

@@ -29,7 +29,7 @@ WAITING = 64  # waiting connections; most of them are from questions that were g
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that the owner knows already
-# for an answer for which the owner asks Ray; longer than the deployment's own limits
+# For an answer for which the owner asks Ray; longer than the deployment's own limits.
 SEARCH_S = 30.0
 
 logger = logging.getLogger(__name__)

@@ -130,7 +130,7 @@ class EngineLoop:
         self._failure = ""
         self._has_dismissed = False
         self._stopping = False
-        # version of the group list in which this group drains; 0 if it does not drain
+        # Version of the group list in which this group drains; 0 if it does not drain.
         self._drains_from = 0
         self._drained = threading.Event()
         self._timings_us: Counter[str] = Counter()

@@ -24,9 +24,9 @@ class Recipients:
     def __init__(self) -> None:
         self._key_of: dict[str, int] = {}
         self._links: list[ClientLink] = []
-        # by key: index in _links, NOBODY if the key is not used
+        # By key: index in _links, NOBODY if the key is not used.
         self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)
-        # by key: the number that the client gave to the request
+        # By key: the number that the client gave to the request.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
         self._left: list[int] = []  # keys of ended requests that pending outputs may still contain

@@ -67,7 +67,7 @@ class Resumption:
         self._timeout_s = timeout_s
         self._in_a_row = 0
         self._num_sound = 0  # steps without a failure since the last failure
-        # when the group stopped, and why; None while it runs
+        # When the group stopped, and why; None while it runs.
         self._begun: tuple[float, str] | None = None
         self.counts: Counter[DeviceFault] = Counter()
 

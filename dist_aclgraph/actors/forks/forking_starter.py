@@ -56,7 +56,7 @@ class ForkingStarter(ProcessStarter):
     def _find_server(self, config: Config) -> ForkAddress | None:
         """Return a server that forks processes for this configuration; None if there is none."""
         if not is_emulated_here(config.device.kind):
-            # a configuration without emulation was rolled out after this starter was chosen
+            # A configuration without emulation was rolled out after this starter was chosen.
             return None
         with self._lock:
             if self._lent is not None and self._lent.serves(config):

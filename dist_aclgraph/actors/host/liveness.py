@@ -185,7 +185,7 @@ class Lease:
         """Return the time, and check whether this process was stopped until now."""
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
-            # the next question may have been sent before the stop ended
+            # The next question may have been sent before the stop ended.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s

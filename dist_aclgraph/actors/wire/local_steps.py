@@ -47,7 +47,7 @@ class FrameReader:
         Raises:
             NotAMessageError: a frame is longer than MAX_MESSAGE_BYTES.
         """
-        # nearly always: exactly one frame
+        # Nearly always: exactly one frame.
         if not self._received and 0 < self._end(data) == len(data):
             return [data[LENGTH.size :]]
         self._received += data

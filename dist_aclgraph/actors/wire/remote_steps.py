@@ -16,7 +16,7 @@ from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message
 from dist_aclgraph.errors import EngineDeadError
 
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
-# frames of XPUB: subscription to all topics, and its end
+# Frames of XPUB: subscription to all topics, and its end.
 WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}
 FAREWELL_MS = 200  # milliseconds for the last frame; a dead worker must not delay us longer
 

@@ -39,7 +39,7 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 POLL_S = 0.1  # seconds between two checks whether a wait should end
-# after a worker's connection has ended, seconds to wait for other workers' reports of its failure
+# After a worker's connection has ended, seconds to wait for other workers' reports of its failure.
 GONE_S = 1.0
 SOCKET_FILE = "steps"
 

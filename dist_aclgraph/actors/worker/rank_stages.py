@@ -344,7 +344,7 @@ class RunningRank:
         from dist_aclgraph.comm.groups import leave_lockstep_group
 
         self.joined.npu.restart(resumes_groups=False)
-        # before leaving the group, because graphs contain addresses of communicators
+        # Before leaving the group, because graphs contain addresses of communicators.
         self.runner.close()
         leave_lockstep_group()
         return self.loaded

@@ -56,7 +56,7 @@ class WorkerInfo:
     pid: int
     npu_ids: tuple[int, ...]
     kind: DeviceKind = "emulated"
-    # whether it still has the weights that it loaded for a previous group
+    # Whether it still has the weights that it loaded for a previous group.
     has_weights: bool = False
 
 
@@ -184,7 +184,7 @@ class Worker:
             os.close(handle)
         self._neighbours.clear()
         for pid in pids:
-            # later calls will report the dead process
+            # Later calls will report the dead process.
             with contextlib.suppress(ProcessLookupError):
                 self._neighbours[pid] = os.pidfd_open(pid)
 
