@@ -35,7 +35,7 @@ from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # relative to the working directory, or to the package
+DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
 MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is the limit
 OUTLOOK_S = 20.0  # longer than the deployment's own limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0

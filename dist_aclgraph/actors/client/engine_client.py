@@ -108,7 +108,7 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # Each ingress starts with another one of several equal groups.
+        # If several groups are equally good, replicas of the ingress start with different groups.
         self._router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._engines: dict[str, KnownEngine] = {}  # the key is the engine's URL, as in the router
         for index, address in enumerate(addresses):

@@ -128,7 +128,7 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
     address = ray_address()
     prepare_ray_environment(is_local=address is None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
-        # Ray read this when it was imported, before we could set that this Ray is for one machine.
+        # Ray computed it when it was imported, before we could set that Ray is for one machine.
         importlib.reload(ray_constants)
     try:
         if address is not None:
@@ -191,7 +191,8 @@ def join_ray(local_address: str | None) -> None:
     prepare_ray_environment(is_local=is_local)
     address = local_address or ray_address() or _only_ray()
     if is_local:
-        # Like the service that started this Ray: on loopback, with this user's token.
+        # Join in the same way as the service that started this Ray: on loopback, with this user's
+        # token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
         # ``_init`` sets the same level, but a moment too late

@@ -97,7 +97,7 @@ def plan_bundles(
     tp_across_nodes: bool = False,
     may_be_undeclared: bool = False,
 ) -> BundleRequest:
-    """Choose bundles and strategy: each group is on one node if there are nodes that can hold them.
+    """Choose bundles and strategy; if possible, each group has all its ranks on a single node.
 
     Args:
         layout: layout of the whole deployment.

@@ -39,7 +39,7 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # If the actor is dead, its ended call shows that.
+            # If the actor is dead, the end of its running call shows that, not this answer.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"

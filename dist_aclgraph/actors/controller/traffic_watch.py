@@ -60,8 +60,8 @@ class TrafficWatch:
     def look(self, now_s: float) -> None:
         """If it is time, read the traffic, and change to a better plan if there is one.
 
-        Groups that are still changing their plan are left alone. If a capture failed in some
-        groups, groups have different plans; then all of them get one common plan again.
+        Groups that are still changing their plan are left alone. If the groups have different
+        plans, because a capture failed in some, all groups get one common plan again.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]

@@ -127,7 +127,7 @@ class Upkeep:
     def failure(self) -> str:
         """Why the deployment has ended; "" while a group serves or may serve again."""
         watch = self._serving.watch
-        # This order: a group serves for a moment before it is watched.
+        # The order matters: a group serves for a moment before it is watched.
         if self._serving.serves or watch.trouble:
             return watch.trouble
         failure, end = watch.failure(), self.ends_recovery

@@ -143,8 +143,8 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # If Ray has not started a process itself, Ray only asks it to end. A stopped process would
-        # not end.
+        # If Ray has not started a process itself, Ray only asks it to end; a stopped process does
+        # not react.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:

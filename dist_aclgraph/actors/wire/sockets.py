@@ -26,8 +26,7 @@ def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     """
     try:
         return decoder.decode(frame)
-    # Msgspec raises other errors for text that is not UTF-8, and for fields that are nested too
-    # deep.
+    # The last two errors are for text that is not UTF-8, and for fields that are nested too deep.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise NotAMessageError(f"{len(frame)} bytes are not a message of ours: {e}") from None
 

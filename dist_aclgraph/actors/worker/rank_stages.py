@@ -67,7 +67,7 @@ def join_rank(
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # Checked here, because no other process can read the environment of this node's process.
+    # Checked here: the environment of this process decides, and no other process can read it.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
     # Before torch_npu starts its threads, because they inherit the cores.

@@ -1,7 +1,7 @@
 """Access: which requests are allowed, judged by their headers: API key, Host, and the page's site.
 
 A page of another site can make a browser send requests to this service. If such a request looks
-like that of a form, the browser sends no preflight first. So a POST must be JSON, and must not come
+like a form's request, the browser sends no preflight first. So a POST must be JSON, and must not come
 from a page of another site, unless ``serve.allowed_origins`` contains the site's origin; browsers
 learn that from the CORS headers.
 
@@ -191,8 +191,8 @@ def _check_length(key: str, where: str) -> None:
 def _check_site(headers: Headers, host: str) -> None:
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
-    # No page can forge the header Sec-Fetch-Site. After a proxy, Host may differ from the name that
-    # browsers know.
+    # No page can forge the header Sec-Fetch-Site. If clients connect to a proxy, Host may differ
+    # from the name that browsers know.
     if site == b"cross-site" or (is_foreign and site != b"same-origin"):
         raise ForbiddenError(
             "requests from pages of other sites are refused; serve.allowed_origins may name them"

@@ -68,7 +68,7 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, rows: Sequence[RowLogprobs]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return ``prompt_logprobs`` in vLLM's form: by token id, the first one is None."""
+    """Return vLLM's ``prompt_logprobs``: for each token a dict by token id; None for the first."""
     listed: list[dict[str, dict[str, Any]] | None] = [None]
     for row in rows:
         ranks = [row.rank, *range(1, len(row.logprobs))]
@@ -81,7 +81,7 @@ def prompt_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:
-    """Return the best tokens by their texts; if two tokens have the same text, one by its id."""
+    """Return the best tokens by text; if the text is used already or incomplete, by token id."""
     found: dict[str, float] = {}
     for token_id, value in best:
         text = tokenizer.own_text(token_id)

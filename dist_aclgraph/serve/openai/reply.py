@@ -203,7 +203,7 @@ class _Held(Response):
 
 
 class _Stream(Response):
-    """A stream that owns its generation. The response may end early; both end together."""
+    """A stream that owns its generation: when the response ends, the generation ends, too."""
 
     media_type = "text/event-stream"
 

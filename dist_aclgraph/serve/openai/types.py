@@ -317,7 +317,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         return self._first("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict")
 
     def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters; ``defaults`` replace those that are not given."""
+        """Return the sampling parameters, with ``defaults`` for those that the request omits."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._sampling(max_tokens, logprobs, defaults)
 
@@ -359,7 +359,7 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         return found
 
     def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters; ``defaults`` replace those that are not given."""
+        """Return the sampling parameters, with ``defaults`` for those that the request omits."""
         return self._sampling(max_tokens, self.logprobs, defaults)
 
 
