@@ -72,7 +72,7 @@ class GraphTransaction:
                 )
 
     def capture(self, graph: BatchDescriptor) -> list[CaptureCost] | CaptureFailure:
-        """Capture one graph on all ranks; return each rank's cost, or the failure that undid it.
+        """Capture one graph on all ranks; return each rank's cost, or the failure if it was undone.
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.

@@ -54,7 +54,7 @@ def capture_plan(
         ledgers: one per rank; the cost of each graph is entered in them.
 
     Raises:
-        CaptureError: no graph can be captured; names rank, graph and remedy.
+        CaptureError: no graph can be captured; the message names rank, graph and remedy.
         WorkerError: a rank died, hung or disagreed.
     """
     _adopt(transaction, plan, ledgers)

@@ -366,7 +366,7 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        except Exception as e:  # of any kind: no request may wait for a thread that has ended
+        except Exception as e:  # any exception: no request may wait for a thread that has ended
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
         self._closing.set()
@@ -534,7 +534,7 @@ class EngineClient:
         """Hand out the deltas of a step.
 
         Raises:
-            EngineDeadError: the engine has ended; its other requests are still open.
+            EngineDeadError: the engine has ended; all its other requests are still open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         death = ""

@@ -29,7 +29,7 @@ class Outlook:
         groups: all groups of the deployment.
         failure: why no group will accept requests again; "" if a group may.
         progress: how far the start of the next group is, e.g. ``LOADING 3 of 9``.
-        token: of the deployment that has the groups; "" for an unchanged token.
+        token: token of the deployment that has the groups; "" for an unchanged token.
         node_id: the id that this deployment's Ray gives to the client's node; "" for an unchanged
             id.
     """

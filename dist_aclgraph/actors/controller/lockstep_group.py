@@ -54,7 +54,7 @@ class LockstepGroup:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its epoch is over."""
+        """Whether the group's epoch is over."""
         return self.state in (GroupState.LOST, GroupState.DETACHED, GroupState.ABANDONED)
 
     def enter(self, to: GroupState) -> bool:

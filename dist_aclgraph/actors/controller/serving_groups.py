@@ -60,7 +60,7 @@ class ServingGroups:
     Args:
         deployment: name of the deployment; the names of placement groups begin with it.
         term: what this controller takes over from the previous controllers.
-        planner: of the first groups.
+        planner: planner of the first groups.
         spares: reserved places, for groups that lose their own places.
         starter: starts the processes of groups.
         on_phase, on_graph: called with the progress of a change; see ``Startup``.
@@ -328,7 +328,7 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find a place for a missing group: that of a lost group with survivors, or another one.
+        """Find a place for a missing group: a lost group's place with survivors, or a free place.
 
         Other changes may start while this one waits for free NPUs.
 

@@ -1,4 +1,4 @@
-"""The life of a deployment's controller: its driver checks that it answers, and replaces it.
+"""Keeping a controller alive: the driver checks that it answers, and replaces a dead controller.
 
 When a controller dies, Ray ends all actors that it has started. So the next controller starts the
 same number of groups with the latest configuration. In the meantime, the requests of lost groups

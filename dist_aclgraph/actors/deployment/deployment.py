@@ -1,4 +1,4 @@
-"""Starting a deployment from a driver or an ingress, and keeping it."""
+"""Starting a deployment from a driver or an ingress, and keeping it running."""
 
 from __future__ import annotations
 

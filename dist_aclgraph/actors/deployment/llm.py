@@ -309,7 +309,7 @@ class LLM:
 
 def start_on_ray(config: Config) -> Deployment:
     """Start a deployment on this process's Ray cluster, or on a local one."""
-    from dist_aclgraph.actors.deployment import deployment  # imports Ray: seconds
+    from dist_aclgraph.actors.deployment import deployment  # imports Ray, which takes seconds
 
     return deployment.start(config)
 

@@ -49,7 +49,7 @@ NON_FINITE = (
 )
 IDLE_S = 0.1  # seconds between two checks while there is no work
 UNHELD_S = 0.01  # seconds between two checks whether the lease is held again
-MEAN_FROM, MEAN_OF = 16, 200  # steps
+MEAN_FROM, MEAN_OF = 16, 200  # steps: before a mean is reported, in a running mean
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Silence:
         self.silent_s, self._turned_s = 0.0, self._clock()
 
     def listen(self) -> bool:
-        """Count a turn in which nothing was heard; return whether the silence is too long.
+        """Count a turn in which no sign of life came; return whether the silence is too long.
 
         Must be called about every ``beat_s`` seconds.
         """

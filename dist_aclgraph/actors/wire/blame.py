@@ -19,11 +19,13 @@ AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes:
-    rank: the rank to blame, or NO_RANK if it may be one of several.
-    silent: the ranks that did not answer, e.g. ``rank 4, 5``.
-    where: what each of these ranks waits for.
-    doing: the operation that these ranks were doing; "" if no rank tells it.
+    """Which rank is to blame, and what the silent ranks are doing.
+
+    Attributes:
+        rank: the rank to blame, or NO_RANK if it may be one of several.
+        silent: the ranks that did not answer, e.g. ``rank 4, 5``.
+        where: what each of these ranks waits for.
+        doing: the operation that these ranks were doing; "" if no rank tells it.
     """
 
     rank: WorldRank

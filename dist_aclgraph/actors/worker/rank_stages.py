@@ -170,7 +170,7 @@ class JoinedRank:
     group_rank: GroupRank
     npu: Npu
     groups: RankGroups
-    layout: ParallelLayout  # of the lockstep group
+    layout: ParallelLayout  # layout of the lockstep group
     exchange: ExchangeRule
     streams: StreamLedger
     cores: frozenset[int]  # the cores that this process is bound to; empty if it is not bound

@@ -84,7 +84,7 @@ class Worker:
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
         self._lease = Lease(config.timeouts.link_s)
-        self._channel: StepReceiver | None = None  # while the step loop runs
+        self._channel: StepReceiver | None = None  # None while no step loop runs
 
     @property
     def _joined(self) -> JoinedRank | None:

@@ -1,9 +1,9 @@
 """Access: which requests are allowed, judged by their headers: API key, Host, and the page's site.
 
 A page of another site can make a browser send requests to this service. If such a request looks
-like a form's request, the browser sends no preflight first. So a POST must be JSON, and must not come
-from a page of another site, unless ``serve.allowed_origins`` contains the site's origin; browsers
-learn that from the CORS headers.
+like a form's request, the browser sends no preflight first. So a POST must be JSON. It must not
+come from a page of another site, unless ``serve.allowed_origins`` contains the site's origin;
+browsers learn that from the CORS headers.
 
 The owner of another site's name can also make this name point to this machine (DNS rebinding). So
 on loopback without API keys, ``Host`` must not be a name that a stranger can own. Names of this

@@ -1,6 +1,6 @@
 """Server-sent events: one ``data:`` frame per chunk, sent to the client as soon as it exists.
 
-A server may offer ``WRITE`` in the extensions of a request's scope; our server does. It is a
+A server may offer ``WRITE`` in the extensions of a request's scope; our server does. ``WRITE`` is a
 function that writes a part of the response's body at once, and returns whether the connection
 accepted it. Such a write wakes no task. Frames that the connection did not accept are sent by the
 response's task with ASGI's ``send``. Other servers get all frames by ``send``.

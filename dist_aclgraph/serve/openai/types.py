@@ -190,7 +190,7 @@ class GenerateRequest(Body, kw_only=True):
     def truncated(self, ids: list[int], context_len: int) -> list[int]:
         """Return the last ids of a prompt, as many as ``truncate_prompt_tokens`` says.
 
-        -1 keeps as many ids as possible, so that the answer still has room.
+        -1 keeps as many ids as possible while the context still has room for the answer.
         """
         most = self.truncate_prompt_tokens
         if most is None:
@@ -304,8 +304,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         given = {name: value for name, value in own.items() if value is not None}
         return ChatOptions(
             documents=_documents(self.documents),
-            # If a client asks to continue the last message, no new message begins, even if it does
-            # not say so.
+            # If a client asks to continue the last message, the default is to begin no new message.
             add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
             continue_final_message=bool(self.continue_final_message),
             template=self.chat_template,

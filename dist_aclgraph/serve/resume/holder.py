@@ -125,7 +125,7 @@ class ConnectionHolder:
     def open(self) -> socket.socket:
         """Return the other end of a new link, for a process that is forked next.
 
-        The signal SIGIO tells this process that a message has arrived; it must not end the process.
+        The signal SIGIO tells this process that a message has arrived; SIGIO must not end it.
         """
         self._lose()
         mine, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -150,7 +150,7 @@ class JournalMemory:
         """Close the mapping; the memory stays while another process has it open."""
         self._words.release()
         self._request.release()
-        with contextlib.suppress(BufferError):  # the event loop is reading into it
+        with contextlib.suppress(BufferError):  # the event loop is reading into the mapping
             self._map.close()
 
     def _use_slot(self, slot: int) -> None:
