@@ -70,7 +70,7 @@ class GraphChanges:
     """Owns the changes that are still to be made.
 
     Attributes:
-        costs: of every graph that exists; the maximum over the ranks.
+        costs: costs of every existing graph; the maximum over the ranks.
         failures: messages about the latest captures that were undone.
     """
 

@@ -32,7 +32,7 @@ class CaptureRecord:
 
     Attributes:
         plan: the current plan.
-        costs: by graph; the maximum over the ranks.
+        costs: cost of each graph; the maximum over the ranks.
         rollbacks: messages about captures that were undone.
     """
 

@@ -80,8 +80,8 @@ class EngineClient:
     """Owns the connections to the engines. Handles token ids only, never text.
 
     Args:
-        addresses: of the engines, one per lockstep group. The client names the groups 0, 1, ...
-            until an engine tells their real names.
+        addresses: addresses of the engines, one per lockstep group. The client names the groups
+            0, 1, ... until an engine tells their real names.
         node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
         link_s: an engine that is silent for longer counts as dead: ``timeouts.link_s``.

@@ -84,7 +84,7 @@ class NodeProbes:
 
     Attributes:
         nodes: nodes that have answered all questions so far, by name.
-        silent: for all other nodes, the reason, by name.
+        silent: the reason for each other node, by the node's name.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -66,7 +66,7 @@ class Controller:
     """Owns the plan, the states, and all actors of a deployment.
 
     Args:
-        name: of the deployment; the names of its placement groups begin with this name.
+        name: name of the deployment; the names of its placement groups begin with this name.
         starter: starts the deployment's workers; None for the result of ``choose_starter`` in this
             process.
     """

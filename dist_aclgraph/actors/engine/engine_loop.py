@@ -85,7 +85,7 @@ class EngineLoop:
     """State of a serving lockstep group.
 
     Args:
-        vocab_size: of the model; a prompt with a larger token id is refused.
+        vocab_size: number of token ids of the model; a prompt with another token id is refused.
         changes: the changes of the group's graphs while it serves.
         resumption: makes the group run again after a fault of a device or a link.
         report: returns the facts about the ranks, which are part of every report.

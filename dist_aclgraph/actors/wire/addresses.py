@@ -61,8 +61,8 @@ class Address:
 
     Attributes:
         node_id: Ray's id of the engine's node.
-        file: for peers on that node.
-        tcp: for peers on other nodes; None if the engine expects no such peers.
+        file: endpoint for peers on that node.
+        tcp: endpoint for peers on other nodes; None if the engine expects no such peers.
     """
 
     node_id: str
@@ -124,7 +124,7 @@ class Place:
 
 
 class Listener:
-    """Binds the sockets of one channel. All of them share one key pair for each end.
+    """Binds the sockets of one channel, which share one server key pair and one client key pair.
 
     Owns the thread that checks the keys of connecting peers.
     """

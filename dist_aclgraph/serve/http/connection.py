@@ -42,7 +42,7 @@ class ServerState:
     Attributes:
         crowded: the answer on every connection beyond ``serve.max_connections``.
         malformed: the answer to bytes that are not HTTP.
-        link: to the process that holds connections; None if no connection outlives this process.
+        link: link to the holder of connections; None if no connection outlives this process.
         headers: headers of every response. The server updates the date.
         tasks: the tasks that are answering requests.
     """

@@ -42,7 +42,7 @@ class HttpServer:
     Args:
         listener: a socket from ``listen``; connections wait in it until ``start``.
         beat: called every second from the event loop.
-        link: to the process that holds connections; None if no connection outlives this process.
+        link: link to the holder of connections; None if no connection outlives this process.
     """
 
     def __init__(

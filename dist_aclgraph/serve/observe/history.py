@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPAN_S = 600.0
-POINTS_OF_A_CELL = 4  # of the heat map of experts: 20 seconds
+POINTS_OF_A_CELL = 4  # points (20 seconds) in a cell of the experts' heat map
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 REQUEST_RATES = {"requests_per_s": "request_success", "refused_per_s": "refused_requests"}
@@ -60,7 +60,7 @@ class Point:
     """The changes between the previous point and ``time_s``.
 
     Attributes:
-        values: by name of the series; None if the value is unknown.
+        values: value of each series, by name; None if the value is unknown.
         experts: number of tokens that each rank's experts computed.
     """
 

@@ -36,7 +36,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: the new tokens.
         token_texts: the text of each token that has an entry in ``logprobs``.
-        prompt_logprobs: for the prompt's tokens except the first, if requested; only in one piece.
+        prompt_logprobs: rows of the prompt's tokens but the first, if requested; in one piece only.
         has_end_token: whether the last of ``logprobs`` is for an end token, which has no text.
     """
 

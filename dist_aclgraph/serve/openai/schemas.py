@@ -16,7 +16,7 @@ from dist_aclgraph.sampling import (
 
 MAX_PROMPTS = 64  # maximum number of completions in one request
 MAX_MESSAGES = 1024
-MAX_PARTS = 1024  # of one message
+MAX_PARTS = 1024  # maximum number of parts of one message
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}

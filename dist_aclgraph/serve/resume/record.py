@@ -42,7 +42,7 @@ class ConnectionRecord:
     or if the memory is full, the journal is void, and the connection ends with this process.
 
     Args:
-        link: to the process that holds connections; None if no connection outlives this process.
+        link: link to the holder of connections; None if no connection outlives this process.
 
     Attributes:
         is_spent: whether a request in the journal has been answered.
