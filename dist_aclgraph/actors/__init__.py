@@ -1,1 +1,1 @@
-"""The processes of a deployment, which are Ray actors. Ray is never on the path of a step."""
+"""The processes of a deployment, which are Ray actors. A step never passes through Ray."""

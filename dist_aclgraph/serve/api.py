@@ -1,4 +1,4 @@
-"""make_api: the Starlette application over one ApiState. No Ray and no torch here."""
+"""make_api: builds the Starlette application for one ApiState. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ GETS: dict[str, Endpoint] = {
 
 
 def make_api(state: ApiState, access: Access | None = None, *, names_requests: bool = True) -> Edge:
-    """Build the application over ``state``.
+    """Build the application for ``state``.
 
     Args:
         access: which requests are allowed; by default all.
-        names_requests: whether to answer with X-Request-Id; off where a proxy does it.
+        names_requests: whether to answer with X-Request-Id; off if a proxy does that.
     """
     access = access or Access()
     document = openapi.document(
@@ -72,7 +72,8 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
             Exception: _our_error,
         },
     )
-    # Outside of Starlette, whose own layers cost as much as the rest of a refusal.
+    # Outside of Starlette, because Starlette's own layers cost as much as all other work of a
+    # refusal.
     return Edge(api, access, state, names_requests=names_requests)
 
 

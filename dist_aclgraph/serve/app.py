@@ -1,9 +1,11 @@
 """The Ray Serve application: ``serve run dist_aclgraph:app config=configs/x.yaml``.
 
-It has two parts: ``groups`` starts the controller and its workers, and takes them down; any number
-of ``ingress`` replicas (``serve.replicas``) serve HTTP with them until they are told to stop.
+The application has two parts. ``groups`` starts the controller and its workers, and stops them. Any
+number of ``ingress`` replicas (``serve.replicas``) use them to serve HTTP until they are told to
+stop.
 
-Annotations are evaluated here, because Serve looks at the class of the builder's argument.
+Annotations are evaluated in this module, because Serve inspects the class of the builder's
+argument.
 """
 
 import asyncio
@@ -33,15 +35,17 @@ from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # of the working directory, or the package's own
-MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is what limits
+DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
+MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is the limit
 OUTLOOK_S = 20.0  # longer than the deployment's own limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
-    """The application cannot be served. ``serve run`` prints errors of click, and ``serve status``
-    those of Serve, as one sentence; all others come with a traceback.
+    """The application cannot be served.
+
+    ``serve run`` prints click's errors as one sentence, and ``serve status`` prints Serve's errors
+    as one sentence; both print other errors with a traceback.
     """
 
 
@@ -64,17 +68,18 @@ class GroupsReplica:
     """Owns the deployment that all ingress replicas use."""
 
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
-        # Another version starts while the one before drains, and waits for its NPUs.
+        # A new version of the application starts while the previous one drains, and waits for its
+        # NPUs.
         place_s = config.timeouts.place_s + _leave_s(config)
         timeouts = config.timeouts.model_copy(update={"place_s": place_s})
         self._deployment = start(config.model_copy(update={"timeouts": timeouts}))
 
     async def reach(self) -> Reach:
-        """Return where the deployment is reached now."""
+        """Return where clients reach the deployment now."""
         return await asyncio.to_thread(self._deployment.reach)
 
     async def outlook(self) -> Outlook:
-        """Say what becomes of the deployment."""
+        """Return the deployment's status, for clients that know of no serving group."""
         return await asyncio.to_thread(self._deployment.outlook)
 
     async def stay(self) -> None:
@@ -82,11 +87,11 @@ class GroupsReplica:
         await asyncio.Event().wait()
 
     async def check_health(self) -> None:
-        """Fail, so that Serve replaces this replica, once the deployment is dead."""
+        """Raise if the deployment is dead, so that Serve replaces this replica."""
         await asyncio.to_thread(self._deployment.raise_if_dead)
 
     async def __del__(self) -> None:
-        """Stop the deployment; Serve calls it once no ingress uses it any more."""
+        """Stop the deployment; Serve calls this when no ingress uses this replica any more."""
         if hasattr(self, "_deployment"):
             await asyncio.to_thread(self._deployment.shut_down)
 
@@ -94,8 +99,9 @@ class GroupsReplica:
 @serve.deployment(name="ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS)
 @serve.ingress()
 class Ingress:
-    """Owns a client of the deployment; the routes are those of ``make_api``. Replicas share
-    nothing.
+    """Owns a client of the deployment; the routes are those of ``make_api``.
+
+    Replicas share nothing.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -110,7 +116,7 @@ class Ingress:
         def ask() -> Outlook:
             try:
                 found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
-            except DistAclGraphError:  # said by the groups: nothing is to be waited for
+            except DistAclGraphError:  # the groups have answered with an error: waiting is useless
                 raise
             except (RayError, RayServeException, TimeoutError):
                 return Outlook(progress="Ray Serve starts the groups again")
@@ -121,19 +127,20 @@ class Ingress:
         self._state = open_state(config, tokenizer, reach, ask, replica)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        # Serve's proxy names requests, and answers with the name.
+        # Serve's proxy names requests, and returns the names to clients.
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Fail once all groups are dead: this ingress cannot reach those that Serve starts next."""
+        """Raise if all groups are dead: this ingress cannot reach the groups that Serve starts."""
         self._state.raise_if_dead()
 
     async def __del__(self) -> None:
-        """Leave; Serve calls it once the requests that it had let in have ended."""
+        """Disconnect; Serve calls this after the requests that it had admitted have ended."""
         if hasattr(self, "_state"):
             await asyncio.to_thread(self._leave)
             self._stay.cancel()
-            await asyncio.wait([self._stay])  # this process ends now: the groups must have heard
+            # This process ends now, so the groups must have got the cancellation.
+            await asyncio.wait([self._stay])
 
     def _leave(self) -> None:
         self._state.drain(self._state.config.serve.drain_s)
@@ -141,12 +148,12 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return how long a version may take to end: its ingresses first, then its groups."""
+    """Return how long a version may take to end: first its ingresses, then its groups."""
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 
 
 async def _stay(groups: Any) -> None:
-    """Keep one call to the groups open, forever; after a replacement, one to the new groups."""
+    """Keep one call to the groups open, forever; after a replacement, call the new groups."""
     while True:
         call = groups.stay.remote()
         try:
@@ -158,8 +165,9 @@ async def _stay(groups: Any) -> None:
 
 
 async def _take_back(call: Any) -> None:
-    """Cancel a call, and wait until its replica knows: a replica learns from nothing else that its
-    caller has gone.
+    """Cancel a call, and wait until the replica that runs it knows.
+
+    The replica has no other way to learn that its caller has gone.
     """
     call.cancel()
     with suppress(asyncio.CancelledError, RayError, RayServeException, TimeoutError):
@@ -170,7 +178,7 @@ async def _take_back(call: Any) -> None:
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:
     """Bind the ingress to a checked configuration.
 
-    Ray Serve's own configuration says where its proxy listens and how it limits connections:
+    Ray Serve's own configuration determines where its proxy listens and how it limits connections:
     ``serve.host``, ``serve.port`` and the limits on headers, readers and connections have no effect
     here.
 
@@ -185,9 +193,9 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         "health_check_timeout_s": 30.0,
         "max_constructor_retry_count": 1,
     }
-    ingress: Any = Ingress  # the decorators made a Serve deployment of it, as of GroupsReplica
+    ingress: Any = Ingress  # the decorators turned the classes into Serve deployments
     groups: Any = GroupsReplica
-    # The groups outlive the ingresses, which end what they have let in.
+    # The groups outlive the ingresses, which finish the requests that they have admitted.
     owner = groups.options(
         num_replicas=1,
         graceful_shutdown_timeout_s=_leave_s(config),

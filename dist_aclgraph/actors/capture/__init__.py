@@ -1,1 +1,1 @@
-"""Capture in lockstep: one transaction over all ranks of a group, and graphs that change later."""
+"""Capture in lockstep: one transaction on all ranks of a group; changes of graphs while serving."""

@@ -1,9 +1,10 @@
-"""Changing a group's graphs while it serves: between two steps, one graph at a time.
+"""Changes of a group's graphs while it serves: between two steps, one graph at a time.
 
 There are two kinds of changes. The graphs of a new plan version are captured one by one in quiet
-steps, before the graphs that it drops are released. Lazy graphs are captured when the traffic needs
-them. Steps replay only graphs that exist on every rank. A capture that fails is undone on all ranks
-and costs no other graph: one that was released to make room for it is captured again.
+steps; after that, the graphs that the new plan does not contain are released. Lazy graphs are
+captured when the traffic needs them. Steps replay only graphs that exist on every rank. A failed
+capture is undone on all ranks and costs no other graph: if another graph was released to make room,
+that graph is captured again.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
-STEPS_BETWEEN = 16  # so that no two captures delay the same tokens
-MAX_FAILURES = 100  # that are told of; a shape that always fails is tried for as long as we serve
-PATIENCE_STEPS = 200  # a group that is never quiet changes its graphs all the same
+STEPS_BETWEEN = 16  # the distance of two captures, so that they do not delay the same tokens
+MAX_FAILURES = 100  # failures that are reported; a shape that always fails is tried again and again
+PATIENCE_STEPS = 200  # after so many steps, graphs are changed even if the group is never quiet
 
 
 @dataclass
@@ -33,8 +34,8 @@ class ChannelRanks:
     """The ranks of a serving group, reached over its step channel.
 
     Attributes:
-        epoch: the group's current one.
-        pool_bytes: of all graphs of a rank together, the most of any rank.
+        epoch: returns the group's current epoch.
+        pool_bytes: bytes of all graphs of one rank together; the maximum over the ranks.
     """
 
     channel: StepSender
@@ -51,7 +52,7 @@ class ChannelRanks:
         graph: BatchDescriptor | None = None,
         plan: GraphPlan | None = None,
     ) -> list[GraphAnswer]:
-        """Have every rank do one move between two steps.
+        """Let every rank do one action between two steps.
 
         Raises:
             WorkerLostError: a rank did not answer in time.
@@ -69,15 +70,15 @@ class GraphChanges:
     """Owns the changes that are still to be made.
 
     Attributes:
-        costs: of every graph that exists, the most that any rank paid.
-        failures: sentences about the latest captures that were undone.
+        costs: costs of every existing graph; the maximum over the ranks.
+        failures: messages about the latest captures that were undone.
     """
 
     dispatcher: GraphDispatcher
     transaction: GraphTransaction
     costs: dict[BatchDescriptor, CaptureCost]
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
-    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # handed over by another thread
+    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # set by another thread
     _coming: GraphPlan | None = None
     _todo: deque[Action] = field(default_factory=deque)
     _last_step: int = -STEPS_BETWEEN
@@ -90,16 +91,16 @@ class GraphChanges:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a plan is not reached yet."""
+        """Whether the change to a new plan is not finished yet."""
         return self._wanted is not None or self._coming is not None
 
     # ---- the loop's thread
 
     def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
-        """Return whether there may be a change to make, and this is a good moment.
+        """Return whether there may be a change to make, and now is a good moment.
 
         Args:
-            is_idle: there is no request, and so no client waits.
+            is_idle: there is no request, so no client waits.
             is_quiet: no request is about to start.
         """
         lazy = self.dispatcher.lazy
@@ -109,10 +110,10 @@ class GraphChanges:
         return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)
 
     def advance(self) -> None:
-        """Do at most one capture; if it fails, capture the graph again that it replaced.
+        """Do at most one capture; if it fails, restore the graph that it should have replaced.
 
         Raises:
-            WorkerError: a rank is lost, or captured something else than the others.
+            WorkerError: a rank is lost, or recorded other operators than the other ranks.
         """
         if self._coming is None and self._wanted is not None:
             self._coming, self._todo = self._wanted[0], deque(self._wanted[1])
@@ -142,7 +143,8 @@ class GraphChanges:
             return
         victim = change.victim
         if victim is not None:
-            self._release(victim)  # before the capture: streams are kept for so many graphs alone
+            # Before the capture, because streams are reserved for a fixed number of graphs.
+            self._release(victim)
         is_captured = self._capture(change.graph) is None
         if is_captured:
             lazy.enter(change.graph)
@@ -152,7 +154,7 @@ class GraphChanges:
             lazy.leave(victim)
 
     def _capture(self, graph: BatchDescriptor) -> CaptureFailure | None:
-        if graph in self.dispatcher.graphs:  # a lazy graph that becomes part of a plan
+        if graph in self.dispatcher.graphs:  # a lazy graph becomes part of a plan
             return None
         self._last_step = self.dispatcher.step
         outcome = self.transaction.capture(graph)

@@ -1,9 +1,10 @@
-"""Changing the graphs of a lockstep group: all ranks or none, one graph at a time.
+"""Changes of a lockstep group's graphs: on all ranks or on none, one graph at a time.
 
-Prepare, vote, capture, vote, commit. Each move has a deadline. A capture's vote carries a digest of
-the operators that were recorded: ranks that captured different graphs would hang in the first
-replay, so the vote refuses them. A capture that fails on one rank is undone on all, and every rank
-proves that its streams, if its device counts them, and the pool's bytes are as before.
+The order is: prepare, vote, capture, vote, commit. Each action has a deadline. A rank's vote after
+the capture contains a digest of the recorded operators. If the digests differ, the graph is
+refused, because ranks with different graphs would hang in the first replay. A capture that fails on
+one rank is undone on all ranks. Then every rank proves that the pool has as many bytes as before,
+and the device as many free streams, if the device counts streams.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class GraphRanks(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """World ranks."""
+        """The ranks' world ranks."""
         ...
 
     def carry_out(
@@ -34,10 +35,10 @@ class GraphRanks(Protocol):
         graph: BatchDescriptor | None = None,
         plan: GraphPlan | None = None,
     ) -> list[GraphAnswer]:
-        """Have every rank do it and return the answers, in the order of ``ranks``.
+        """Let every rank do ``action``; return the answers in the order of ``ranks``.
 
         Raises:
-            WorkerError: a rank is lost or did not answer in time; names it.
+            WorkerError: a rank is lost or did not answer in time; names the rank.
         """
 
 
@@ -46,8 +47,8 @@ class GraphTransaction:
     """Changes to the graphs of one group.
 
     Attributes:
-        vote_s: limit of a move that takes no time: adopt, commit, release.
-        work_s: limit of preparing a graph, and of capturing it.
+        vote_s: time limit of an action that does little work: adopt, commit, release.
+        work_s: time limit of preparing a graph, and of capturing it.
     """
 
     ranks: GraphRanks
@@ -55,10 +56,10 @@ class GraphTransaction:
     work_s: float
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Have every rank hold ``plan`` and prove it by its hash.
+        """Let every rank store ``plan``; each rank proves that it has the plan by the plan's hash.
 
         Raises:
-            RankDisagreementError: a rank holds another plan.
+            RankDisagreementError: a rank has another plan.
         """
         answers = self._demand("adopt", plan=plan)
         for rank, answer in zip(self.ranks.ranks, answers, strict=True):
@@ -71,12 +72,12 @@ class GraphTransaction:
                 )
 
     def capture(self, graph: BatchDescriptor) -> list[CaptureCost] | CaptureFailure:
-        """Capture one graph on all ranks; return each rank's cost, or the failure that undid it.
+        """Capture one graph on all ranks; return each rank's cost, or the failure if it was undone.
 
         Raises:
-            RankDisagreementError: the ranks recorded different operators; nothing is left behind.
-            CaptureError: a rank did not get its streams or bytes back.
-            WorkerError: a rank could not commit the graph, or not undo it.
+            RankDisagreementError: the ranks recorded different operators; the capture was undone.
+            CaptureError: a rank did not get back its streams or bytes.
+            WorkerError: a rank could not commit the graph, or could not undo its capture.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)
         if (failure := self._first_failure(graph, before)) is not None:
@@ -93,10 +94,10 @@ class GraphTransaction:
         return [answer.cost for answer in captured]
 
     def release(self, graphs: Iterable[BatchDescriptor]) -> None:
-        """Give the streams of these graphs back, on all ranks.
+        """Free the streams of these graphs on all ranks.
 
         Raises:
-            WorkerError: a rank could not.
+            WorkerError: a rank could not free them.
         """
         for graph in sorted(graphs):
             self._demand("release", graph)
@@ -107,7 +108,7 @@ class GraphTransaction:
         graph: BatchDescriptor | None = None,
         plan: GraphPlan | None = None,
     ) -> list[GraphAnswer]:
-        """Have every rank do a move that takes no resources; any failure is a WorkerError."""
+        """Let every rank do an action that takes no resources; any failure is a WorkerError."""
         answers = self.ranks.carry_out(action, self.vote_s, graph, plan)
         for rank, answer in zip(self.ranks.ranks, answers, strict=True):
             if answer.failure is not None:

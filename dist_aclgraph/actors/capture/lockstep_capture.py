@@ -1,7 +1,7 @@
-"""Capturing a plan in lockstep: graph by graph, largest first, all ranks or none.
+"""Capturing a plan in lockstep: graph by graph, the largest first, on all ranks or on none.
 
-A graph that fails on one rank is undone on all of them, and the plan shrinks to what the ranks have
-proved they can afford; every rank adopts the new plan before capture goes on.
+A graph that fails on one rank is undone on all ranks. Then the plan shrinks to the graphs that the
+ranks have proved to have resources for, and every rank adopts the new plan before the next capture.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CaptureRecord:
     """The result of capturing a plan.
 
     Attributes:
-        plan: the plan that holds now.
-        costs: by graph, the most that any rank paid.
-        rollbacks: sentences about captures that were undone.
+        plan: the current plan.
+        costs: cost of each graph; the maximum over the ranks.
+        rollbacks: messages about captures that were undone.
     """
 
     plan: GraphPlan
@@ -41,20 +41,20 @@ class CaptureRecord:
     rollbacks: list[str] = field(default_factory=list)
 
 
-# Gets the record so far, and the graph that is captured next.
+# Called with the record so far, and the graph that is captured next (None at the end).
 OnCapture = Callable[[CaptureRecord, BatchDescriptor | None], None]
 
 
 def capture_plan(
     transaction: GraphTransaction, plan: GraphPlan, ledgers: list[Ledger], on_graph: OnCapture
 ) -> CaptureRecord:
-    """Capture all graphs of ``plan``, which shrinks where a capture fails.
+    """Capture all graphs of ``plan``; if a capture fails, the plan shrinks.
 
     Args:
-        ledgers: one per rank; the cost of each graph is entered.
+        ledgers: one per rank; the cost of each graph is entered in them.
 
     Raises:
-        CaptureError: no graph can be captured; names rank, graph and remedy.
+        CaptureError: no graph can be captured; the message names rank, graph and remedy.
         WorkerError: a rank died, hung or disagreed.
     """
     _adopt(transaction, plan, ledgers)
@@ -76,14 +76,14 @@ def capture_plan(
 def agree(
     records: Sequence[CaptureRecord], capture_again: Callable[[int, GraphPlan], CaptureRecord]
 ) -> None:
-    """Bring groups to one plan: a group that has captured more than others gives the surplus up.
+    """Bring groups to one plan: a group with more graphs than another group gives up the surplus.
 
     A group may fail to capture another group's plan, because the plan is too large. Then the
-    comparison starts again; plans shrink each time, so it ends.
+    comparison starts again. It ends, because plans shrink each time.
 
     Args:
-        records: of each group.
-        capture_again: captures a plan, in the group of this index, in place of its own plan.
+        records: one for each group.
+        capture_again: captures a new plan in the group with this index, replacing its old plan.
     """
     left = list(records)
     while True:
@@ -98,9 +98,9 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture and release each graph; return the offers with the costs on their ranks.
+    """Capture and release each graph; return the offers, extended by each rank's measured costs.
 
-    A graph that is too large for some rank is left out: negotiation finds one that is not.
+    A graph that is too large for some rank is left out: negotiation then chooses a smaller one.
     """
     probed = list(offers)
     for graph in graphs:
@@ -116,7 +116,7 @@ def probe_graphs(
 
 
 def cost_of(graph: BatchDescriptor, costs: list[CaptureCost]) -> CaptureCost:
-    """Return the most that any rank paid for a graph; warn of its AI CPU operators.
+    """Return the highest cost of a graph on any rank; warn of its AI CPU operators.
 
     All ranks have recorded the same operators, on chips of one kind.
     """

@@ -1,1 +1,1 @@
-"""The client of all groups: it routes requests, and has them go on after a loss."""
+"""The client of all groups: it routes requests, and continues them after an engine was lost."""

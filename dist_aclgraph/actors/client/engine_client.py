@@ -1,13 +1,14 @@
 """EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
 
-One I/O thread owns all sockets. A lost link ends all its requests in the engine; the client has
-another engine continue them, from the tokens that they have (``token_log.py``). Without another
-engine they wait for one (``outage.py``), or end with an error if none will come: no request hangs.
-The client opens another link to the lost engine, and uses the engine again once it answers.
+One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link; the
+client gives these requests to another engine, which continues after the tokens that each request
+already has (``token_log.py``). If there is no other engine, the requests wait for one
+(``outage.py``), or end with an error if no engine will come: no request hangs. The client opens
+another link to the lost engine, and uses that engine again after it has answered.
 
-Any engine says which engines there are (``GroupList``). Requests go to the engines that take some,
-by the rule of ``scheduler/routing.py``. The client leaves an engine that drains once the engine has
-no request of this client.
+Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
+engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
+client closes its link to that engine after the last of the client's requests there has ended.
 """
 
 from __future__ import annotations
@@ -67,24 +68,24 @@ from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
-# Sizes of a cache that are assumed until its engine has told them.
+# Assumed sizes of an engine's cache, until the engine has told the real sizes.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
-NUMBERS = 1 << 31  # of requests on one engine, before they begin again
+NUMBERS = 1 << 31  # request numbers of one engine; after the last one they start at 0 again
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """Owns the connections to the engines. Knows token ids only, no text.
+    """Owns the connections to the engines. Handles token ids only, never text.
 
     Args:
-        addresses: of the engines, one per lockstep group. The groups are called 0, 1, ... until an
-            engine tells their names.
-        node_id: this process's node, as Ray calls it.
+        addresses: addresses of the engines, one per lockstep group. The client names the groups
+            0, 1, ... until an engine tells their real names.
+        node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
-        link_s: silence after which an engine counts as dead: ``timeouts.link_s``.
-        recovery: how requests wait while no group takes any; None if they do not wait.
+        link_s: an engine that is silent for longer counts as dead: ``timeouts.link_s``.
+        recovery: how requests wait while no group accepts any; None if they do not wait.
     """
 
     def __init__(
@@ -107,16 +108,17 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # Of equal groups, replicas of the ingress begin with different ones.
+        # If several groups are equally good, replicas of the ingress start with different groups.
         self._router = RequestRouter(first=secrets.randbelow(len(addresses)))
-        self._engines: dict[str, KnownEngine] = {}  # by URL, as for the router
+        self._engines: dict[str, KnownEngine] = {}  # the key is the engine's URL, as in the router
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
-        # Groups that run requests. Only the I/O thread writes it, so that reading needs no lock.
+        # Groups that run requests. Only the I/O thread writes it, so a reader needs no lock.
         self.num_groups = len(self._engines)
         self._beat_s = beat_s(link_s)
-        self._owner: dict[str, tuple[KnownEngine, int]] = {}  # and the request's number there
-        self.num_resumed = 0  # requests that another engine went on with
+        # By request id: the engine, and the request's number there.
+        self._owner: dict[str, tuple[KnownEngine, int]] = {}
+        self.num_resumed = 0  # requests that another engine continued
         self._losses: Counter[LossKind] = Counter()
         self._outage = Outage(recovery)
         self._closing = threading.Event()
@@ -137,19 +139,19 @@ class EngineClient:
         cache_salt: str = "",
         output: bytes = b"",
     ) -> None:
-        """Give a request to an engine, chosen by ``choose_group``.
+        """Send a request to an engine that ``choose_group`` chooses.
 
         Args:
-            params: ``max_tokens`` must be set; the caller knows the context's end.
+            params: ``max_tokens`` must be set; only the caller knows how long the context is.
             stop_ids: all token ids that end the output.
             on_delta: called on the I/O thread, in order, until a delta has a finish reason.
-            seed: used if ``params`` has none.
-            cache_salt: cached blocks are shared with requests of the same salt only.
-            output: tokens that the request has already, int32; the engine continues after them.
+            seed: used if ``params`` has no seed.
+            cache_salt: only requests with the same salt share cached blocks.
+            output: tokens that the request already has, int32; the engine continues after them.
 
         Raises:
-            EngineDeadError: no engine is alive, and none will be.
-            InvalidParameterError: the id is in use, or ``max_tokens`` is not set.
+            EngineDeadError: no engine is alive, and no engine will be started.
+            InvalidParameterError: the request id is in use, or ``max_tokens`` is not set.
         """
         if params.max_tokens is None:
             raise InvalidParameterError("max_tokens must be set before submission", "max_tokens")
@@ -174,15 +176,16 @@ class EngineClient:
         self._wakeup.wake()
 
     def _place(self, request: OpenRequest) -> bool:
-        """Give a request to an engine, or let it wait for one; return whether either was possible.
-        The lock is held.
+        """Send a request to an engine, or let the request wait; return whether either was possible.
+
+        The caller holds the lock.
         """
         if self._closing.is_set():
             return False
         return self._give(request) or self._outage.hold(request, time.monotonic())
 
     def _taking(self) -> list[str]:
-        """Return the URLs of the engines that requests may go to. The lock is held.
+        """Return the URLs of the engines that accept requests. The caller holds the lock.
 
         An engine that has not answered yet is used only if no engine has answered.
         """
@@ -190,7 +193,10 @@ class EngineClient:
         return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
 
     def _give(self, request: OpenRequest) -> bool:
-        """Give a request to an engine; return whether one takes requests. The lock is held."""
+        """Send a request to an engine; return whether an engine accepts requests.
+
+        The caller holds the lock.
+        """
         taking = self._taking()
         if not taking:
             return False
@@ -202,20 +208,20 @@ class EngineClient:
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
-        # Under the lock: a request that was routed by one version of the groups is sent before the
-        # next version is confirmed.
+        # Under the lock: a request that was routed by one version of the group list is sent before
+        # the client confirms the next version.
         self._commands.put((engine, request.submit(number)))
         return True
 
     def abort(self, request_id: str) -> None:
-        """End a request whose deltas are no longer wanted; unknown ids are ignored."""
+        """End a request whose deltas are not needed any more; unknown ids are ignored."""
         with self._lock:
             engine = self._forget(request_id)
         if engine is not None:
             self._command(engine, Abort(request_id))
 
     def _forget(self, request_id: str) -> KnownEngine | None:
-        """Remove a request; return the engine that has it. The lock is held."""
+        """Remove a request; return the engine that had it. The caller holds the lock."""
         self._outage.forget(request_id)
         engine, number = self._owner.pop(request_id, (None, 0))
         if engine is not None:
@@ -224,9 +230,9 @@ class EngineClient:
         return engine
 
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
-        """Return the answer of each living engine, by the names of their groups.
+        """Return the answer of each living engine; the keys are the names of the groups.
 
-        An engine that leaves, dies or does not answer in time is left out.
+        The result leaves out an engine that drains away, dies, or does not answer in time.
 
         Raises:
             EngineDeadError: no engine has answered.
@@ -248,7 +254,7 @@ class EngineClient:
         for engine, query_id, future in asked:
             try:
                 answers[engine.name] = future.result(max(0.0, deadline - time.monotonic()))
-            except CancelledError:  # it has left
+            except CancelledError:  # the engine was removed
                 continue
             except EngineDeadError as e:
                 problem = str(e)
@@ -261,7 +267,7 @@ class EngineClient:
         return answers
 
     def raise_if_dead(self) -> None:
-        """Raise EngineDeadError, with the causes, if no engine is alive, and none will be."""
+        """Raise EngineDeadError with the causes if no engine is alive and none will be started."""
         with self._lock:
             capacity = Capacity.of(self._engines.values())
             is_alive = capacity.serving + capacity.draining or self._outage.may_end
@@ -269,8 +275,9 @@ class EngineClient:
                 raise EngineDeadError(self._why_dead())
 
     def outage(self) -> str:
-        """Say why no group takes or runs requests, and how far the start of another one is; ""
-        while a group does both.
+        """Say why no group accepts or runs requests, and how far the start of another group is.
+
+        Returns "" while a group both accepts and runs requests.
         """
         with self._lock:
             if taking := self._taking():
@@ -280,7 +287,7 @@ class EngineClient:
             return f"no group takes requests: {self._why_dead()}; recovering: {progress}"
 
     def outage_seconds(self) -> float:
-        """Return how long no group took requests, in all."""
+        """Return the total time during which no group accepted requests."""
         with self._lock:
             return self._outage.seconds(time.monotonic())
 
@@ -291,30 +298,30 @@ class EngineClient:
             return len(self._outage)
 
     def losses(self) -> list[str]:
-        """Return why engines are dead, one reason for each; the others serve on."""
+        """Return one reason for each dead engine; the other engines continue to serve."""
         return list(self.capacity().lost.values())
 
     def num_losses(self) -> dict[LossKind, int]:
-        """Return how often an engine was lost, by kind."""
+        """Return how many times an engine was lost, by kind of loss."""
         with self._lock:
             return {kind: self._losses[kind] for kind in LOSS_KINDS}
 
     def capacity(self) -> Capacity:
-        """Return how many groups there are, by their states."""
+        """Return the number of groups in each state."""
         with self._lock:
             return Capacity.of(self._engines.values())
 
     def states(self) -> dict[str, SeenGroupState]:
-        """Return the states of groups, by their names."""
+        """Return the state of each group, by the group's name."""
         with self._lock:
             return {engine.name: engine.state for engine in self._engines.values()}
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Return whether this client was closed, within so long."""
+        """Wait at most this long for the end of this client; return whether it was closed."""
         return self._closing.wait(timeout_s)
 
     def routed(self) -> dict[str, RoutedCounts]:
-        """Return the counts of routed requests, by the names of groups."""
+        """Return the counts of routed requests, by the group's name."""
         with self._lock:
             counts = self._router.counts
             return {e.name: replace(counts[e.url]) for e in self._engines.values()}
@@ -328,7 +335,7 @@ class EngineClient:
             return list(self._engines.values())
 
     def _add(self, name: str, address: Address, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add an engine, or update its sizes. The caller holds the lock, once the thread runs."""
+        """Add an engine, or update its sizes. Once the thread runs, the caller holds the lock."""
         url = address.file.url
         if url not in self._engines:
             endpoint = address.seen_from(self._node_id)
@@ -359,7 +366,7 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        except Exception as e:  # of any kind: no request may wait for a thread that has ended
+        except Exception as e:  # any exception: no request may wait for a thread that has ended
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
         self._closing.set()
@@ -394,7 +401,7 @@ class EngineClient:
             engine.link.send(Goodbye())
 
     def _look_at_outage(self) -> None:
-        """Adopt the controller's last outlook, and end requests that have waited for too long."""
+        """Adopt the controller's last outlook, and end requests that have waited too long."""
         outlook = None
         if self._outage.outlook_poller is not None:
             outlook = self._outage.outlook_poller.take_answer()
@@ -432,10 +439,10 @@ class EngineClient:
         return poller
 
     def _beat(self) -> bool:
-        """Send beats, reopen lost links, and remove engines that have drained.
+        """Send heartbeats, reopen lost links, and remove engines that have drained.
 
         Returns:
-            Whether a link was reopened, or an engine removed.
+            Whether a link was reopened, or an engine was removed.
         """
         is_new = False
         for engine in self._known():
@@ -466,13 +473,13 @@ class EngineClient:
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
-        engine.link.is_lost = True  # for commands that are on their way to it
+        engine.link.is_lost = True  # for commands that are still in the queue for this engine
         for future in queries.values():
             future.cancel()
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
-        """Change to another deployment, if the token is new; it numbers its versions anew."""
+        """Follow another deployment if the token is new; that deployment counts versions anew."""
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:
@@ -495,7 +502,7 @@ class EngineClient:
                     continue
                 try:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
-                except PlacementError as e:  # others may reach it
+                except PlacementError as e:  # other clients may reach the group
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
     def _receive(self, engine: KnownEngine) -> None:
@@ -527,11 +534,11 @@ class EngineClient:
         """Hand out the deltas of a step.
 
         Raises:
-            EngineDeadError: the engine has ended; its other requests are still open.
+            EngineDeadError: the engine has ended; all its other requests are still open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         death = ""
-        with self._lock:  # once for all requests
+        with self._lock:  # lock once for all requests
             for delta in message.step.each(engine.names):
                 if delta.error_kind == EngineDeadError.__name__:
                     death = delta.error
@@ -548,13 +555,16 @@ class EngineClient:
             raise EngineDeadError(death)
 
     def _resume(self, request: OpenRequest, kind: LossKind) -> bool:
-        """Have a request of a lost link go on; return whether it can. The lock is held."""
+        """Continue a request of a lost link; return whether that is possible.
+
+        The caller holds the lock.
+        """
         request.is_resumed = True
         request.losses += kind != "refused"  # an engine that refuses its client is not dead
         return not request.may_kill and self._place(request)
 
     def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
-        """End a request that does not go on."""
+        """End a request that will not be continued."""
         if request.may_kill:
             reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {error}"
             logger.error("request %r is not tried again: %s", request.request_id, reason)
@@ -573,7 +583,7 @@ class EngineClient:
                 self._tell(on_delta, failed(delta.request_id, error))
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
-        """Have other engines continue this engine's requests; queries to it end."""
+        """Let other engines continue this engine's requests; end the queries to this engine."""
         with self._lock:
             if not (engine.dead_because or self._closing.is_set()):
                 self._losses[engine.link.loss_kind] += 1
@@ -587,7 +597,7 @@ class EngineClient:
             for other in self._engines.values():
                 for request in other.requests.values():
                     request.see_others_loss()
-            # Under the same lock: an abort finds a request here or there.
+            # Under the same lock: an abort finds each request either here or at its new engine.
             over = [
                 request for request in requests if not self._resume(request, engine.link.loss_kind)
             ]
@@ -612,7 +622,8 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # A request of a lost link goes on elsewhere; the new connection does not know it.
+            # Another engine continues a request of a lost link; the new connection does not know
+            # the request.
             if isinstance(message, Submit) and message.number not in engine.names:
                 continue
             if not engine.link.is_lost:

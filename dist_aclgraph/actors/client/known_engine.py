@@ -1,4 +1,4 @@
-"""A client's view of the deployment's engines, and of the capacity that they have."""
+"""How a client sees the deployment's engines and their capacity."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SeenGroupState = Literal["serving", "draining", "lost"]
 
 @dataclass(eq=False)
 class KnownEngine:
-    """One engine. The client's lock guards everything but the link.
+    """One engine. The client's lock guards everything except the link.
 
     Attributes:
-        name: of its group.
-        is_draining: it takes no new requests.
-        is_listed: the deployment still has it.
-        names: request ids, by their numbers here.
+        name: name of the engine's group.
+        is_draining: the engine accepts no new requests.
+        is_listed: the deployment's last group list contains the engine.
+        names: request ids, by the number of the request on this engine.
     """
 
     name: str
@@ -47,12 +47,12 @@ class KnownEngine:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The lockstep groups of a deployment, counted by what they do.
+    """The lockstep groups of a deployment, counted by state.
 
     Attributes:
-        serving: groups that take requests.
-        draining: groups that end their running requests.
-        lost: why groups are dead, by their names.
+        serving: groups that accept requests.
+        draining: groups that only finish their running requests.
+        lost: the reason why a group is dead, by the group's name.
     """
 
     serving: int

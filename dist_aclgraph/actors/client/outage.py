@@ -1,6 +1,6 @@
-"""An outage, as a client sees it: no group takes requests, and they wait until one does again.
+"""An outage, as a client sees it: no group accepts requests, so requests wait for a group.
 
-As no engine can answer, the client asks the controller about the deployment.
+No engine can answer then, so the client asks the controller about the deployment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError
 
-ASK_S = 0.2  # between an answer and the next question
+ASK_S = 0.2  # seconds between an answer and the next question
 NO_GROUPS = GroupList(0, ())
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,11 @@ class Outlook:
 
     Attributes:
         groups: all groups of the deployment.
-        failure: why none will take requests again, or "".
-        progress: how far the next one is, e.g. ``LOADING 3 of 9``.
-        token: of the deployment that has the groups; "" for an unchanged token.
-        node_id: the client's node, as that deployment's Ray calls it; "" for an unchanged one.
+        failure: why no group will accept requests again; "" if a group may.
+        progress: how far the start of the next group is, e.g. ``LOADING 3 of 9``.
+        token: token of the deployment that has the groups; "" for an unchanged token.
+        node_id: the id that this deployment's Ray gives to the client's node; "" for an unchanged
+            id.
     """
 
     groups: GroupList = NO_GROUPS
@@ -48,7 +49,7 @@ class Recovery:
     """How a client waits for a group.
 
     Attributes:
-        ask: returns an outlook; may take long. An exception ends the outage as a failure.
+        ask: returns an outlook; may take long. If it raises, the outage ends as a failure.
         wait_s: how long a request waits for a group.
     """
 
@@ -57,23 +58,24 @@ class Recovery:
 
     @classmethod
     def from_config(cls, config: Config, ask: AskOutlook) -> Recovery | None:
-        """Return None where lost groups are not replaced."""
+        """Return None if lost groups are not replaced."""
         recovery = config.recovery
         return cls(ask, recovery.wait_s) if recovery.restarts_per_hour else None
 
 
 class Outage:
-    """Owns the requests that wait, the controller's last outlook, and how long nothing served.
+    """Owns the waiting requests, the controller's last outlook, and the time without service.
 
-    The client's lock guards it. Times are those of one clock that does not go back.
+    The client's lock guards this object. All times are from one monotonic clock.
 
     Args:
-        recovery: None where requests do not wait for a group.
+        recovery: None if requests do not wait for a group.
     """
 
     def __init__(self, recovery: Recovery | None) -> None:
         self._recovery = recovery
-        self._requests: dict[str, tuple[OpenRequest, float]] = {}  # and when each is overdue
+        # By id: the request, and when its wait ends.
+        self._requests: dict[str, tuple[OpenRequest, float]] = {}
         self._began_s: float | None = None
         self._past_s = 0.0
         self.outlook = Outlook()
@@ -87,11 +89,11 @@ class Outage:
 
     @property
     def may_end(self) -> bool:
-        """Whether a group may take requests again."""
+        """Whether a group may accept requests again."""
         return self._recovery is not None and not self.outlook.failure
 
     def see(self, now_s: float, *, is_served: bool) -> None:
-        """Record whether a group takes requests now."""
+        """Record whether a group accepts requests now."""
         if is_served == (self._began_s is None):
             return
         if self._began_s is None:
@@ -104,28 +106,28 @@ class Outage:
             self.outlook_poller.ask(is_wanted=not is_served)
 
     def seconds(self, now_s: float) -> float:
-        """Return how long no group took requests, in all."""
+        """Return the total time during which no group accepted requests."""
         return self._past_s + (0.0 if self._began_s is None else now_s - self._began_s)
 
     def hold(self, request: OpenRequest, now_s: float) -> bool:
-        """Let a request wait for a group; return whether that can be."""
+        """Let a request wait for a group; return whether it may wait."""
         if self._recovery is None or not self.may_end:
             return False
         self._requests[request.request_id] = request, now_s + self._recovery.wait_s
         return True
 
     def forget(self, request_id: str) -> None:
-        """Remove a request, if it waits."""
+        """Remove a request if it is waiting."""
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests, those with most tokens first, then the oldest."""
+        """Remove and return all requests: those with the most tokens first, then the oldest."""
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
         return sorted(requests, key=lambda request: -request.num_output_tokens)
 
     def take_overdue(self, now_s: float) -> list[OpenRequest]:
-        """Remove and return the requests that have waited for too long."""
+        """Remove and return the requests that have waited too long."""
         overdue = [request for request, until_s in self._requests.values() if until_s <= now_s]
         for request in overdue:
             del self._requests[request.request_id]
@@ -141,7 +143,7 @@ class Outage:
 
 
 class OutlookPoller:
-    """Asks for outlooks, on a private thread, while they are wanted."""
+    """Asks for outlooks on a private thread, while outlooks are wanted."""
 
     def __init__(self, ask: AskOutlook) -> None:
         self._ask = ask
@@ -159,12 +161,12 @@ class OutlookPoller:
             self._wanted.clear()
 
     def take_answer(self) -> Outlook | None:
-        """Return the last answer, once."""
+        """Return the last answer; return each answer only once."""
         answer, self._answer = self._answer, None
         return answer
 
     def close(self) -> None:
-        """Stop asking. A question that is under way is not waited for."""
+        """Stop asking. Does not wait for a question that is being answered."""
         self._closing.set()
         self._wanted.set()
 
@@ -177,7 +179,7 @@ class OutlookPoller:
                 self._answer = self._ask()
             except DistAclGraphError as e:
                 self._answer = Outlook(failure=str(e))
-            except Exception as e:  # of any kind: requests wait for an answer
+            except Exception as e:  # any exception: requests wait for an answer
                 logger.exception("asking for the deployment's outlook failed")
                 self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
             self._closing.wait(ASK_S)

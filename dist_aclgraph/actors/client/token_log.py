@@ -1,8 +1,9 @@
-"""The token log: what a client keeps of a request, so that another engine can continue it.
+"""The token log: what a client stores about a request, so that another engine can continue it.
 
-Sampling is a function of seed, position and token, so a request that is submitted again with the
-tokens it has gets the tokens that it would have had (but for rounding, unless
-``recovery.exact``). The output follows the prompt; ``sampling`` has the place where it begins.
+Sampling is a function of seed, position and token. So if a request is submitted again with the
+tokens it already has, it gets the same tokens as without the loss (except for rounding, unless
+``recovery.exact`` is set). The output follows the prompt; ``sampling`` says where the output
+begins.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
-# A request that was running when so many engines died in a row may be what killed them.
+# If so many engines in a row died while they ran one request, the request may be the cause.
 MAX_LOSSES = 3
 
 OnDelta = Callable[[RequestDelta], None]
@@ -28,10 +29,10 @@ class OpenRequest:
     """A request from its submission to its last delta. Owns its tokens.
 
     Attributes:
-        tokens: int32, of prompt and output.
-        max_tokens: of the output, as asked for.
-        losses: engines that died last, one after the other, while they ran it.
-        is_resumed: whether it has lost an engine, or the link to one.
+        tokens: int32, prompt and output.
+        max_tokens: maximum number of output tokens, as the client asked.
+        losses: number of engines in a row that died while they ran this request.
+        is_resumed: whether the request has lost an engine, or the link to an engine.
     """
 
     request_id: str
@@ -54,25 +55,25 @@ class OpenRequest:
 
     @property
     def may_kill(self) -> bool:
-        """Whether it may be the cause of its engines' deaths, and must not reach another one."""
+        """Whether the request may have killed its engines; if so, no other engine gets it."""
         return self.losses >= MAX_LOSSES
 
     def see_others_loss(self) -> None:
-        """An engine died without running it: engines die of something else."""
+        """Record that an engine died without running this request: the cause is something else."""
         self.losses = 0
 
     def note(self, delta: RequestDelta) -> None:
-        """Keep the tokens that were handed out."""
+        """Store the tokens that were handed out."""
         self.append(delta.token_ids)
 
     def append(self, output: bytes) -> None:
-        """Add output, int32."""
+        """Append output tokens, int32."""
         self.tokens += output
 
     def submit(self, number: int) -> Submit:
-        """Return the message that asks an engine for the rest of its tokens."""
+        """Return the message that asks an engine for the rest of the tokens."""
         sampling = self.sampling
-        if self.num_output_tokens and sampling.prompt_logprobs >= 0:  # came with the first token
+        if self.num_output_tokens and sampling.prompt_logprobs >= 0:  # sent with the first token
             sampling = replace(sampling, prompt_logprobs=-1)
         return Submit(
             self.request_id,

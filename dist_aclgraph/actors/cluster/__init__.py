@@ -1,1 +1,1 @@
-"""Ray: a local one, its errors, and places for groups on its nodes."""
+"""Ray: a local Ray, Ray's errors, and places for groups on Ray's nodes."""

@@ -1,4 +1,4 @@
-"""Which way a machine has of starting processes: the only place that knows of the fork server."""
+"""Chooses how processes are started: only this module knows that there is a fork server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 def choose_starter(config: Config) -> ProcessStarter:
-    """Return Ray's own way, unless the device is emulated here and processes outnumber cores."""
+    """Return a fork server if devices are emulated and outnumber the cores, else Ray's starter."""
     layout = ParallelLayout.from_config(config.parallel)
     num_processes = layout.world_size + len(layout.lockstep_groups)
     num_cores = len(os.sched_getaffinity(0))

@@ -1,8 +1,9 @@
-"""Ray as this process uses it: a cluster that it has joined, or one that it has started itself.
+"""Ray as this process uses it: a cluster that it has joined, or one that it has started.
 
-A Ray that we start is for this machine alone: it listens on loopback, wants a token, and does not
-get the signals that are meant for its driver. When one of its daemons dies, Ray's own calls may
-hang for ever: so the process that started this Ray watches the daemons, and can end the rest.
+A Ray that we start is for this machine only. It listens on loopback, requires a token, and does not
+get the signals that are sent to its driver's process group. If one of its daemons dies, calls of
+Ray may hang forever. So the process that started this Ray watches the daemons, and can kill all
+processes of this Ray.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ from dist_aclgraph.environment import RAYLET_VARIABLE, prepare_ray_environment, 
 from dist_aclgraph.errors import PlacementError
 
 NAMESPACE = "dist_aclgraph"
-CONTROLLER = "controller"  # names of controllers: this, and eight random digits
+CONTROLLER = "controller"  # a controller's name is this word and eight random hexadecimal digits
 NPUS_OF_A_NODE = 8
-OBJECT_STORE_BYTES = 100 << 20  # the control plane needs none; Ray refuses less than 75 MiB
+# The control plane needs no object store memory, but Ray refuses less than 75 MiB.
+OBJECT_STORE_BYTES = 100 << 20
 RAYLET = "raylet"
-START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"  # a part of Ray's own sentence
+# The text is a part of Ray's error message.
+START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S = 10.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
@@ -56,7 +59,7 @@ class LocalRay:
     """A Ray that this process has started. Owns its processes, and the starter of its workers.
 
     Args:
-        daemons: names of its processes, by process id.
+        daemons: names of Ray's daemons, by process id.
     """
 
     def __init__(self, daemons: dict[int, str], starter: ProcessStarter) -> None:
@@ -64,14 +67,14 @@ class LocalRay:
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # A raylet's agents outlive it for up to a minute, and hide their command lines.
+        # Agents live up to a minute longer than their raylet, and hide their command lines.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
         self._stopped = threading.Event()
-        self.death = ""  # which of its processes has died, in one sentence
+        self.death = ""  # a sentence that says which daemon has died; "" if none has
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call ``on_death``, on a thread, with one sentence about the first daemon that dies."""
+        """Call ``on_death``, on a thread, with a sentence about the first daemon that dies."""
         names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
 
         def tell(name: str) -> None:
@@ -81,20 +84,20 @@ class LocalRay:
         watch_processes(names, tell, self._stopped)
 
     def unwatch(self) -> None:
-        """Stop watching: from now on its processes may be ended."""
+        """Stop watching, because the daemons will be ended on purpose."""
         self._stopped.set()
 
     def kill(self) -> None:
-        """End all its processes now, in whichever state they are."""
+        """Kill all processes of this Ray now, even processes that are stopped."""
         self.unwatch()
         processes.kill_handles(self._handles)
-        for _ in range(KILL_ROUNDS):  # a process that was being started appears a moment later
+        for _ in range(KILL_ROUNDS):  # a process that is just being started appears a moment later
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
         self._starter.end_started()
 
     def stop(self) -> None:
-        """End it in order, or by force if a daemon has died."""
+        """Stop this Ray in order, or kill it if a daemon has died."""
         self.unwatch()
         if self.death:
             self.kill()
@@ -109,30 +112,30 @@ class LocalRay:
 
 
 def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay | None:
-    """Join the Ray cluster that RAY_ADDRESS names, else start Ray on this machine alone.
+    """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    A local Ray declares a node's NPUs, or as many as are needed, where they are emulated.
+    If NPUs are emulated, a local Ray declares as many NPUs as a node has, or more if needed.
 
     Args:
-        starter: starts the processes of a Ray that is started, which then owns it.
+        starter: starts the processes of a Ray that is started here; this Ray then owns it.
 
     Returns:
-        The Ray that was started; None where one was joined.
+        The Ray that was started; None if a cluster was joined.
 
     Raises:
-        PlacementError: no Ray can be joined or started; says what to do.
+        PlacementError: no Ray can be joined or started; the message says what to do.
     """
     address = ray_address()
     prepare_ray_environment(is_local=address is None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
-        # Read when Ray was imported, before we could say that this Ray is for one machine.
+        # Ray computed it when it was imported, before we could set that Ray is for one machine.
         importlib.reload(ray_constants)
     try:
         if address is not None:
             _init(address)
             return None
         is_emulated = resolve_kind(config.device.kind) == "emulated"
-        # As many as a node has, so that a second deployment of this process finds some.
+        # As many as a node has, so that a second deployment of this process has NPUs, too.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)
@@ -150,10 +153,10 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
 
 
 def start_daemons(**options: Any) -> set[int]:
-    """Start Ray on this machine, and again if a busy machine takes longer than Ray's half minute.
+    """Start Ray on this machine; try again if a busy machine needs longer than Ray's 30 seconds.
 
     Args:
-        options: of ``ray.init``.
+        options: options of ``ray.init``.
 
     Returns:
         The process ids of Ray's daemons.
@@ -176,23 +179,24 @@ def start_daemons(**options: Any) -> set[int]:
 
 
 def join_ray(local_address: str | None) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, else the one that a service has started on this
-    machine.
+    """Join the Ray cluster that RAY_ADDRESS names, or the one that a service started here.
 
     Args:
-        local_address: of the service's Ray; goes before RAY_ADDRESS.
+        local_address: address of the service's Ray; it has priority over RAY_ADDRESS.
 
     Raises:
-        PlacementError: there is no cluster, or more than one; says what to do.
+        PlacementError: there is no cluster, or more than one; the message says what to do.
     """
     is_local = local_address is not None or ray_address() is None
     prepare_ray_environment(is_local=is_local)
     address = local_address or ray_address() or _only_ray()
     if is_local:
-        # As the service that has started it: on loopback, with this user's token.
+        # Join in the same way as the service that started this Ray: on loopback, with this user's
+        # token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
-        logging.getLogger("ray").setLevel(logging.ERROR)  # as ``_init`` asks for, a moment later
+        # ``_init`` sets the same level, but a moment too late
+        logging.getLogger("ray").setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         _init(address)
@@ -202,7 +206,7 @@ def join_ray(local_address: str | None) -> None:
 
 @contextmanager
 def joined_ray(local_address: str | None) -> Iterator[None]:
-    """Be in a Ray cluster within this context; see ``join_ray``."""
+    """Join a Ray cluster within this context, unless already joined; see ``join_ray``."""
     owns_connection = not ray.is_initialized()
     if owns_connection:
         join_ray(local_address)
@@ -220,10 +224,10 @@ def leave_ray() -> None:
 
 
 def _only_ray() -> str:
-    """Return the address by which Ray finds the only Ray of this machine.
+    """Return the address with which Ray finds the only Ray on this machine.
 
     Raises:
-        PlacementError: several Rays run, of which Ray would take any.
+        PlacementError: several Rays run, and Ray would choose any of them.
     """
     found = sorted(find_gcs_addresses())
     if len(found) > 1:
@@ -235,13 +239,13 @@ def _only_ray() -> str:
 
 
 def _check_listener(address: str) -> None:
-    """Return if a process listens at ``HOST:PORT``, and does not refuse our token.
+    """Check that a process listens at ``HOST:PORT``, and that it accepts our token.
 
     Raises:
-        ConnectionError: no process listens, where Ray would end this process without an exception;
-            or it is no Ray.
-        AuthenticationError: the token is wrong or missing; Ray would try for half a minute, and
-            say that nothing answers.
+        ConnectionError: no process listens (without this check, Ray would end this process without
+            an exception); or the process that listens is no Ray.
+        AuthenticationError: the token is wrong or missing (without this check, Ray would try for 30
+            seconds, and then report that nothing answers).
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "://" in host:
@@ -258,9 +262,9 @@ def _check_listener(address: str) -> None:
 
 def _init(address: str, **options: Any) -> None:
     _check_listener(address)
-    # Ray prints errors of all its processes on stdout, which belongs to the caller.
+    # Ray prints errors of all its processes on stdout, but stdout belongs to the caller.
     ray_worker._worker_logs_enabled = False
-    # Ray's messages on daemons and retries mean nothing to the operator of a model.
+    # Ray's messages about daemons and retries mean nothing to a user who runs a model.
     ray.init(
         address=address,
         namespace=NAMESPACE,
@@ -272,11 +276,12 @@ def _init(address: str, **options: Any) -> None:
 
 @contextmanager
 def own_process_group() -> Iterator[None]:
-    """Start children in another process group, then return to this process's group.
+    """Start child processes in another process group, then return to this process's own group.
 
-    ``timeout``, a shell or a supervisor signals whole groups: Ray's daemons would die before the
-    driver has stopped in order. If this process leads its group, the children stay in that group.
-    If this process was the last one of its group, as after a script, it leads a group afterwards.
+    ``timeout``, a shell or a supervisor sends signals to whole groups: Ray's daemons would die
+    before the driver has stopped in order. If this process leads its group, the child processes
+    stay in that group. If this process was the last one of its group, as after a script, it leads a
+    new group afterwards.
     """
     group = os.getpgrp()
     if group == os.getpid():

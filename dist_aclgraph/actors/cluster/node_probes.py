@@ -1,6 +1,6 @@
-"""Questions to all nodes of a Ray cluster: one short-lived actor on each node, one limit for all.
+"""Questions to all nodes of a Ray cluster: one short-lived actor per node, one common time limit.
 
-A node that does not answer is left out of later questions, and no question waits for it.
+A node that does not answer is left out of later questions, so that no question waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """Ports of a node: those at which it listens now, and those that others use."""
+    """Ports of a node: the ports on which the probe listens, and the ports that are in use."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]
@@ -40,14 +40,14 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Return the answer of a function, which this node's own package has."""
+        """Return the result of a function from the package that is installed on this node."""
         return question()
 
     def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:
         """Listen at this node's own address until the probe ends; port 0 means any free port.
 
         Raises:
-            PlacementError: ``host`` is no address of this node.
+            PlacementError: ``host`` is not an address of this node.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         in_use = []
@@ -65,7 +65,7 @@ class NodeProbe:
         return OpenPorts(listening, tuple(in_use))
 
     def unreachable(self, targets: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
-        """Return the addresses and ports that refuse a connection from here, with the reasons."""
+        """Return the targets (address, port) to which this node cannot connect, with reasons."""
         with ThreadPoolExecutor(THREADS) as threads:
             reasons = threads.map(_connect, targets)
         return {target: why for target, why in zip(targets, reasons, strict=True) if why}
@@ -83,15 +83,15 @@ class NodeProbes:
     """The probes of all living nodes.
 
     Attributes:
-        nodes: those that have answered all questions so far, by name.
-        silent: the reasons of the other nodes, by name.
+        nodes: nodes that have answered all questions so far, by name.
+        silent: the reason for each other node, by the node's name.
     """
 
     def __init__(self, timeout_s: float) -> None:
         """Start the probes on the cluster that this process has joined.
 
         Args:
-            timeout_s: limit of each question.
+            timeout_s: time limit of each question.
         """
         self._timeout_s = timeout_s
         self.nodes = {str(node): node for node in cluster_nodes()}
@@ -105,7 +105,7 @@ class NodeProbes:
         }
 
     def call(self, method: str, arguments: Callable[[Node], Sequence[object]]) -> dict[str, Any]:
-        """Call a method of all probes, and return the answers of those that answer in time."""
+        """Call a method of all probes; return the answers that arrive in time, by node name."""
         refs = {
             getattr(self._actors[name], method).remote(*arguments(node)): name
             for name, node in self.nodes.items()
@@ -136,7 +136,7 @@ class NodeProbes:
 
 @contextmanager
 def probe_nodes(timeout_s: float) -> Iterator[NodeProbes]:
-    """Have probes on all nodes of the Ray cluster within this context; see ``NodeProbes``."""
+    """Run probes on all nodes of the Ray cluster within this context; see ``NodeProbes``."""
     probes = NodeProbes(timeout_s)
     try:
         yield probes
@@ -145,6 +145,6 @@ def probe_nodes(timeout_s: float) -> Iterator[NodeProbes]:
 
 
 def lost_nodes() -> list[str]:
-    """Return the addresses at which Ray has lost a node, and has none now."""
+    """Return the addresses at which Ray has lost a node and has no living node now."""
     here = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return sorted({node["NodeManagerAddress"] for node in ray.nodes()} - here)

@@ -1,8 +1,8 @@
-"""Finding NPUs: one placement group per lockstep group, one bundle for ranks that stay together.
+"""Finding NPUs: one placement group per lockstep group, one bundle for ranks that share a node.
 
 The ranks of a tensor parallel group share a node: they are one bundle, which Ray never splits. The
-pure part says what to ask Ray for, and how ranks are numbered where they landed; the rest asks,
-with a bounded wait.
+pure functions decide what to request from Ray, and how ranks are numbered after placement. The
+other functions call Ray, and wait for a limited time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, NAMESPACE
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
 
-# An emulated NPU needs no resource; by the small share of a CPU, Ray counts and spreads ranks.
+# An emulated NPU needs no resource; the small CPU share lets Ray count and spread the ranks.
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
-SWEEP_S = 2.0  # of waiting for places
+SWEEP_S = 2.0  # seconds between two sweeps while waiting for places
 OF_A_CONTROLLER = re.compile(rf"({CONTROLLER}-[0-9a-f]{{8}})/")
 
 
@@ -42,7 +42,8 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: declared NPUs, used or not; in the result of ``free_nodes``, unused NPUs only.
+        npus: number of declared NPUs, used or not; in the result of ``free_nodes``, unused NPUs
+            only.
     """
 
     node_id: str
@@ -56,12 +57,12 @@ class Node:
 
 @dataclass(frozen=True)
 class BundleRequest:
-    """What one lockstep group asks Ray for.
+    """The resources that one lockstep group requests from Ray.
 
     Attributes:
         rank: resources of each rank.
-        num_bundles, ranks_of_bundle: bundles, each of which lies on one node.
-        labels: of the nodes that may be taken.
+        num_bundles, ranks_of_bundle: number of bundles; ranks in each bundle, which is on one node.
+        labels: the labels that a node must have.
     """
 
     rank: dict[str, float]
@@ -72,12 +73,12 @@ class BundleRequest:
 
     @property
     def size(self) -> int:
-        """How many ranks a group has."""
+        """Number of ranks of a group."""
         return self.num_bundles * self.ranks_of_bundle
 
     @property
     def ranks_of_node(self) -> int:
-        """How many ranks of a group have to share a node, at least."""
+        """Minimum number of ranks of a group that must share a node."""
         return self.size if self.strategy == "STRICT_PACK" else self.ranks_of_bundle
 
     @property
@@ -96,19 +97,20 @@ def plan_bundles(
     tp_across_nodes: bool = False,
     may_be_undeclared: bool = False,
 ) -> BundleRequest:
-    """Choose bundles and strategy: a group lies on one node, if all groups find one that holds it.
+    """Choose bundles and strategy; if possible, each group has all its ranks on a single node.
 
     Args:
-        layout: of the whole deployment.
-        num_groups: that are to be placed now; NPUs are demanded for no others.
-        nodes: of the cluster, which live.
-        labels: that a node must have.
-        tp_across_nodes: whether a tensor parallel group that no node holds may span several.
-        may_be_undeclared: whether any node will do where no node declares NPUs, as they are
-            emulated.
+        layout: layout of the whole deployment.
+        num_groups: number of groups to place now; NPUs are required only for these groups.
+        nodes: the living nodes of the cluster.
+        labels: labels that a node must have.
+        tp_across_nodes: whether a tensor parallel group may span several nodes if it is too large
+            for every node.
+        may_be_undeclared: whether NPUs may be emulated; if so and no node declares NPUs, groups may
+            be placed on any node.
 
     Raises:
-        PlacementError: the cluster has too few NPUs, or has them on too many nodes.
+        PlacementError: the cluster has too few NPUs, or they are spread over too many nodes.
     """
     labels = dict(labels or {})
     size = layout.world_size // len(layout.lockstep_groups)
@@ -137,7 +139,8 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # While all nodes live, place as for the whole deployment: a lost group was placed that way.
+    # While all nodes are alive, place as for the whole deployment, because a lost group was placed
+    # that way.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):
@@ -151,18 +154,18 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Whether so many groups fit on these nodes, in any order in which Ray takes nodes."""
+    """Return whether this many groups fit on these nodes, in whatever order Ray uses the nodes."""
     if "NPU" not in request.rank:
-        return True  # they are emulated, and any node will do
+        return True  # NPUs are emulated, so any node can be used
     unit = request.ranks_of_node
     found = sum(node.npus // unit for node in _with_labels(nodes, request.labels))
     return found * unit >= num_groups * request.size
 
 
 def rank_order(landed: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
-    """Return the workers in the order of their ranks: neighbours share nodes, and lie side by side.
+    """Return the workers in rank order: neighbouring ranks get neighbouring NPUs of a node.
 
-    As every node holds whole bundles, a tensor parallel group stays on one node.
+    Every node has whole bundles, so a tensor parallel group stays on one node.
 
     Args:
         landed: node and NPUs of each worker.
@@ -197,7 +200,7 @@ def cluster_nodes() -> list[Node]:
 
 
 def free_nodes() -> list[Node]:
-    """Return the living nodes with their unused NPUs, as far as Ray has counted."""
+    """Return the living nodes with their unused NPUs, as Ray counts them now."""
     available = available_resources_per_node()
     return [
         replace(node, npus=int(available.get(node.node_id, {}).get("NPU", 0)))
@@ -206,18 +209,18 @@ def free_nodes() -> list[Node]:
 
 
 def may_have_others(address: str) -> bool:
-    """Whether peers of a node at ``address`` may be on other nodes, now or later.
+    """Return whether a node at ``address`` may have peers on other nodes, now or later.
 
-    A Ray on loopback is for one machine alone, unless it pretends to have several nodes.
+    A Ray on loopback is for one machine only, unless it simulates several nodes.
     """
     return not ip_address(address).is_loopback or len(cluster_nodes()) > 1
 
 
 def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) -> bool:
-    """Whether so many groups would be placed now, as far as Ray has counted.
+    """Return whether this many groups could be placed now, as Ray counts free NPUs.
 
     Args:
-        wait_s: how long to wait for room: Ray counts returned NPUs with a delay.
+        wait_s: how long to wait for free NPUs, because Ray counts freed NPUs with a delay.
     """
     deadline_s = time.monotonic() + wait_s
     while not (fits := has_places(request, free_nodes(), num_groups)):
@@ -228,7 +231,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
 
 
 def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
-    """Say which NPUs these nodes have where a group may be, and how it takes them."""
+    """Return a text: the NPUs of the nodes that a group may use, and how many NPUs it needs."""
     nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
         f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
@@ -240,10 +243,10 @@ def reserve(request: BundleRequest, timeout_s: float, name: str) -> PlacementGro
     """Return a placement group that is ready.
 
     Args:
-        name: by which ``release_all`` finds it.
+        name: name of the placement group; ``release_all`` searches for it.
 
     Raises:
-        PlacementError: it was not ready in time; says what is available.
+        PlacementError: the group was not ready in time; the message says what is available.
     """
     group, bundles = ask_for(request, name), request.bundles
     deadline_s = time.monotonic() + timeout_s
@@ -265,7 +268,7 @@ def ask_for(request: BundleRequest, name: str) -> PlacementGroup:
     """Return a placement group that gets its bundles as soon as there is room for them.
 
     Args:
-        name: by which ``release_all`` finds it.
+        name: name of the placement group; ``release_all`` searches for it.
     """
     bundles = request.bundles
     return placement_group(
@@ -277,25 +280,25 @@ def ask_for(request: BundleRequest, name: str) -> PlacementGroup:
 
 
 def is_placed(group: PlacementGroup) -> bool:
-    """Whether a placement group has its bundles now, all of them on nodes that live."""
+    """Return whether a placement group has all its bundles now, on living nodes."""
     return bool(placement_group_table(group)["state"] == "CREATED")
 
 
 def leading_node(group: PlacementGroup) -> str:
-    """Return the node of rank 0 of a group that is placed, as ``rank_order`` orders ranks."""
+    """Return the node of rank 0 of a placed group, with ranks ordered as by ``rank_order``."""
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return min(nodes.values())
 
 
 def release(group: PlacementGroup) -> None:
-    """Give the bundles back; actors in them die."""
+    """Free the bundles; actors in the bundles die."""
     remove_placement_group(group)
 
 
 def release_all(prefix: str) -> None:
-    """Give back the bundles of a deployment whose controller died before it could.
+    """Free the bundles of a deployment whose controller died before it could free them.
 
-    Ray keeps them for as long as the job lives that the controller was part of.
+    Otherwise Ray keeps the bundles until the controller's job ends.
     """
     for entry in placement_group_table().values():
         if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
@@ -303,9 +306,9 @@ def release_all(prefix: str) -> None:
 
 
 def release_dead() -> None:
-    """Give back the bundles of deployments whose controllers and drivers are both gone.
+    """Free the bundles of deployments whose controller and driver are both gone.
 
-    A replica of Ray Serve that is killed cannot call ``release_all``, and its job never ends.
+    A killed replica of Ray Serve cannot call ``release_all``, and its job never ends.
     """
     for entry in placement_group_table().values():
         found = OF_A_CONTROLLER.match(entry["name"])
@@ -323,7 +326,7 @@ def _is_actor(name: str) -> bool:
 
 
 def actor_options(group: PlacementGroup, request: BundleRequest, bundle: int) -> dict[str, Any]:
-    """Return Ray options that put a worker into a bundle, with a rank's share of it."""
+    """Return the Ray options that put a worker into a bundle, with one rank's share of it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {

@@ -1,6 +1,6 @@
-"""Errors of Ray and Ray Serve as ours: one sentence that says what to do, without Ray's own names.
+"""Errors of Ray and Ray Serve as our errors: one sentence that says what to do.
 
-Used wherever Ray is called and a user may see what comes back: the command line, the ingress, LLM.
+Used wherever Ray is called and a user may see the error: in the command line, the ingress, and LLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist_aclgraph.errors import (
 
 LOGS = "/tmp/ray/session_latest/logs"
 MAX_CHARS = 500
-# Frames of C++ and of Ray, the actor's coordinates, and the lines around a traceback.
+# Lines to leave out: frames of C++ and of Ray, the actor's coordinates, lines around a traceback.
 NOISE = re.compile(
     r"^(frame #|\[ERROR\]|ray::|Traceback|File \"|class_name:|actor_id:|pid:|name:|namespace:|ip:"
     r"|Worker exit|The actor (died|is dead)|\x1b)"
@@ -36,10 +36,10 @@ NOISE = re.compile(
 
 
 def ours(error: BaseException, doing: str) -> DistAclGraphError:
-    """Return the error that a user is to see.
+    """Return the error that the user should see.
 
     Args:
-        doing: what failed, e.g. "starting Ray".
+        doing: the action that failed, e.g. "starting Ray".
     """
     if isinstance(error, DistAclGraphError):
         return error
@@ -67,10 +67,10 @@ def ours(error: BaseException, doing: str) -> DistAclGraphError:
 
 
 def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
-    """Return the error for a call to a worker, or to another actor where ``rank`` is -1."""
+    """Return the error for a call to a worker; ``rank`` is -1 for a call to another actor."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if rank >= 0 and isinstance(cause, DeviceError | GraphError):
-        # A device does not know its rank.
+        # A device error does not know its rank.
         return type(cause)(f"rank {rank} in {phase}: {cause}")
     if isinstance(cause, DistAclGraphError):
         return cause
@@ -97,7 +97,7 @@ def death_of(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the first lines that say something, as one."""
+    """Return the first three meaningful lines of the error's text as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if not NOISE.match(line)]
     return " ".join(said[:3])[:MAX_CHARS] or type(error).__name__

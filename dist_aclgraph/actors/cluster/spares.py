@@ -1,4 +1,4 @@
-"""Places that are kept free for groups that lose their places, as when a node dies."""
+"""Places that are kept free for groups that lose their places, e.g. when a node dies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dist_aclgraph.errors import PlacementError
 
 
 class Spares:
-    """Owns empty placement groups. A released one is requested again: Ray places it once there is
-    room, as when a node comes back.
+    """Owns empty placement groups.
+
+    After a place was used, ``refill`` requests another one. Ray places it when there is room, e.g.
+    when a node comes back.
 
     Args:
-        deployment: its name; names of the placement groups begin with it.
-        count: how many lockstep groups there are places for.
+        deployment: name of the deployment; names of the placement groups begin with it.
+        count: number of lockstep groups for which places are reserved.
     """
 
     def __init__(self, deployment: str, count: int) -> None:
@@ -24,14 +26,14 @@ class Spares:
         self._held: list[PlacementGroup] = []
 
     def hold(self, request: BundleRequest, num_groups: int, timeout_s: float) -> None:
-        """Wait until all places are held, before the deployment's groups take theirs.
+        """Reserve all places, and wait for them, before the deployment's groups are placed.
 
         Args:
-            request: of each of the groups.
-            num_groups: that the deployment starts with.
+            request: request of each group.
+            num_groups: number of groups with which the deployment starts.
 
         Raises:
-            PlacementError: the cluster has not so many.
+            PlacementError: the cluster has not enough NPUs.
         """
         if not self._count:
             return
@@ -46,7 +48,7 @@ class Spares:
             self._held.append(placement.reserve(request, timeout_s, self._name))
 
     def give(self) -> bool:
-        """Release one place for the next placement; return whether there was one."""
+        """Release one place, so that the next group gets it; return whether there was one."""
         for group in self._held:
             if placement.is_placed(group):
                 self._held.remove(group)
@@ -55,11 +57,11 @@ class Spares:
         return False
 
     def refill(self, request: BundleRequest) -> None:
-        """Ask for as many places again as were given."""
+        """Request new places in exchange for those that were released."""
         while len(self._held) < self._count:
             self._held.append(placement.ask_for(request, self._name))
 
     def release(self) -> None:
-        """Give all places back."""
+        """Release all places."""
         while self._held:
             placement.release(self._held.pop())

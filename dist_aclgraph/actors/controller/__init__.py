@@ -1,1 +1,1 @@
-"""The controller: it starts groups, watches them, and changes how many there are."""
+"""The controller: it starts groups, watches them, and changes their number."""

@@ -1,9 +1,10 @@
-"""The controller actor: brings a deployment from configuration to serving, and to its end.
+"""The controller actor: starts a deployment from its configuration, and ends it.
 
-A deployment's way: PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING, STOPPED
-(``state.py``). What fails before SERVING takes the whole deployment down in order (``startup.py``);
-what fails later takes down the lockstep group that it is part of (``group_watch.py``). Without any
-group it is RECOVERING, for as long as groups may be started again (``upkeep.py``).
+A deployment's states are PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING,
+STOPPED (``state.py``). A failure before SERVING stops the whole deployment in order
+(``startup.py``). A later failure stops only the lockstep group in which it happened
+(``group_watch.py``). If all groups are lost, the deployment is RECOVERING for as long as groups may
+be started again (``upkeep.py``).
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from dist_aclgraph.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 10.0  # limit of engines' reports
+REPORT_S = 10.0  # how long to wait for the reports of engines
 NOT_STOPPED = frozenset(State) - {State.STOPPED}
 BYTES = "bytes"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What people are shown while groups start or drain; ``BYTES`` as a detail is the unit."""
+    """What the user sees while groups start or drain; ``BYTES`` as ``detail`` is the unit."""
 
     state: str
     done: int = 0
     total: int = 0
     detail: str = ""
-    part: str = ""  # of a change that has several, e.g. "group 2 of 3"
+    part: str = ""  # the part of a change with several parts, e.g. "group 2 of 3"
 
     def __str__(self) -> str:
         return f"{self.state} {self.done:,} of {self.total:,}" if self.total else self.state
@@ -65,8 +66,9 @@ class Controller:
     """Owns the plan, the states, and all actors of a deployment.
 
     Args:
-        name: of the deployment; names of its placement groups begin with it.
-        starter: starts its workers; None for the result of ``choose_starter`` in this process.
+        name: name of the deployment; the names of its placement groups begin with this name.
+        starter: starts the deployment's workers; None for the result of ``choose_starter`` in this
+            process.
     """
 
     def __init__(
@@ -81,15 +83,15 @@ class Controller:
         self._entering = threading.Lock()
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
-        self._failure = ""  # of the start
+        self._failure = ""  # why the start failed
         self._groups: list[LockstepGroup] = []
         self._serving: ServingGroups | None = None
         self._upkeep: Upkeep | None = None
 
-    # ---- answered while start() runs, or a change
+    # ---- answered while start() or a change runs
 
     def progress(self) -> Progress:
-        """Say how far the start is, or the change of groups that is under way."""
+        """Return how far the start is, or how far the running change of groups is."""
         part = "" if self._serving is None else self._serving.part
         found = replace(self._progress, part=part)
         if found.state == State.LOADING.value:
@@ -100,21 +102,21 @@ class Controller:
         return found
 
     def pid(self) -> int:
-        """Return the id of this process, on its node."""
+        """Return the process id of this process on its node."""
         return os.getpid()
 
     def failure(self) -> str:
-        """Return why the deployment has ended, or "" while a group serves or may serve again."""
+        """Return why the deployment has ended; "" while a group serves or may serve again."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return what another controller would begin with; the answer is a sign of life, too."""
+        """Return what the next controller would need; the answer is also a sign of life."""
         if self._serving is None:
             return Handover(self._config, self._term.num_groups)
         return Handover(self._serving.config, self._serving.num_wanted)
 
     def outlook(self) -> Outlook:
-        """Say what becomes of the deployment, for clients that know no group that serves."""
+        """Tell the state of the deployment to clients that know of no serving group."""
         serving = self._open_groups(State.RECOVERING)
         progress = str(self.progress())
         if self._upkeep is not None and self._upkeep.trouble:
@@ -122,14 +124,15 @@ class Controller:
         return Outlook(serving.listed, self.failure(), progress, self._term.token)
 
     def report(self) -> dict[str, Any]:
-        """Return the plan, the ranks and every engine's counters, as far as they are known.
+        """Return the plan, the ranks and every engine's counters; unknown values are left out.
 
-        ``groups`` are those after the first; ``lost_groups`` names lost groups, with the reasons.
+        ``groups`` has the groups after the first; ``lost_groups`` names lost groups with their
+        reasons.
         """
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Of the same moment as the groups: engines that are dying answer late, or never.
+        # Read at the same moment as the groups, because dying engines answer late or never.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}
@@ -144,7 +147,7 @@ class Controller:
         return merged
 
     def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
-        """Ask all engines at once, so that an engine that hangs delays no other answer."""
+        """Ask all engines at once, so that a hanging engine delays no other engine's answer."""
         asked = [g.engine.report.remote() for g in groups if g.engine is not None]
         ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []
         answers = iter(asked)
@@ -163,7 +166,8 @@ class Controller:
         """Run all phases.
 
         Raises:
-            DistAclGraphError: the first error; everything that was started is stopped by then.
+            DistAclGraphError: the first error; everything that was started has been stopped by
+                then.
         """
         try:
             planner = Planner.from_config(self._config)
@@ -190,7 +194,7 @@ class Controller:
             raise WorkerError(f"{type(e).__name__}: {e}", phase=phase) from e
 
     def _enter(self, state: State, *, only_from: Collection[State] = frozenset(State)) -> bool:
-        """Go to a state if this one is in ``only_from``; return whether it is. For any thread."""
+        """Enter ``state`` if the current state is in ``only_from``; return whether it is."""
         with self._entering:
             if self._state not in only_from:
                 return False
@@ -199,7 +203,7 @@ class Controller:
             return True
 
     def _show_phase(self, phase: State) -> None:
-        """Of groups that change while others serve."""
+        """Show the phase of groups that are started or drained while other groups serve."""
         self._progress = Progress(phase.value)
 
     def _show(self, done: int, total: int, detail: str) -> None:
@@ -223,7 +227,7 @@ class Controller:
         return self.reach()
 
     def _see_service(self, serves: bool) -> None:
-        """Go from SERVING to RECOVERING, or back."""
+        """Enter RECOVERING from SERVING, or SERVING from RECOVERING."""
         if serves and self._enter(State.SERVING, only_from={State.RECOVERING}):
             logger.warning("a group serves again")
         elif not serves and self._enter(State.RECOVERING, only_from={State.SERVING}):
@@ -232,17 +236,17 @@ class Controller:
     # ---- while it serves
 
     def reach(self) -> Reach:
-        """Say where the deployment is reached now."""
+        """Return where clients reach the deployment now."""
         serving = self._open_groups(State.RECOVERING)
         node_id = ray.get_runtime_context().get_node_id()
         return Reach(serving.addresses, self._term.token, serving.max_model_len, node_id)
 
     def scale(self, count: int) -> None:
-        """Have so many groups take requests; see ``ServingGroups.scale``."""
+        """Set the number of groups that accept requests; see ``ServingGroups.scale``."""
         self._open_groups().scale(count)
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups of another configuration; see ``ServingGroups.roll``."""
+        """Replace all groups by groups with another configuration; see ``ServingGroups.roll``."""
         self._open_groups().roll(config)
 
     def _open_groups(self, *others: State) -> ServingGroups:
@@ -253,7 +257,7 @@ class Controller:
     # ---- the end
 
     def shut_down(self) -> None:
-        """Stop in order: engines say goodbye, workers leave, and the others are killed."""
+        """Stop in order: engines say goodbye, workers leave, and remaining processes are killed."""
         self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
         self._enter(State.STOPPED, only_from=NOT_STOPPED)

@@ -1,4 +1,4 @@
-"""The states of one lockstep group and what leads from one to the next, as one table."""
+"""The states of one lockstep group and the allowed transitions, as one table."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from enum import Enum
 class GroupState(Enum):
     """The states of a lockstep group.
 
-    STARTING: its ranks start; no client knows of it.
-    SERVING: it takes requests.
-    DRAINING: it takes no new requests, and finishes its own.
-    LOST: a rank or the engine has failed, and its requests go on in other groups. Workers that
-        still live may join another group.
-    DETACHED: these workers have left the group, and wait for another one.
-    ABANDONED: its workers are killed, and its NPUs free.
+    STARTING: the group's ranks start; no client knows of the group.
+    SERVING: the group accepts requests.
+    DRAINING: the group accepts no new requests, and finishes its running requests.
+    LOST: a rank or the engine has failed, and other groups continue the requests. Workers that are
+        still alive may join another group.
+    DETACHED: the surviving workers have left the group, and wait to join another group.
+    ABANDONED: the group's workers are killed, and its NPUs are free.
     """
 
     STARTING = "STARTING"

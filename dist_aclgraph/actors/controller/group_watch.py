@@ -1,4 +1,4 @@
-"""Watching over the lives of a deployment's groups: the death of one ends no other."""
+"""Watches a deployment's groups; the death of one group ends no other group."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WATCH_S = 0.2
 
 
 class _Heartbeat:
-    """Asks one actor for a sign of life, again and again, on its control thread.
+    """Repeatedly asks one actor, on the actor's control thread, for a sign of life.
 
     Args:
-        ask: sends the question of this number.
+        ask: sends the heartbeat question with the given number.
     """
 
     def __init__(self, ask: Callable[[int], Any], link_s: float) -> None:
@@ -35,21 +35,23 @@ class _Heartbeat:
         self._silence = Silence(link_s)
 
     def listen(self) -> str:
-        """Return why the actor counts as lost, or "" while it answers."""
+        """Return why the actor counts as lost; "" while the actor answers."""
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            self._answer = self._ask(self._number)  # that it is dead is seen by other ends
+            # If the actor is dead, the end of its running call shows that, not this answer.
+            self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
         return ""
 
 
 class GroupWatch:
-    """Finds lost groups and their reasons, ends their other processes, and watches the others.
+    """Finds lost groups and the reasons, ends their other processes, and watches the other groups.
 
     Args:
-        link_s: an engine or a worker that is silent for longer is lost: ``timeouts.link_s``.
+        link_s: an engine or a worker counts as lost if it is silent for longer:
+            ``timeouts.link_s``.
     """
 
     def __init__(self, link_s: float) -> None:
@@ -57,7 +59,7 @@ class GroupWatch:
         self._groups: list[LockstepGroup] = []
         self._link_s = link_s
         self._beat_s = beat_s(link_s)
-        # None stands for the engine.
+        # By call: the group, and the rank; None for the engine.
         self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
         self._heartbeats: list[tuple[LockstepGroup, WorldRank | None, _Heartbeat]] = []
         self._stopping = threading.Event()
@@ -67,7 +69,7 @@ class GroupWatch:
         self._thread.start()
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Watch groups that have begun to serve."""
+        """Watch groups that have started to serve."""
         for group in groups:
             members = list(
                 zip(group.workers.ranks, group.loops, group.workers.workers, strict=True)
@@ -87,14 +89,18 @@ class GroupWatch:
                 self._heartbeats += beats
 
     def remove(self, group: LockstepGroup) -> None:
-        """Stop watching a group: from now on its processes are ended on purpose."""
+        """Stop watching a group, because its processes will now be ended on purpose."""
         with self._lock:
             self._groups.remove(group)
             self._forget(group)
             self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
 
     def _forget(self, group: LockstepGroup) -> None:
-        """Stop watching a group's ends. Its engine is still asked: it tells its clients why."""
+        """Stop watching the calls of a group.
+
+        The engine still gets heartbeats, because the engine tells its clients why the group was
+        lost.
+        """
         self._owner = {ref: owner for ref, owner in self._owner.items() if owner[0] is not group}
         self._heartbeats = [b for b in self._heartbeats if b[0] is not group or b[1] is None]
 
@@ -102,7 +108,7 @@ class GroupWatch:
         self._stopping.set()
 
     def failure(self) -> str:
-        """Return why no group that is watched serves, or "" while at least one does."""
+        """Return why no watched group serves; "" while at least one serves."""
         with self._lock:
             groups = list(self._groups)
         lost = [group.lost_because for group in groups if group.is_lost]
@@ -110,13 +116,13 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Why the death of a group would not be found, or ""."""
+        """Why the death of a group would not be found; "" if it would be found."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"
 
     def losses(self) -> list[str]:
-        """Say which groups are lost, and why."""
+        """Return the lost groups and the reasons."""
         with self._lock:
             return [f"{g.name}: {g.lost_because}" for g in self._groups if g.is_lost]
 
@@ -143,7 +149,7 @@ class GroupWatch:
     def _see_end(self, ended: Any) -> None:
         with self._lock:
             if ended not in self._owner:
-                return  # removed meanwhile
+                return  # removed since then
             group, rank = self._owner[ended]
         if rank is None:
             try:
@@ -159,7 +165,7 @@ class GroupWatch:
         except DistAclGraphError as e:
             self._lose(group, str(e), rank)
             return
-        # The engine has ended its loop, and itself says why.
+        # The engine has ended its step loop; the engine itself reports the reason.
         with self._lock:
             self._owner.pop(ended, None)
 
@@ -174,15 +180,16 @@ class GroupWatch:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                ray.kill(group.engine)  # it cannot tell its clients, and must not begin again
+                # The engine cannot tell its clients, and must not continue later.
+                ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
-        """End the epoch of a group: its requests get the reason.
+        """End the epoch of a group, and give the reason to its requests.
 
-        Its workers are killed, unless some of them may join another group (``survivors.py``).
+        The group's workers are killed, unless some may join another group (``survivors.py``).
 
         Args:
-            rank: the rank whose process is lost, if it is known.
+            rank: the rank whose process is lost, if known.
         """
         with self._lock:
             if group not in self._groups:
@@ -192,7 +199,7 @@ class GroupWatch:
             group.lost_s = time.monotonic()
             is_hopeless = group.way_back() == "REBUILD"
             group.lost_because = reason
-            group.enter(GroupState.LOST)  # from now on others may replace it
+            group.enter(GroupState.LOST)  # from now on another group may replace it
             self._forget(group)
         group.engine.fail.remote(reason)
         if is_hopeless:

@@ -1,4 +1,4 @@
-"""What the controller keeps of one lockstep group, and the report of it."""
+"""What the controller stores about one lockstep group, and the group's report."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from dist_aclgraph.topology import GroupRank
 
 @dataclass
 class LockstepGroup:
-    """What the controller keeps of one lockstep group.
+    """What the controller stores about one lockstep group.
 
     Attributes:
-        planner: its own configuration, which that of other groups may differ from.
+        planner: planner of this group's configuration, which may differ from that of other groups.
     """
 
     workers: WorkerGroup
@@ -42,25 +42,25 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
-    number: int = 0  # its name for clients, which no other group ever has
-    opened_at: Address | None = None  # its engine, for clients
+    number: int = 0  # the group's name for clients; never used for another group
+    opened_at: Address | None = None  # where clients reach its engine
     state: GroupState = GroupState.STARTING
-    opened_s: float = 0.0  # when it began to serve
-    is_rejoined: bool = False  # survivors of another group are part of it
-    lost_because: str = ""  # the reason, once it is lost
-    lost_s: float = 0.0  # when it was known to be lost
-    lost_ranks: set[GroupRank] = field(default_factory=set)  # as far as is known
+    opened_s: float = 0.0  # when the group started to serve
+    is_rejoined: bool = False  # whether survivors of another group are part of this group
+    lost_because: str = ""  # why the group is lost; "" before that
+    lost_s: float = 0.0  # when the loss was noticed
+    lost_ranks: set[GroupRank] = field(default_factory=set)  # the lost ranks that are known
     _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
 
     @property
     def is_lost(self) -> bool:
-        """Whether its epoch is over."""
+        """Whether the group's epoch is over."""
         return self.state in (GroupState.LOST, GroupState.DETACHED, GroupState.ABANDONED)
 
     def enter(self, to: GroupState) -> bool:
-        """Enter a state if the table allows it; return whether it did.
+        """Enter a state if the table allows the transition; return whether it does.
 
-        The watch, in its own thread, may find a group lost after another thread has read the state.
+        The watch's thread may find a group lost after another thread has read the state.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]
@@ -70,13 +70,13 @@ class LockstepGroup:
 
     @property
     def address(self) -> Address:
-        """Where clients reach its engine."""
+        """Where clients reach the group's engine."""
         assert self.opened_at is not None, "opened before it is asked for"
         return self.opened_at
 
     @property
     def entry(self) -> GroupEntry:
-        """What clients know of it."""
+        """What clients are told about the group."""
         return GroupEntry(
             str(self.number),
             self.address,
@@ -87,7 +87,7 @@ class LockstepGroup:
 
     @property
     def num_rows(self) -> int:
-        """Requests that it can run at once."""
+        """Number of requests that the group can run at once."""
         planner = self.planner
         return planner.config.scheduler.max_num_seqs * planner.layout.within_group.dp
 
@@ -98,11 +98,11 @@ class LockstepGroup:
 
     @property
     def name(self) -> str:
-        """For messages, e.g. ``the group of ranks 2, 3``."""
+        """Name for messages, e.g. ``the group of ranks 2, 3``."""
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
 
     def way_back(self) -> Way:
-        """Return how the lost group comes back, as far as is known by now."""
+        """Return how the lost group can come back, as far as is known now."""
         if self.state is GroupState.ABANDONED:
             return "REBUILD"
         recovery = self.planner.config.recovery
@@ -118,19 +118,19 @@ class LockstepGroup:
         )
 
     def give_up(self) -> None:
-        """Kill the workers of a lost group, and free its NPUs: it does not come back."""
+        """Kill the workers of a lost group to free its NPUs: the group does not come back."""
         if self.enter(GroupState.ABANDONED):
             self.workers.kill()
 
     def kill(self) -> None:
-        """End its actors now, as far as they live."""
+        """Kill all actors of the group that are still alive."""
         if self.engine is not None:
             ray.kill(self.engine)
         self.workers.kill()
 
 
 def group_report(group: LockstepGroup) -> dict[str, Any]:
-    """Return plan, buckets and ranks as plain values; unknown ones are empty."""
+    """Return the plan, the buckets and the ranks as plain values; unknown values are empty."""
     record = group.record
     return {
         "device": group.device,

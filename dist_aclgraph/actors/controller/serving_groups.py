@@ -1,7 +1,8 @@
 """The groups of a serving deployment: opened, added, drained and replaced while others serve.
 
-Engines are told of each change, and tell their clients (``GroupList``). A group that drains gets no
-new requests, ends its running ones, and is given back. There is one change at a time.
+The controller tells engines about each change, and engines tell their clients (``GroupList``). A
+draining group gets no new requests, and finishes its running ones; then its NPUs are freed. Only
+one change runs at a time.
 """
 
 from __future__ import annotations
@@ -49,26 +50,26 @@ from dist_aclgraph.topology import Ranks, WorldRank
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 10.0  # beyond the time that an engine was given
-OF_THE_INGRESS = ("model", "name", "seed")  # what ingress replicas have read already
+ANSWER_S = 10.0  # seconds to wait in addition to the time that the engine has for the work
+OF_THE_INGRESS = ("model", "name", "seed")  # what ingress replicas have read at their start
 
 
 class ServingGroups:
-    """Owns the groups of a deployment from the moment that they serve.
+    """Owns the groups of a deployment from the moment when they start to serve.
 
     Args:
-        deployment: its name; names of placement groups begin with it.
-        term: what this controller takes over from the previous ones.
-        planner: of the first groups.
-        spares: places for groups that lose theirs.
+        deployment: name of the deployment; the names of placement groups begin with it.
+        term: what this controller takes over from the previous controllers.
+        planner: planner of the first groups.
+        spares: reserved places, for groups that lose their own places.
         starter: starts the processes of groups.
-        on_phase, on_graph: told how far a change is; see ``Startup``.
+        on_phase, on_graph: called with the progress of a change; see ``Startup``.
 
     Attributes:
-        groups: the groups that clients know. A lost group stays until another takes its place.
+        groups: the groups that clients know. A lost group stays until another group replaces it.
         starting: the groups that are being started.
-        num_wanted: how many groups ought to take requests.
-        part: the part of a change that is under way, e.g. "group 2 of 3".
+        num_wanted: how many groups should accept requests.
+        part: the current part of the running change, e.g. "group 2 of 3".
     """
 
     def __init__(
@@ -103,22 +104,22 @@ class ServingGroups:
 
     @property
     def config(self) -> Config:
-        """Of groups that are added: that of the group that came up last."""
+        """Configuration for added groups: the configuration of the group that started last."""
         return self._planner.config
 
     @property
     def taking(self) -> list[LockstepGroup]:
-        """The groups that take requests, the oldest first."""
+        """The groups that accept requests, the oldest first."""
         return [g for g in self.groups if g.state is GroupState.SERVING]
 
     @property
     def serves(self) -> bool:
-        """Whether a group is left that runs requests."""
+        """Whether at least one group runs requests."""
         return any(not group.is_lost for group in self.groups)
 
     @property
     def listed(self) -> GroupList:
-        """What clients are told of the groups."""
+        """The list of groups that clients are told."""
         return GroupList(self._version, tuple(group.entry for group in self.groups))
 
     @property
@@ -136,11 +137,12 @@ class ServingGroups:
     # ---- changes
 
     def open(self, planner: Planner, scopes: Sequence[list[LockstepGroup]]) -> None:
-        """Send groups that have captured their graphs into their loops, and let clients know.
+        """Start the step loops of groups that have captured their graphs, and tell clients.
 
         Raises:
-            ConfigError: requests that were promised to fit do not fit into their caches.
-            WorkerError: a rank did not come into its loop.
+            ConfigError: the caches are too small for the longest requests that clients were
+                promised.
+            WorkerError: a rank did not start its step loop.
         """
         new = [group for scope in scopes for group in scope]
         longest = min(
@@ -167,18 +169,18 @@ class ServingGroups:
         self._publish()
 
     def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
-        """Change the number of groups that take requests; lost groups are given back.
+        """Change the number of groups that accept requests; remove lost groups.
 
-        Other changes may begin while it waits for room.
+        Other changes may start while this one waits for free NPUs.
 
         Args:
-            room_s: how long to wait for NPUs.
+            room_s: how long to wait for free NPUs.
 
         Raises:
             ConfigError: ``count`` is not positive.
-            PlacementError: there are not so many NPUs.
-            EngineUnavailableError: another change is under way.
-            DistAclGraphError: new groups did not come up; the others serve on.
+            PlacementError: there are not enough NPUs.
+            EngineUnavailableError: another change is running.
+            DistAclGraphError: new groups did not start; the other groups continue to serve.
         """
         check_count(count)
         with self._change():
@@ -196,12 +198,12 @@ class ServingGroups:
     def replace_one(self) -> None:
         """Start a group if one is missing, and remove a lost group from the clients' list.
 
-        Survivors of the lost group become part of the new one, where that is possible.
+        If possible, survivors of the lost group become part of the new group.
 
         Raises:
-            PlacementError: there is no room for a group.
-            EngineUnavailableError: another change is under way.
-            DistAclGraphError: the new group did not come up; the others serve on.
+            PlacementError: there are not enough NPUs for a group.
+            EngineUnavailableError: another change is running.
+            DistAclGraphError: the new group did not start; the other groups continue to serve.
         """
         with self._change():
             lost = sorted(self._lost, key=lambda group: group.state is not GroupState.DETACHED)[:1]
@@ -213,7 +215,7 @@ class ServingGroups:
             self._ask_for_spares()
 
     def _rejoin(self, group: LockstepGroup) -> bool:
-        """Make another group of the survivors that have left this one; return whether it serves."""
+        """Start another group with this group's survivors; return whether the new group serves."""
         if group.state is not GroupState.DETACHED:
             return False
         lost = group.lost_ranks
@@ -230,17 +232,19 @@ class ServingGroups:
         return True
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups of another configuration, one after the other.
+        """Replace all groups by groups with another configuration, one after the other.
 
-        A new group comes before an old one goes where there is room for both, else after it. Where
-        this configuration's roll has ended early, it goes on with the groups that are left.
+        If there is room for both, a new group starts before the old one is drained; otherwise it
+        starts after that. If a previous roll to the same configuration ended early, this call
+        continues it with the groups that still have the old configuration.
 
         Raises:
-            ConfigError: the configuration changes what only a new service can, or promises less.
-            PlacementError: one group is all there is room for.
-            EngineUnavailableError: another change is under way.
-            RollError: it has ended early; says which group runs what.
-            DistAclGraphError: the first new group did not come up; nothing has changed.
+            ConfigError: only a new service can change one of the changed keys, or the new groups
+                could not run the longest requests that clients were promised.
+            PlacementError: there is one group only, and no room for a second group.
+            EngineUnavailableError: another change is running.
+            RollError: the roll ended early; the message says which group runs which configuration.
+            DistAclGraphError: the first new group did not start; nothing has changed.
         """
         planner = Planner.from_config(config)
         for key in OF_THE_INGRESS:
@@ -264,7 +268,7 @@ class ServingGroups:
                     if self.taking == before:
                         raise cause from e
                     raise RollError(self._early_end(planner, cause)) from e
-            self._spares.release()  # groups of this configuration may be of another size
+            self._spares.release()  # groups with this configuration may have another size
             self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
@@ -283,7 +287,7 @@ class ServingGroups:
             )
 
     def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
-        """Say how the groups stand after a roll that failed."""
+        """Return which groups run which configuration after a roll that failed."""
         new = [g.number for g in self.taking if g.planner is planner]
         old = [g.number for g in self.taking if g.planner is not planner]
         missing = f", {self.num_missing} of {self.num_wanted} groups are missing"
@@ -305,10 +309,10 @@ class ServingGroups:
             self._changing.release()
 
     def check_room(self, count: int, wait_s: float) -> None:
-        """Return once there are NPUs for ``count`` more groups.
+        """Wait until there are free NPUs for ``count`` more groups.
 
         Raises:
-            PlacementError: there are too few after ``wait_s``.
+            PlacementError: there are not enough NPUs after ``wait_s``.
         """
         request = bundles_of_groups(self.config, count)
         if not placement.has_room(request, count, wait_s):
@@ -324,13 +328,13 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find a place for a missing group: that of a lost group with survivors, or another one.
+        """Find a place for a missing group: a lost group's place with survivors, or a free place.
 
-        Other changes may begin while it waits for room.
+        Other changes may start while this one waits for free NPUs.
 
         Raises:
-            PlacementError: there is none.
-            EngineUnavailableError: another change is under way.
+            PlacementError: there is no place.
+            EngineUnavailableError: another change is running.
         """
         with self._change():
             for group in self._lost:
@@ -342,26 +346,28 @@ class ServingGroups:
         self.check_room(1, placement.ROOM_S)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
-        """Free the places of lost groups whose survivors will make no other group.
+        """Free the places of lost groups whose survivors will not be used for another group.
 
         Args:
-            are_replaced: whether lost groups are replaced at all.
+            are_replaced: whether lost groups will be replaced.
         """
         for group in self._lost:
             if not (are_replaced and self._may_rejoin(group)):
                 group.give_up()
 
     def _may_rejoin(self, group: LockstepGroup) -> bool:
-        # Survivors have the weights of their configuration; a new group has the newest one.
+        # Survivors have the weights of their own configuration; a new group has the newest
+        # configuration.
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """Release the NPUs of a spare, if there is one, for the group that replaces a lost one.
+        """Release the NPUs of one spare, if any, for the group that replaces a lost group.
 
-        The NPUs that Ray counts as free may be on a node whose death Ray has not noticed yet.
+        Without this, Ray may place the group on a dead node: Ray notices the death of a node late,
+        and until then counts the node's NPUs as free.
 
         Raises:
-            PlacementError: there are too few.
+            PlacementError: there is no spare, and there are not enough free NPUs.
         """
         if not self._spares.give():
             self.check_room(1, placement.ROOM_S)
@@ -373,13 +379,13 @@ class ServingGroups:
             logger.warning("no spares are held: %s", e)
 
     def _add(self, planner: Planner, count: int) -> None:
-        """Start groups beside those that serve."""
+        """Start groups while other groups serve."""
         size = len(planner.layout.lockstep_groups[0])
         ranks = ranks_of_groups(size, self._num_ranks, count)
         self._start(planner, lambda startup: startup.run(ranks, deployment=self._deployment))
 
     def _start(self, planner: Planner, run: Callable[[Startup], None]) -> None:
-        """Start groups beside those that serve; if one fails, all new ones are ended."""
+        """Start groups while other groups serve; if one new group fails, kill all new groups."""
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
@@ -397,7 +403,7 @@ class ServingGroups:
             self.starting = []
 
     def _drain(self, groups: Sequence[LockstepGroup]) -> None:
-        """Drain groups, side by side, and give each back once it has drained."""
+        """Drain groups at the same time; remove each group after it has drained."""
         if not groups:
             return
         for group in groups:
@@ -428,10 +434,10 @@ class ServingGroups:
             self.groups.remove(group)
         self._publish()
         stop_groups(groups, self.config.timeouts.stop_s)
-        run_directory.sweep()  # of engines that died on this node
+        run_directory.sweep()  # removes directories of engines that died on this node
 
     def _publish(self) -> int:
-        """Tell all engines which groups there are; return the version of the list."""
+        """Tell all engines the list of groups; return the version of the list."""
         self._version += 1
         listed = self.listed
         for group in self.groups:
@@ -441,7 +447,7 @@ class ServingGroups:
     # ---- one group
 
     def _open(self, group: LockstepGroup) -> None:
-        """Send a group's workers into their loops, and learn where clients reach its engine."""
+        """Start the step loops of a group's workers, and learn where clients reach its engine."""
         planner = group.planner
         timeout_s = planner.config.timeouts.join_s
         asking = group.engine.channel_addresses.remote(group.workers.node_ids)
@@ -470,7 +476,7 @@ class ServingGroups:
             report=report,
         )
         serving: Any = group.engine.serve.remote(settings)
-        # A worker that dies on its way into the loop must not leave us waiting.
+        # If a worker dies before it is in its step loop, we must not wait for the whole timeout.
         ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
         if not ready:
             raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
@@ -480,23 +486,23 @@ class ServingGroups:
 
 
 def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
-    """Return the world ranks of groups of ``size``, one group behind the other."""
+    """Return the world ranks of groups of ``size`` ranks; the groups follow one another."""
     starts = range(first, first + count * size, size)
     return [tuple(map(WorldRank, range(start, start + size))) for start in starts]
 
 
 def check_count(count: int) -> None:
-    """Return if a deployment may have so many groups.
+    """Check that a deployment may have this number of groups.
 
     Raises:
-        ConfigError: it may not.
+        ConfigError: the number is too small.
     """
     if count < 1:
         raise ConfigError(f"{count} groups were asked for; a deployment has at least 1")
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Stop in order: engines say goodbye, workers leave, and the others are killed."""
+    """Stop in order: engines say goodbye, workers leave, and remaining processes are killed."""
     stopping = [
         ref
         for group in groups
@@ -510,17 +516,17 @@ def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
 
 
 def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
-    """Return why a group has not drained, "" where it has."""
+    """Return why a group has not drained; "" if it has drained."""
     try:
         if ray.get(ref):
             return ""
         return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
-    except RayError as e:  # it has died meanwhile: its requests have ended, or go on elsewhere
+    except RayError as e:  # the engine died: its requests have ended, or other groups continue them
         return str(ours(e, f"draining group {group.number}"))
 
 
 def _named(numbers: Sequence[int]) -> str:
-    """Groups with the verb that follows, e.g. ``groups 0, 2 run``."""
+    """Return group numbers with the verb that follows, e.g. ``groups 0, 2 run``."""
     if len(numbers) == 1:
         return f"group {numbers[0]} runs"
     return f"groups {', '.join(map(str, numbers))} run" if numbers else "no group runs"

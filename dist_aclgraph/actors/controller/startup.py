@@ -1,6 +1,6 @@
 """The phases from configuration to captured graphs, for all groups of a start in parallel.
 
-The lockstep groups do not wait for each other until one plan is made for all of them. Each phase
+A lockstep group does not wait for other groups until one plan is made for all of them. Each phase
 has a deadline; an error names the rank and the phase.
 """
 
@@ -42,18 +42,19 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.topology import GroupRank, Ranks
 
-EPOCH = 1  # the first of a group; each time that it comes back in place, the next one begins
+# The first epoch of a group; each time the group comes back in place, the number grows by 1.
+EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # a cache for padding rows alone: they use the dummy block
+TRIAL_BLOCKS = 2  # enough for a cache that only padding rows use: they use the dummy block
 
 T = TypeVar("T")
 Job = TypeVar("Job")
 OnPhase = Callable[[State], object]
-OnGraph = Callable[[int, int, str], None]  # captured so far, of how many, and what comes next
+OnGraph = Callable[[int, int, str], None]  # captured graphs, total graphs, the next graph
 
 
 class Startup:
-    """The phases. Adds the groups that it starts to ``groups``, which the controller owns."""
+    """Runs the phases. Appends the groups that it starts to ``groups``, owned by the controller."""
 
     def __init__(
         self,
@@ -71,18 +72,19 @@ class Startup:
         self._show = on_graph
         self._phase = State.PLACING
         self._moving = threading.Lock()
-        self._python: str | None = None  # what starts processes in place of Ray's own command
+        # Starts processes in place of Ray's own command; None for Ray's own.
+        self._python: str | None = None
 
     @property
     def has_placed(self) -> bool:
-        """Whether all processes have come up."""
+        """Whether all processes have started."""
         return self._phase is not State.PLACING
 
     def run(self, ranks: Sequence[Ranks], *, deployment: str) -> None:
-        """Run all phases up to captured graphs.
+        """Run all phases until the graphs are captured.
 
         Args:
-            ranks: world ranks of each group.
+            ranks: the world ranks of each group.
 
         Raises:
             DistAclGraphError: the first error of any group.
@@ -92,10 +94,11 @@ class Startup:
         self._come_up()
 
     def rejoin(self, left: WorkerGroup, lost: Collection[GroupRank]) -> None:
-        """Run all phases for one group of survivors and of workers in the places of lost ones.
+        """Run all phases for one group of survivors; new workers take the places of lost ranks.
 
         Args:
-            left: the workers of the lost group, as its ranks; those not ``lost`` have left it.
+            left: the workers of the lost group, by rank; all except the ``lost`` ranks have left
+                it.
 
         Raises:
             DistAclGraphError: the first error.
@@ -106,7 +109,7 @@ class Startup:
         self._come_up()
 
     def _come_up(self) -> None:
-        """From places that are given to captured graphs."""
+        """Run the phases that follow the start of processes, until the graphs are captured."""
         self._find_out()
         self._go(State.JOINING)
         self._each(self._join)
@@ -118,7 +121,10 @@ class Startup:
         side_by_side(self._plan_groups, self.scopes)
 
     def _start_command(self) -> str | None:
-        """Return the command of ranks and engines; that of Ray where they may be on other nodes."""
+        """Return the command that starts ranks and engines.
+
+        None stands for Ray's own command, which is used if there are other nodes.
+        """
         if len(placement.cluster_nodes()) > 1:
             return None
         return self._starter.command(self._config)
@@ -135,7 +141,7 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """The first scope with a plan leads there; others may still negotiate theirs."""
+        """Enter CAPTURING once the first scope has a plan; other scopes may still negotiate."""
         with self._moving:
             if self._phase is State.NEGOTIATING:
                 self._go(State.CAPTURING)
@@ -158,7 +164,8 @@ class Startup:
                     deployment=deployment,
                     python=self._python,
                 )
-            except Exception as e:  # raised once all have an answer, so that no group is forgotten
+            # Raised after all groups have answered, so that no started group is lost.
+            except Exception as e:
                 return e
 
         placed = side_by_side(place, ranks)
@@ -172,12 +179,12 @@ class Startup:
                 raise found
 
     def _find_out(self) -> None:
-        """Start engines beside the workers, and learn where those are."""
+        """Start the engines, and ask the workers where they run."""
         for group in self._groups:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # A fork server may load libraries first, which other processes load while they join.
+        # A fork server may first load libraries, which other processes load only while they join.
         timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         self._each(lambda group: group.workers.find_out(timeout_s))
 
@@ -207,7 +214,7 @@ class Startup:
         group.device = devices[0]
 
     def _engine_at(self, node_id: str) -> Any:
-        """Start an engine on the node of the first worker, where the ranks meet."""
+        """Start an engine on the node of the group's first worker; ranks meet on the same node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = ray.remote(
@@ -225,7 +232,7 @@ class Startup:
         group.weight_bytes = max(loaded)
 
     def _neighbour(self, worker: WorkerInfo) -> Neighbour:
-        """Return a worker's place among all workers of its node that load weights."""
+        """Return the index of a worker among all workers on its node that load weights."""
         if worker.has_weights:
             return ALONE
         infos = [info for group in self._groups for info in group.workers.infos]
@@ -236,13 +243,13 @@ class Startup:
     # ---- the plan
 
     def _make_runners(self, group: LockstepGroup) -> None:
-        """Have every rank make a runner that can try things out: its cache holds dummies only."""
+        """Let every rank make a runner for trials: its cache has dummy blocks only."""
         timeout_s = self._config.timeouts.negotiate_s
         query_len = self._config.speculative.num_tokens + 1
-        # Run eagerly where no graph is captured.
+        # Run one eager step if no graph will be captured.
         smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
         largest = self._planner.largest_graphs or [smallest]
-        # Padding, too, has a length of one: CANN 8.5 wants a block for each request.
+        # Padding rows, too, have a length of one, and CANN 8.5 needs a block for each request.
         num_blocks = max(TRIAL_BLOCKS, *(graph.num_reqs for graph in largest))
         group.workers.call(
             "make_runner",
@@ -250,7 +257,7 @@ class Startup:
             timeout_s,
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
-        # An eager step of each kind creates HCCL domains and side streams: offers count them.
+        # An eager step of each kind creates HCCL domains and side streams before offers count them.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):
@@ -258,7 +265,7 @@ class Startup:
                     raise WorkerError(answer.message, rank, "NEGOTIATING")
 
     def _ask_offers(self, group: LockstepGroup) -> None:
-        """Collect the offers, and probes for them where the budget model wants some."""
+        """Collect the offers; for the calibrated budget model, also measure probe graphs."""
         timeout_s = self._config.timeouts.negotiate_s
         group.offers = group.workers.call("offer", "NEGOTIATING", timeout_s)
         if self._config.graph.budget_model == "calibrated":
@@ -266,7 +273,7 @@ class Startup:
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
-        """Negotiate one plan over ``groups``, size the caches with the rest, capture the plan."""
+        """Negotiate one plan for ``groups``, use the other memory for caches, capture the plan."""
         config, planner = self._config, self._planner
         negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
         plan = negotiated.plan
@@ -304,7 +311,7 @@ class Startup:
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)
-        if group.record is not None:  # captured before, with another plan
+        if group.record is not None:  # captured earlier, with another plan
             transaction.release(group.record.plan.capture_order)
 
         def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
@@ -327,10 +334,10 @@ class Startup:
 
 
 def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
-    """Have all parts of a deployment work at the same time; return what each gave.
+    """Run ``work`` for all parts at the same time; return the results in the order of ``parts``.
 
     Raises:
-        Exception: the first that failed; the others' actors are about to be stopped.
+        Exception: the first error; the caller then stops the actors of all parts.
     """
     pool = concurrent.futures.ThreadPoolExecutor(len(parts), "group")
     try:
@@ -343,12 +350,12 @@ def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
-    """Return the next graph, the tightest rank's free streams, and the bytes that are taken."""
+    """Return the next graph, the free streams of the tightest rank, and the bytes that are used."""
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
     return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"
 
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:
-    """Arguments of ``Worker.join``: world rank, place in the group, and where the group meets."""
+    """Return the arguments of ``Worker.join``: world rank, index in the group, meeting point."""
     return lambda index: (workers.ranks[index], index, rendezvous)

@@ -1,4 +1,4 @@
-"""The states of a deployment and what leads from one to the next, as one table."""
+"""The states of a deployment and the allowed transitions, as one table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dist_aclgraph.errors import DistAclGraphError
 class State(Enum):
     """The states of a deployment.
 
-    PLACING: Ray looks for NPUs and starts one worker actor on each.
-    JOINING: workers open their device and form the HCCL groups.
-    LOADING: workers read their slices of the weights.
-    NEGOTIATING: offers become one plan; every rank confirms its hash.
-    CAPTURING: buckets are captured in lockstep, largest first.
+    PLACING: Ray looks for NPUs and starts one worker actor for each NPU.
+    JOINING: workers open their devices and form the HCCL groups.
+    LOADING: each worker reads its slice of the weights.
+    NEGOTIATING: one plan is made from the offers; every rank confirms the plan's hash.
+    CAPTURING: all ranks capture the buckets in lockstep, the largest bucket first.
     SERVING: steps run.
-    RECOVERING: all groups are lost, and others are started in their places; requests wait.
-    DRAINING: no new requests; running ones end.
+    RECOVERING: all groups are lost; new groups are started to replace them; requests wait.
+    DRAINING: no new requests are accepted; running requests end.
     STOPPED: all processes have ended.
     """
 
@@ -32,14 +32,14 @@ class State(Enum):
     STOPPED = "STOPPED"
 
 
-# An error may end any state; STOPPED ends all. The phases of groups that are started while others
-# serve, or ought to, are their own.
+# An error may end every state; no state follows STOPPED. The table does not cover the phases of
+# groups that are started in SERVING or RECOVERING.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),
     State.LOADING: frozenset({State.NEGOTIATING, State.STOPPED}),
     State.NEGOTIATING: frozenset({State.CAPTURING, State.SERVING, State.STOPPED}),
-    # A bucket that failed shrinks the plan, and ranks confirm the new one.
+    # If a bucket fails, the plan shrinks, and ranks confirm the new plan.
     State.CAPTURING: frozenset({State.NEGOTIATING, State.SERVING, State.STOPPED}),
     State.SERVING: frozenset({State.RECOVERING, State.DRAINING, State.STOPPED}),
     State.RECOVERING: frozenset({State.SERVING, State.STOPPED}),
@@ -49,14 +49,14 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 class IllegalTransitionError(DistAclGraphError):
-    """A bug in the controller: the table has no such edge."""
+    """A bug in the controller: the table does not allow the transition."""
 
 
 def advance(current: State, to: State) -> State:
-    """Return ``to`` if the table allows it.
+    """Return ``to`` if the table allows the transition.
 
     Raises:
-        IllegalTransitionError: it does not.
+        IllegalTransitionError: the table does not allow it.
     """
     if to not in TRANSITIONS[current]:
         raise IllegalTransitionError(f"no way leads from {current.name} to {to.name}")

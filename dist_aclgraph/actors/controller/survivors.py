@@ -1,8 +1,8 @@
-"""Which workers of a lost group may join another one, with the weights that they have.
+"""Which workers of a lost group may join another group, with the weights that they have loaded.
 
-A worker survives if its process answers, its step loop ended in order or with its engine, its
-device can be stopped and comes back, and the failure has not spoiled its memory. All other workers
-are ended here, and their bundles are free when this returns.
+A worker survives if its process answers, its step loop ended in order or because the engine died,
+its device can be stopped and recovers, and the failure has not damaged its memory. All other
+workers are killed here, and their bundles are free when this returns.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from dist_aclgraph.actors.worker.worker_group import fetch, stop_devices
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
 from dist_aclgraph.topology import GroupRank
 
-END_S = 5.0  # for a process that was killed
+END_S = 5.0  # how long a killed process may take to end
 
 logger = logging.getLogger(__name__)
 
 
 def gather_survivors(group: LockstepGroup) -> bool:
-    """Have the workers that survive leave their group; record its lost ranks.
+    """Let the surviving workers leave their group; record the group's lost ranks.
 
     Returns:
-        Whether they may join another group: some survive, and the places of the others are free.
+        Whether survivors may join another group: there are survivors, and the places of the lost
+        ranks are free.
     """
     config = group.planner.config
     timeout_s = min(config.recovery.resume_s, config.timeouts.link_s)
@@ -53,14 +54,14 @@ def _without(ranks: Sequence[GroupRank], others: Collection[GroupRank]) -> list[
 
 
 def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]:
-    """Return the ranks whose step loop has failed."""
+    """Return the given ranks whose step loops have failed."""
     loops = {group.loops[rank]: rank for rank in ranks}
     over = ray.wait(list(loops), num_returns=len(loops), timeout=0)[0] if loops else []
     return [loops[loop] for loop in over if _has_failed(group, loops[loop], loop)]
 
 
 def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
-    """Return whether a finished call of a worker has raised, but for its engine's death."""
+    """Return whether a finished call of a worker has raised anything except EngineDeadError."""
     world_rank = group.workers.ranks[rank]
     try:
         fetch(done, world_rank, "SERVING")
@@ -73,9 +74,9 @@ def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
 
 
 def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -> list[GroupRank]:
-    """Have workers leave their group; return those that do not.
+    """Let workers leave their group; return the ranks that do not leave.
 
-    The step loop does not end by itself if the engine hangs, or has died on another node.
+    The step loop does not end by itself if the engine hangs, or if it has died on another node.
     """
     for rank in ranks:
         group.workers.workers[rank].dismiss.remote()
@@ -89,8 +90,8 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     """Kill workers; return whether all of them have ended.
 
-    Ray counts an actor as dead once it was asked to kill it, and notices the death of a node late.
-    So survivors end the processes of their own node.
+    Ray counts an actor as dead as soon as Ray was asked to kill it, and notices the death of a node
+    late. So the survivors on a node end the other processes of that node.
     """
     workers, infos = group.workers.workers, group.workers.infos
     ending = []

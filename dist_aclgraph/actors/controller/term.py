@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
 
-# More than a controller ever has, so that no two terms have the same numbers.
+# More than a controller ever uses, so that two terms never share a number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
 @dataclass(frozen=True)
 class Term:
-    """What a controller takes over from the previous ones, which are dead.
+    """What a controller takes over from the previous controllers, which are dead.
 
     Attributes:
-        number: how many there were.
-        token: the deployment's, which its clients have.
-        max_model_len: the promise to clients; 0 before there are any.
-        num_groups: how many ought to take requests; 0 for the number in the configuration.
+        number: how many previous controllers there were.
+        token: the deployment's connection token, which its clients know.
+        max_model_len: the context length that clients were promised; 0 before the first promise.
+        num_groups: how many groups should accept requests; 0 for the number in the configuration.
     """
 
     number: int
@@ -28,18 +28,18 @@ class Term:
 
     @property
     def first_group(self) -> int:
-        """The number of its first group: no other term has groups of the same numbers."""
+        """The number of this term's first group: no other term has groups with the same numbers."""
         return self.number * GROUPS_OF_A_TERM
 
     @property
     def first_version(self) -> int:
-        """Of the list of groups: clients believe no older one than they have."""
+        """The first version of the group list: clients ignore a list older than theirs."""
         return self.number * VERSIONS_OF_A_TERM
 
 
 @dataclass(frozen=True)
 class Handover:
-    """What the next controller would begin with, if this one died now."""
+    """What the next controller would start with if this controller died now."""
 
     config: Config
     num_groups: int

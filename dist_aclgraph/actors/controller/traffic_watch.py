@@ -1,4 +1,4 @@
-"""Choosing a deployment's buckets again while it serves, for the traffic that it sees."""
+"""Chooses a deployment's buckets again while it serves, for the traffic that was seen."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-ANSWER_S = 10.0  # after so long, what the others have said is taken in without a silent one's
+# After this time, the answers of other groups are used without those of a silent group.
+ANSWER_S = 10.0
 
 
 def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
-    """Return for each graph the step time of the slowest group."""
+    """Return the step time of the slowest group, for each graph."""
     found: dict[BatchDescriptor, float] = {}
     for group in seen:
         for graph, seconds in group.step_seconds.items():
@@ -31,9 +32,9 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 
 
 class TrafficWatch:
-    """Owns the traffic seen by groups that share one plan, and asks them to change it.
+    """Owns the traffic of the groups that share one plan, and asks these groups to change the plan.
 
-    No group is waited for: a look asks, and a later one finds the answers.
+    It never waits for a group: one look asks the groups, and a later look collects the answers.
     """
 
     def __init__(self, planner: Planner, groups: Sequence[LockstepGroup]) -> None:
@@ -45,22 +46,22 @@ class TrafficWatch:
 
     @property
     def is_over(self) -> bool:
-        """Whether all its groups were removed."""
+        """Whether all groups of this watch were removed."""
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add new groups: they get the others' plan at the next look. Any thread."""
+        """Add new groups; at the next look they get the plan of the others. For any thread."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group. Any thread."""
+        """Remove a group. For any thread."""
         self._groups = [known for known in self._groups if known is not group]
 
     def look(self, now_s: float) -> None:
-        """When it is time, read the traffic, and change to a better plan if there is one.
+        """If it is time, read the traffic, and change to a better plan if there is one.
 
-        Groups that are still changing their plan are left alone. Groups that hold different plans,
-        because a capture failed on some, get one plan again.
+        Groups that are still changing their plan are left alone. If the groups have different
+        plans, because a capture failed in some, all groups get one common plan again.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]
@@ -97,7 +98,7 @@ class TrafficWatch:
 
 
 class TrafficWatches:
-    """Owns a watch for each scope: the groups of one configuration, or each of them alone."""
+    """Owns one watch for each scope: all groups of one configuration, or each group alone."""
 
     def __init__(self) -> None:
         self._watches: list[tuple[Planner, TrafficWatch]] = []
@@ -106,7 +107,7 @@ class TrafficWatches:
         return len(self._watches)
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Watch new groups, which share a plan."""
+        """Watch new groups, which share one plan."""
         planner = groups[0].planner
         if planner.config.graph.scope == "cluster":
             for known, watch in self._watches:
@@ -116,13 +117,13 @@ class TrafficWatches:
         self._watches = [*self._watches, (planner, TrafficWatch(planner, groups))]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group, and its watch if that has no other group."""
+        """Remove a group; remove its watch if the watch has no other group."""
         for _, watch in self._watches:
             watch.remove(group)
         self._watches = [(p, watch) for p, watch in self._watches if not watch.is_over]
 
     def look(self, now_s: float) -> None:
-        """See ``TrafficWatch.look``; another thread than that of changes."""
+        """See ``TrafficWatch.look``. Not called on the thread that changes groups."""
         for _, watch in self._watches:
             watch.look(now_s)
 
@@ -135,7 +136,7 @@ def _reunite(groups: Sequence[LockstepGroup], plans: Sequence[GraphPlan]) -> Non
 
 
 def _answer(ref: Any) -> SeenTraffic | None:
-    """Return an engine's answer, None if the engine has died meanwhile."""
+    """Return an engine's answer; None if the engine has died."""
     try:
         answer: SeenTraffic = ray.get(ref)
         return answer

@@ -1,8 +1,8 @@
-"""What a deployment does unasked while it serves, on a private thread.
+"""What a deployment does by itself while it serves, on a private thread.
 
 It replaces lost groups, adds and drains groups for the load (``serve.autoscale``), chooses graphs
-for the traffic, and removes the directories of dead engines on this node. It waits for no engine:
-an engine that hangs would delay everything.
+for the traffic, and removes the directories of dead engines on this node. It never waits for an
+engine, because an engine that hangs would delay all this work.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-COUNT_S = 1.0  # between two counts of what runs and waits
-GROWTH_PAUSE_S = 30.0  # after a first try to add a group that failed
+COUNT_S = 1.0  # seconds between two counts of running and waiting requests
+GROWTH_PAUSE_S = 30.0  # seconds to wait after the first failed try to add a group
 SWEEP_S = 10.0
 
 
 class Change(Protocol):
-    """A change of the groups that was begun."""
+    """A change of the groups that was started."""
 
     def is_alive(self) -> bool:
-        """Whether the change is under way."""
+        """Whether the change is still running."""
 
 
 def begin_thread(change: Callable[[], None]) -> Change:
-    """Change the groups on a new thread: a change takes long, and looks go on."""
+    """Change the groups on a new thread, because a change takes long and looks must continue."""
     thread = threading.Thread(target=change, daemon=True)
     thread.start()
     return thread
 
 
 class Upkeep:
-    """Owns the times of the last tries, and the budget of restarts.
+    """Owns the times of the last tries, and the restart budget.
 
     Args:
-        on_service: told at every look whether a group serves.
-        clock: in seconds; does not go back.
-        begin: begins a change, and does not wait for it.
-        count_requests: returns how many requests run and wait in groups; None asks their engines.
+        on_service: called at every look with whether a group serves.
+        clock: monotonic, in seconds.
+        begin: starts a change, and does not wait for its end.
+        count_requests: returns how many requests run and how many wait; None: ask the engines.
 
     Attributes:
-        trouble: why groups are missing and the last try to replace one failed, or "".
+        trouble: why the last try to replace a missing group failed; "" if no group is missing.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Upkeep:
             self.look()
 
     def look(self) -> None:
-        """Do what is due now; for one thread."""
+        """Do all work that is due now. Only one thread may call this."""
         now_s = self._clock()
         for look in (
             self._look_for_service,
@@ -105,7 +105,7 @@ class Upkeep:
         ):
             try:
                 look(now_s)
-            except Exception:  # of any kind: the next look may succeed
+            except Exception:  # any exception: the next look may succeed
                 logger.exception("looking after the groups failed")
 
     @property
@@ -115,7 +115,7 @@ class Upkeep:
 
     @property
     def ends_recovery(self) -> str:
-        """Why no lost group is replaced again, or "" while one is being started or may be."""
+        """Why no lost group will be replaced; "" while one is being started or may be started."""
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
         return (
@@ -125,9 +125,9 @@ class Upkeep:
 
     @property
     def failure(self) -> str:
-        """Why the deployment has ended, or "" while a group serves or may serve again."""
+        """Why the deployment has ended; "" while a group serves or may serve again."""
         watch = self._serving.watch
-        # In this order: a group serves a moment before it is watched.
+        # The order matters: a group serves for a moment before it is watched.
         if self._serving.serves or watch.trouble:
             return watch.trouble
         failure, end = watch.failure(), self.ends_recovery
@@ -159,13 +159,13 @@ class Upkeep:
             )
 
     def _replace(self) -> None:
-        """Start a missing group; after a failure, try again later."""
+        """Start a missing group; if that fails, a later look tries again."""
         try:
             self._serving.find_place()
             was_left = self._restarts.spend(self._clock())
             assert was_left, "looked at before"
             self._serving.replace_one()
-        except Exception as e:  # of any kind: the other groups serve on
+        except Exception as e:  # any exception: the other groups continue to serve
             self._restarts.failed(self._clock())
             self._complain(str(e))
         else:
@@ -182,7 +182,7 @@ class Upkeep:
                 reason,
             )
 
-    # ---- as many as requests want
+    # ---- autoscaling
 
     def _autoscale(self, now_s: float) -> None:
         if self._autoscaler is None or now_s < self._next_count_s or self._is_changing:
@@ -190,7 +190,7 @@ class Upkeep:
         self._next_count_s = now_s + COUNT_S
         taking = self._serving.taking
         if not taking:
-            return  # missing groups come first
+            return  # missing groups are replaced first
         running, waiting = self._count_requests(taking)
         rows = min(group.num_rows for group in taking)
         demand = Demand(len(taking), running, waiting, rows, self._serving.num_missing)
@@ -201,7 +201,8 @@ class Upkeep:
 
     def _scale(self, count: int) -> None:
         try:
-            self._serving.scale(count, room_s=0.0)  # the next try is soon enough
+            # Do not wait for NPUs: autoscaling tries again later.
+            self._serving.scale(count, room_s=0.0)
         except (DistAclGraphError, RayError) as e:
             self._growth.failed(self._clock())
             pause_s = self._growth.pause_s(self._clock())
@@ -212,7 +213,7 @@ class Upkeep:
                 pause_s,
                 e,
             )
-        except Exception:  # of any kind: the groups serve on
+        except Exception:  # any exception: the groups continue to serve
             self._growth.failed(self._clock())
             logger.exception("changing the number of groups to %d failed", count)
         else:
@@ -220,14 +221,14 @@ class Upkeep:
 
 
 class Demands:
-    """The last answer of each group's engine about its requests."""
+    """The last answer of each group's engine about its running and waiting requests."""
 
     def __init__(self) -> None:
         self._asked: dict[int, Any] = {}
         self._said: dict[int, tuple[int, int]] = {}
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
-        """Ask engines that have answered again; return how many requests run and wait in all."""
+        """Ask again the engines that have answered; return the total numbers (running, waiting)."""
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}
         self._said = {n: said for n, said in self._said.items() if n in numbers}
@@ -244,5 +245,5 @@ class Demands:
             try:
                 self._said[group.number] = ray.get(ref)
             except RayError:
-                return  # the watch over lives will hear of it
+                return  # the watch over the groups will notice it, too
         self._asked[group.number] = group.engine.demand.remote()

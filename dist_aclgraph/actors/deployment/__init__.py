@@ -1,1 +1,1 @@
-"""A deployment as a whole: starting it, finding it, keeping its controller alive."""
+"""A whole deployment: starting it, finding it, and replacing its controller if it dies."""

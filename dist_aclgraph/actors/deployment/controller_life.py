@@ -1,7 +1,8 @@
-"""The life of a deployment's controller: its driver checks that it answers, and replaces it.
+"""Keeping a controller alive: the driver checks that it answers, and replaces a dead controller.
 
-When a controller dies, Ray ends all actors that it has started. So the next controller starts as
-many groups of the latest configuration. Meanwhile requests of lost groups wait at their clients.
+When a controller dies, Ray ends all actors that it has started. So the next controller starts the
+same number of groups with the latest configuration. In the meantime, the requests of lost groups
+wait in their clients.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # longer than any wait for an answer
-NAME_S = 30.0  # until Ray has given a dead controller's name back
-LEASES = 2  # of its engines, within which a controller has to answer
+NAME_S = 30.0  # how long Ray may take to free the name of a dead controller
+LEASES = 2  # a controller must answer within this many times the engines' lease time
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +45,15 @@ OnProgress = Callable[[Progress], None]
 def make_controller(
     config: Config, name: str, term: Term, starter: ProcessStarter | None = None
 ) -> Any:
-    """Start a controller's process, on this node: no other node's death may end it.
+    """Start a controller's process on this node, so that no other node's death can end it.
 
     Args:
-        starter: starts it and its workers; None on a cluster that others have started, where
-            the controller chooses one for its workers.
+        starter: starts the controller and its workers; None on a cluster that others have started;
+            there the controller chooses a starter for its workers.
 
     Raises:
-        RayError: it cannot be started.
-        ValueError: the name is taken.
+        RayError: the process cannot be started.
+        ValueError: the name is in use.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -65,18 +66,18 @@ def make_controller(
 
 
 def end_by_force(controller: Any, name: str) -> None:
-    """Kill a controller, and give back the NPUs that it held."""
+    """Kill a controller, and free the NPUs of its deployment."""
     with suppress(RayError):
         ray.kill(controller)
         placement.release_all(name)
 
 
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
-    """Yield how far the controller is, None where that is not known, until ``work`` is over.
+    """Yield how far the controller is until ``work`` is done; yield None while that is unknown.
 
-    A late answer is no failure: work has its own limits, and on a busy machine the start of the
-    controller's process may take longer than an answer should. If the controller dies, ``work``
-    ends with an error.
+    A late answer is no failure: ``work`` has its own limits, and on a busy machine the controller's
+    process may start more slowly than an answer should take. If the controller dies, ``work`` ends
+    with an error.
     """
     asked = None
     while not ray.wait([work], timeout=POLL_S)[0]:
@@ -89,19 +90,19 @@ def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
 
 
 class ControllerKeeper:
-    """Owns a deployment's controller from the moment that it serves.
+    """Owns a deployment's controller from the moment when the deployment serves.
 
     Args:
-        controller: the first, which serves.
-        name: of the deployment, and so of all its controllers.
-        has_ray: whether there is still a Ray to start another controller on.
+        controller: the first controller, which serves.
+        name: name of the deployment, and of all its controllers.
+        has_ray: returns whether there is still a Ray on which a controller can be started.
         starter: starts controllers and their workers; see ``make_controller``.
         make: starts a controller's process; see ``make_controller``.
 
     Attributes:
-        controller: the current one; it may be dead already.
+        controller: the current controller; it may be dead already.
         progress: how far the start of another controller is; "" while none is being started.
-        failure: why no other controller is started; "" while one may be.
+        failure: why no other controller will be started; "" while one may be.
     """
 
     def __init__(
@@ -127,37 +128,38 @@ class ControllerKeeper:
         self._term = Term(0, reach.token, reach.max_model_len)
         self._silence = Silence(LEASES * config.timeouts.link_s)
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
-        self._making = threading.Lock()  # no controller is made once it is stopped
+        self._making = threading.Lock()  # so that no controller is made after ``stop``
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
         self._thread.start()
 
     def stop(self) -> Any:
-        """Stop the checks, start no other controller, and return the last one."""
+        """Stop the checks, start no other controller, and return the last controller."""
         with self._making:
             self._stopping.set()
-        self._thread.join(JOIN_S)  # a call after ray.shutdown() would start another Ray
+        self._thread.join(JOIN_S)  # if a call came after ray.shutdown(), it would start another Ray
         return self.controller
 
     def end_by_force(self) -> None:
-        """Kill the last controller, and give back the NPUs that it held."""
+        """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # Ray asks a process to end that it has not started itself: a stopped one does not hear.
+        # If Ray has not started a process itself, Ray only asks it to end; a stopped process does
+        # not react.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S) and not self.failure:
             try:
                 death = self._look()
-                if death and self._has_ray():  # else any question hangs
+                if death and self._has_ray():  # without Ray, any question hangs
                     self._replace(death)
-            except RayError as e:  # of Ray itself, which its owner watches
+            except RayError as e:  # errors of Ray itself: Ray's owner watches Ray
                 logger.debug("asking the controller failed: %s", e)
-            except Exception:  # of any kind: the next check may succeed
+            except Exception:  # any exception: the next check may succeed
                 logger.exception("looking after the controller failed")
 
     def _look(self) -> str:
-        """Ask the controller for its handover; return why it counts as dead, or ""."""
+        """Ask the controller for its handover; return why it counts as dead, or "" if it lives."""
         asked = self.controller.handover.remote()
         self._silence.heard()
         while not ray.wait([asked], timeout=beat_s(self._silence.limit_s))[0]:
@@ -172,7 +174,7 @@ class ControllerKeeper:
         return ""
 
     def _replace(self, death: str) -> None:
-        """Start controllers, as long as the budget lasts, until one serves."""
+        """Start controllers until one serves, as long as the restart budget lasts."""
         logger.error("%s, and all groups with it: another one is started", death)
         self.progress = death
         while not self._stopping.is_set():
@@ -182,7 +184,7 @@ class ControllerKeeper:
                 return
             try:
                 self._start_another()
-            except Exception as e:  # of any kind: the budget ends repeated failures
+            except Exception as e:  # any exception: the budget ends repeated failures
                 logger.error("the controller could not be started again: %s", e)
                 death = f"{death}, and starting another failed: {e}"
                 self._restarts.failed(time.monotonic())
@@ -210,7 +212,7 @@ class ControllerKeeper:
         self._process = self._open_handles()
 
     def _make(self) -> None:
-        """Make a controller of the same name, once Ray has forgotten the last one's."""
+        """Make a controller with the same name, after Ray has freed the last controller's name."""
         deadline_s = time.monotonic() + NAME_S
         while True:
             with self._making:
@@ -228,9 +230,9 @@ class ControllerKeeper:
             time.sleep(POLL_S)
 
     def _open_handles(self) -> list[int]:
-        """Return what kills the controller's process, where Ray cannot."""
+        """Return handles that can kill the controller's process, if Ray cannot kill it."""
         if self._starter is not None:
-            with suppress(RayError):  # it is dead already
+            with suppress(RayError):  # the controller is dead already
                 pid = ray.get(self.controller.pid.remote(), timeout=JOIN_S)
                 return self._starter.open_handles(pid)
         return []

@@ -1,4 +1,4 @@
-"""Starting a deployment from a driver or an ingress, and holding on to it."""
+"""Starting a deployment from a driver or an ingress, and keeping it running."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK
 
-ANSWER_S, STOP_S = 10.0, 60.0  # limits of the controller's answers
+ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
-# What the controller has not answered: it may be dead, or busy, and its keeper will know.
+# The controller has not answered: it may be dead or busy; its keeper will find out.
 UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 
 class RayDeployment(Deployment):
     """A deployment whose processes are actors of Ray.
 
-    Owns the keeper of its controller, and the connection to Ray if it has made one.
+    Owns the keeper of its controller, and the connection to Ray if this process made it.
 
     Args:
-        local_ray: the Ray that was started for it.
+        local_ray: the Ray that was started for this deployment; None for a cluster that was joined.
         owns_connection: whether this process had no connection to Ray before.
     """
 
@@ -72,7 +72,7 @@ class RayDeployment(Deployment):
         return self._keeper.controller
 
     def reach(self) -> Reach:
-        """Say where the deployment is reached now.
+        """Return where clients reach the deployment now.
 
         Raises:
             EngineDeadError: the deployment does not serve.
@@ -91,10 +91,10 @@ class RayDeployment(Deployment):
             raise ours(e, "asking for a report") from e
 
     def raise_if_dead(self) -> None:
-        """Return if the deployment serves, or may again.
+        """Check that the deployment serves, or may serve again.
 
         Raises:
-            EngineDeadError: it does not; says why.
+            EngineDeadError: it will not serve again; the message says why.
         """
         self._raise_end()
         if self._keeper.progress:
@@ -110,7 +110,7 @@ class RayDeployment(Deployment):
             raise EngineDeadError(failure)
 
     def outlook(self) -> Outlook:
-        """Say what becomes of the deployment; for clients that know no group that serves.
+        """Tell the deployment's status to clients that know of no serving group.
 
         Raises:
             EngineDeadError: the deployment has ended.
@@ -136,40 +136,40 @@ class RayDeployment(Deployment):
             raise EngineDeadError(self._keeper.failure)
 
     def scale(self, count: int) -> None:
-        """Change the number of groups that take requests, while the others serve on.
+        """Change the number of groups that accept requests; the other groups continue to serve.
 
         Raises:
-            DistAclGraphError: it could not be done; all groups that served go on.
+            DistAclGraphError: the change failed; all groups that served continue to serve.
         """
         fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups of another configuration, without a failed request.
+        """Replace all groups by groups with another configuration, without a failed request.
 
         Raises:
-            DistAclGraphError: it could not be done; all groups that served go on.
+            DistAclGraphError: the change failed; all groups that served continue to serve.
         """
         check_startable(config)
         fetch(self._controller.roll.remote(config), NO_RANK, "SERVING")
 
     def shut_down(self) -> None:
-        """Stop all that was started. Safe to call twice."""
+        """Stop everything that was started. Safe to call twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
         controller = self._keeper.stop()
         if self._local_ray is None or not self._local_ray.death:
-            with suppress(RayError):  # It may be gone already, and its actors with it.
+            with suppress(RayError):  # The controller and its actors may be gone already.
                 ray.get(controller.shut_down.remote(), timeout=STOP_S)
             self._keeper.end_by_force()
         _leave_ray(self._local_ray, self._owns_connection)
 
 
 def check_startable(config: Config) -> None:
-    """Return if no file that this process can read refuses the deployment.
+    """Check that no file that this process can read makes the deployment impossible.
 
     Raises:
-        ConfigError, ModelError: the model cannot be served, or not so.
+        ConfigError, ModelError: the model cannot be served, or not with this configuration.
         DeviceError: torch is built for CUDA.
     """
     Planner.from_config(config)
@@ -182,23 +182,25 @@ def check_startable(config: Config) -> None:
 def start(
     config: Config, on_progress: OnProgress | None = None, starter: ProcessStarter | None = None
 ) -> RayDeployment:
-    """Bring a deployment up, on this process's Ray cluster, or as ``start_ray`` finds one.
+    """Start a deployment, on the Ray cluster of this process, or on one that ``start_ray`` finds.
 
-    Errors of the model's files are raised before anything is built or started.
+    Errors in the model's files are raised before anything is built or started.
 
     Args:
-        starter: starts the processes of a Ray that is started here, or was started by this process.
+        starter: starts the processes of a Ray that this process starts now, or has started.
 
     Raises:
-        ConfigError, ModelError: the model cannot be served, or not so.
+        ConfigError, ModelError: the model cannot be served, or not with this configuration.
         DeviceError: torch is built for CUDA, or there is no such device.
-        RayDiedError: the Ray that was started for it has died.
-        DistAclGraphError: typed, naming rank and phase where a worker failed; nothing is left.
+        RayDiedError: the Ray that was started for the deployment has died.
+        DistAclGraphError: another typed error; if a worker failed, it names rank and phase. Nothing
+            is left running.
     """
     tell = on_progress or (lambda progress: None)
     check_startable(config)
     owns_connection = not ray.is_initialized()
-    # In a cluster that is there already, this node needs no device: workers look at theirs.
+    # In an existing cluster, this node needs no device: workers check the devices of their own
+    # nodes.
     is_local = owns_connection and ray_address() is None
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":
@@ -209,14 +211,15 @@ def start(
         tell(Progress("STARTING_RAY" if is_local else "JOINING_RAY"))
     try:
         if starter is not None:
-            starter.command(config)  # a fork server loads while Ray starts
+            starter.command(config)  # a fork server loads its libraries while Ray starts
         local_ray = start_ray(config, starter) if owns_connection else None
     except BaseException:
         if starter is not None:
             starter.close()
         raise
     if local_ray is not None:
-        # The other daemons would keep engines alive; when all end, clients learn of it at once.
+        # The other daemons would keep engines alive; if all processes end, clients notice it at
+        # once.
         started = local_ray
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
@@ -256,6 +259,6 @@ def _wait_for(controller: Any, local_ray: LocalRay | None, tell: OnProgress) -> 
 def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
     if local_ray is not None:
         local_ray.stop()
-        run_directory.sweep()  # engines that were killed have left theirs
+        run_directory.sweep()  # removes the directories of engines that were killed
     elif owns_connection:
         leave_ray()

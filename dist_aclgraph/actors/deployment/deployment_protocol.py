@@ -1,4 +1,4 @@
-"""A deployment, as an ingress or an LLM object uses it."""
+"""The interface of a deployment for an ingress or an LLM object."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dist_aclgraph.config import Config
 class Deployment(Protocol):
     """A running deployment."""
 
-    node_id: str  # where this process is, as Ray calls it
+    node_id: str  # Ray's id of this process's node
 
     def reach(self) -> Reach:
-        """Say where the deployment is reached now; raise EngineDeadError if it does not serve."""
+        """Return where clients reach the deployment; raise EngineDeadError if it does not serve."""
         ...
 
     def report(self) -> dict[str, Any]:
@@ -24,11 +24,11 @@ class Deployment(Protocol):
         ...
 
     def raise_if_dead(self) -> None:
-        """Raise EngineDeadError if the deployment does not serve, and will not."""
+        """Raise EngineDeadError if the deployment does not serve and will not serve again."""
         ...
 
     def outlook(self) -> Outlook:
-        """Say what becomes of the deployment, for clients that know no group that serves."""
+        """Tell the deployment's status to clients that know of no serving group."""
         ...
 
     def shut_down(self) -> None:

@@ -1,4 +1,4 @@
-"""LLM: a whole deployment as one Python object, with the calls of vLLM's class of that name."""
+"""LLM: a whole deployment as one Python object, with the methods of vLLM's ``LLM`` class."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class LLM:
     """Owns a deployment from construction to ``close``; a context manager.
 
     Args:
-        model: directory or name of a model; or a configuration, or the path of one.
-        overrides: dotted keys over all other values, e.g. ``{"parallel.tp": 2}``.
-        start: brings the deployment up; the default uses Ray.
-        options: vLLM's, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; they are listed in
-            ``vllm_options.py``.
+        model: directory or name of a model; or a configuration; or the path of a configuration.
+        overrides: dotted keys that replace all other values, e.g. ``{"parallel.tp": 2}``.
+        start: starts the deployment; by default on Ray.
+        options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
+            list in ``vllm_options.py``.
 
     Raises:
         ConfigError: an option has no counterpart here, or a value is not allowed.
-        DistAclGraphError: the deployment did not come up; nothing is left running.
+        DistAclGraphError: the deployment did not start; nothing is left running.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class LLM:
         Args:
             prompts: one or more; each is a text, token ids, ``{"prompt": text}`` or
                 ``{"prompt_token_ids": ids}``.
-            sampling_params: for all prompts, or for each; by default those that the model
-                recommends.
-            use_tqdm: show the progress on stderr, if that is a terminal.
+            sampling_params: one object for all prompts, or one for each prompt; by default those
+                that the model recommends.
+            use_tqdm: show the progress on stderr, if stderr is a terminal.
 
         Raises:
             InvalidParameterError: a prompt is neither text nor token ids.
-            RequestTooLongError: prompt and ``max_tokens`` exceed the context.
-            DistAclGraphError: a request failed; the others are aborted.
+            RequestTooLongError: the prompt and ``max_tokens`` together exceed the context.
+            DistAclGraphError: a request failed; the other requests are aborted.
         """
         listed = [_as_prompt(prompt) for prompt in _listed(prompts)]
         return self._run(listed, sampling_params, use_tqdm)
@@ -210,7 +210,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         shows_progress: bool,
     ) -> list[RequestOutput]:
-        """Generate for prompts of text, ids, or both."""
+        """Generate for prompts that have text, token ids, or both."""
         client = self._open_client()
         if params is None:
             params = self.get_default_sampling_params()
@@ -228,7 +228,8 @@ class LLM:
         try:
             with _progress(len(waiting), shows_progress) as show:
                 while waiting or running:
-                    # No more than the engine's queue takes: the rest follows as requests end.
+                    # No more than the engine's queue accepts; further requests follow when others
+                    # end.
                     while waiting and len(running) < self.config.scheduler.max_waiting:
                         choice = waiting.popleft()
                         running[choice.engine_id] = choice
@@ -245,12 +246,12 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # No effect unless a stop string ended it.
+                        # Has an effect only if a stop string ended the choice.
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
             if self._deployment is not None:
-                self._deployment.raise_if_dead()  # may know of the cause
+                self._deployment.raise_if_dead()  # the deployment may know the cause
             raise
         finally:
             for engine_id in running:
@@ -260,7 +261,7 @@ class LLM:
     def _prepare(
         self, text: str | None, given: Sequence[int] | None, params: SamplingParams
     ) -> list[_Choice]:
-        """Check a prompt, and return its choices."""
+        """Check a prompt; return its choices."""
         ids = self.tokenizer.encode(text or "") if given is None else list(given)
         if not all(isinstance(token_id, int) for token_id in ids):
             raise InvalidParameterError("a prompt must be text or a list of token ids", "prompt")
@@ -282,7 +283,7 @@ class LLM:
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
             if index:
-                own = replace(own, prompt_logprobs=None)  # the first choice brings them
+                own = replace(own, prompt_logprobs=None)  # the first choice has them
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
             choices.append(_Choice(request, output, own, OutputText(self.tokenizer, ids, own)))
@@ -308,13 +309,13 @@ class LLM:
 
 def start_on_ray(config: Config) -> Deployment:
     """Start a deployment on this process's Ray cluster, or on a local one."""
-    from dist_aclgraph.actors.deployment import deployment  # imports Ray: seconds
+    from dist_aclgraph.actors.deployment import deployment  # imports Ray, which takes seconds
 
     return deployment.start(config)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts, which may have been given as one prompt."""
+    """Return a list of prompts; the caller may have given a single prompt."""
     is_one = isinstance(prompts, str | Mapping) or (
         len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
     )
@@ -322,7 +323,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
-    """Return text and token ids of a prompt; None for what was not given."""
+    """Return text and token ids of a prompt; None for the one that was not given."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, Mapping):
@@ -339,7 +340,7 @@ def _as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
 
 @contextmanager
 def _progress(total: int, is_wanted: bool) -> Iterator[Any]:
-    """Yield a function to be called with whether a choice has ended, and its new tokens."""
+    """Yield a function ``show(has_ended, num_tokens)`` that updates the progress bar."""
     console = Console(file=sys.stderr)
     words = TextColumn("{task.fields[tokens]} tokens")
     bar = Progress(

@@ -1,4 +1,4 @@
-"""What ``LLM`` returns, with the fields of vLLM's outputs."""
+"""What ``LLM`` returns; the classes have the fields of vLLM's outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Logprob:
     """The log-probability of a token at one position.
 
     Attributes:
-        rank: among all tokens; 1 is the most probable.
+        rank: rank among all tokens; 1 is the most probable token.
         decoded_token: the text that the token adds.
     """
 
@@ -30,13 +30,14 @@ class CompletionOutput:
     """One answer to a prompt.
 
     Attributes:
-        index: among the ``n`` answers to the prompt.
-        text: without stop token; it ends before a stop string.
-        token_ids: generated ids, a stop token included.
-        cumulative_logprob: sum over the generated tokens; None if ``logprobs`` is.
-        logprobs: for each generated token, the token and the best ones; None if not requested.
+        index: index among the ``n`` answers to the prompt.
+        text: the text without the stop token; it ends before a stop string.
+        token_ids: generated ids, with the stop token.
+        cumulative_logprob: sum over the generated tokens; None if ``logprobs`` is None.
+        logprobs: for each generated token, the log-probabilities of this token and of the most
+            probable tokens; None if not requested.
         finish_reason: "stop" or "length".
-        stop_reason: the requested stop string or stop token that ended the text, if one did.
+        stop_reason: the requested stop string or stop token that ended the text, if any.
     """
 
     index: int
@@ -48,7 +49,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def add(self, piece: TextPiece, tokenizer: Tokenizer) -> None:
-        """Append what one delta brought."""
+        """Append the new text and tokens of one delta."""
         self.text += piece.text
         self.token_ids += piece.token_ids
         self.finish_reason = piece.finish_reason
@@ -58,7 +59,7 @@ class CompletionOutput:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + added
 
     def finished(self) -> bool:
-        """Whether no token follows."""
+        """Return whether no token follows."""
         return self.finish_reason is not None
 
 
@@ -67,11 +68,11 @@ class RequestOutput:
     """A prompt and its answers.
 
     Attributes:
-        prompt: its text; None if the prompt was given as token ids.
-        prompt_logprobs: None for the first token, then as ``CompletionOutput.logprobs``; None if
-            not requested.
-        outputs: ``SamplingParams.n`` answers.
-        num_cached_tokens: tokens of the prompt that the prefix cache held.
+        prompt: text of the prompt; None if the prompt was given as token ids.
+        prompt_logprobs: None for the first token; for later tokens like
+            ``CompletionOutput.logprobs``. None if not requested.
+        outputs: the ``SamplingParams.n`` answers.
+        num_cached_tokens: number of prompt tokens that were in the prefix cache.
     """
 
     request_id: str
@@ -87,14 +88,14 @@ class RequestOutput:
         return all(output.finished() for output in self.outputs)
 
     def add_prompt_logprobs(self, parts: Iterable[PromptLogprobs], tokenizer: Tokenizer) -> None:
-        """Set the log-probabilities of the prompt, unless an earlier delta brought them."""
+        """Set the log-probabilities of the prompt, unless an earlier delta contained them."""
         rows = [as_logprobs(row, tokenizer) for part in parts for row in part.rows()]
         if rows and self.prompt_logprobs is None:
             self.prompt_logprobs = [None, *rows]
 
 
 def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return the chosen token first, then the best ones, by token id."""
+    """Return log-probabilities by token id: first the chosen token, then the most probable ones."""
     chosen, *best = zip(listed_ints(row.token_ids), row.logprobs, strict=True)
     ranked = [(*chosen, row.rank), *((*each, rank) for rank, each in enumerate(best, start=1))]
     found: dict[int, Logprob] = {}

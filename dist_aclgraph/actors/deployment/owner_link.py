@@ -1,7 +1,7 @@
 """How an ingress asks the process that owns its deployment: over a Unix socket, in MessagePack.
 
-Their supervisor holds the listening socket. So either of them may die: its successor goes on with
-the other one, and the ingress asks a question again that has got no answer.
+The supervisor of both processes holds the listening socket, so either process may die. Its
+successor continues with the other process, and the ingress repeats a question that got no answer.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from dist_aclgraph.errors import NotAMessageError
 
 T = TypeVar("T")
 
-MAX_BYTES = 16 << 20  # of one message
-WAITING = 64  # connections, most of them of questions that were given up
+MAX_BYTES = 16 << 20  # maximum size of one message
+WAITING = 64  # waiting connections; most of them are from questions that were given up
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
-ADMISSION_S = 1.0  # limit of an answer that the owner knows already
-SEARCH_S = 30.0  # limit of one for which it asks Ray; longer than the deployment's own limits
+ADMISSION_S = 1.0  # seconds to wait for an answer that the owner knows already
+# For an answer for which the owner asks Ray; longer than the deployment's own limits.
+SEARCH_S = 30.0
 
 logger = logging.getLogger(__name__)
 encode = msgspec.msgpack.Encoder().encode
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What an ingress asks, and whether it lets requests in."""
+    """A question of an ingress; ``is_open`` says whether the ingress admits requests."""
 
     what: Literal["admission", "reach", "outlook"]
     is_open: bool = False
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """Whether the ingress lets requests in.
+    """Whether the ingress may admit requests.
 
     Attributes:
-        end: why it lets no more in; "" while it does.
+        end: why the ingress must admit no more requests; "" while it may.
         drain_s: how long the running requests may take to end.
     """
 
@@ -55,19 +56,19 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class OwnerAnswers(Protocol):
-    """The owner's answers; asked for on any thread."""
+    """The owner's answers; called on any thread."""
 
     def admission(self, is_open: bool) -> Admission: ...
 
     def reach(self) -> Reach | None:
-        """Return None while no engine can be reached."""
+        """Return where clients reach the deployment; None while no engine can be reached."""
         ...
 
     def outlook(self) -> Outlook: ...
 
 
 def listen_for_ingress(path: str) -> socket.socket:
-    """Return a socket that listens, for the owners of the deployment, one after the other."""
+    """Return a listening socket, used by the successive owners of the deployment."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(WAITING)
@@ -76,10 +77,10 @@ def listen_for_ingress(path: str) -> socket.socket:
 
 
 class OwnerLink:
-    """The owner's end, as a context: one thread that accepts, and one for each connection.
+    """The owner's end, as a context: one thread accepts, and each connection has one thread.
 
     Args:
-        listener: borrowed; of ``listen_for_ingress``.
+        listener: a socket from ``listen_for_ingress``; the caller keeps owning it.
     """
 
     def __init__(self, listener: socket.socket, answers: OwnerAnswers) -> None:
@@ -99,7 +100,7 @@ class OwnerLink:
         self._thread.join()
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Return whether no ingress has a connection, after so many seconds at the latest."""
+        """Wait at most ``seconds`` until no ingress is connected; return whether none is."""
         until_s = time.monotonic() + seconds
         while self._num_linked and time.monotonic() < until_s:
             time.sleep(LOOK_S)
@@ -124,7 +125,7 @@ class OwnerLink:
                 while True:
                     peer.send_bytes(self._answer(read_frame(decoder, peer.recv_bytes(MAX_BYTES))))
         except (EOFError, OSError):
-            pass  # the ingress has left
+            pass  # the ingress has disconnected
         except NotAMessageError as e:
             logger.warning("%s", e)
         finally:
@@ -145,18 +146,18 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The ingress's end, for one thread. It asks the current owner, after a replacement too."""
+    """The ingress's end, for one thread. It asks the current owner, also after a replacement."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Tell whether this ingress is open; return the admission, None without an answer."""
+        """Tell whether this ingress is open; return the owner's answer, None if there is none."""
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
-        """Return None without an answer, or while no engine can be reached."""
+        """Return the owner's answer; None without an answer, or while no engine can be reached."""
         return self._ask(Question("reach"), Reach | None, SEARCH_S)  # type: ignore[arg-type]
 
     def outlook(self) -> Outlook:
@@ -164,13 +165,13 @@ class OwnerClient:
         return found or Outlook(progress="the deployment is being started again")
 
     def close(self) -> None:
-        """Leave. Any thread, also while a question is asked: it has no answer then. Idempotent."""
+        """Disconnect. Any thread; a question that is being asked gets no answer. Idempotent."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()
 
     def _ask(self, question: Question, kind: type[T], limit_s: float) -> T | None:
-        """Return the answer, None where there was none in time."""
+        """Return the answer; None if it did not arrive in time."""
         try:
             peer = self._peer = self._peer or self._connect()
             peer.send_bytes(encode(question))
@@ -179,13 +180,13 @@ class OwnerClient:
                 return read_frame(msgspec.msgpack.Decoder(kind), frame)
         except (EOFError, OSError, NotAMessageError) as e:
             logger.debug("the owner of the deployment does not answer: %s", e)
-        self.close()  # a late answer must not be taken for the next one
+        self.close()  # otherwise a late answer would be read as the answer to the next question
         return None
 
     def _connect(self) -> Connection:
         opened = socket.socket(socket.AF_UNIX)
         try:
-            opened.settimeout(CONNECT_S)  # without an owner, no process accepts the connection
+            opened.settimeout(CONNECT_S)  # if there is no owner, no process accepts the connection
             opened.connect(self._path)
             opened.settimeout(None)
         except OSError:

@@ -20,14 +20,14 @@ from dist_aclgraph.topology import NO_RANK
 
 
 class RunningDeployment:
-    """The controller of a deployment that another process has started, and will stop."""
+    """The controller of a deployment; another process has started it, and will stop it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._controller = ray.get_actor(name)
 
     def scale(self, count: int, on_progress: OnProgress) -> None:
-        """Change the number of groups that take requests; see ``ServingGroups.scale``."""
+        """Change the number of groups that accept requests; see ``ServingGroups.scale``."""
         self._wait_for(self._controller.scale.remote(count), on_progress)
 
     def roll(self, config: Config, on_progress: OnProgress) -> None:
@@ -35,10 +35,10 @@ class RunningDeployment:
         self._wait_for(self._controller.roll.remote(config), on_progress)
 
     def _wait_for(self, change: Any, on_progress: OnProgress) -> None:
-        """Report how far a change is, until it is over.
+        """Report how far a change is, until the change has ended.
 
         Raises:
-            DistAclGraphError: it could not be done; all groups that served go on.
+            DistAclGraphError: the change failed; all groups that served continue to serve.
         """
         for progress in progress_of(self._controller, change):
             if progress is not None:
@@ -50,14 +50,14 @@ class RunningDeployment:
 def running_deployment(
     name: str | None = None, local_ray: str | None = None
 ) -> Iterator[RunningDeployment]:
-    """Join the Ray cluster of a deployment for a while; see ``join_ray``.
+    """Join the Ray cluster of a deployment within this context; see ``join_ray``.
 
     Args:
-        name: of the controller, where several deployments run.
-        local_ray: address of a Ray that a service has started for itself, where there are several.
+        name: name of the controller; needed if several deployments run.
+        local_ray: address of a Ray that a service started; needed if there are several of them.
 
     Raises:
-        PlacementError: there is no cluster, no such deployment, or more than one.
+        PlacementError: there is no cluster, no such deployment, or more than one of either.
     """
     with joined_ray(local_ray):
         try:
@@ -68,10 +68,10 @@ def running_deployment(
 
 
 def choose_deployment(names: list[str], wanted: str | None) -> str:
-    """Return the deployment that is meant.
+    """Return the deployment with the wanted name, or the only one.
 
     Raises:
-        PlacementError: none is, or several may be.
+        PlacementError: there is no such deployment, or there are several and no name is given.
     """
     if wanted is not None and wanted not in names:
         raise PlacementError(f"no deployment {wanted!r} runs; there are: {', '.join(names) or '-'}")

@@ -1,1 +1,1 @@
-"""The actor of a group's engine: its loop, its messages to clients, and how it resumes."""
+"""The actor of a group's engine: its loop, its messages to clients, and how it is resumed."""

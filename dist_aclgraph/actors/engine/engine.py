@@ -1,4 +1,4 @@
-"""The engine actor of one lockstep group: its loop, on a thread, and the controller's calls."""
+"""The engine actor of one lockstep group: runs the loop on a thread, and answers the controller."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a group's engine gets once its graphs are captured."""
+    """What the controller sends to a group's engine after the graphs are captured."""
 
     epoch: int
     num_blocks: int
@@ -59,7 +59,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SeenTraffic:
-    """A group's plan (None while the plan changes), its batches, and its step times."""
+    """A group's plan (None while the plan changes), its traffic, and its step times."""
 
     plan: GraphPlan | None
     traffic: Traffic
@@ -69,7 +69,7 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory.
 
-    Its process starts beside those of the workers; ``open`` tells it of them.
+    The engine's process starts at the same time as the workers; ``open`` names the workers to it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -89,7 +89,7 @@ class Engine:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:
-        """Give the controller a sign of life, which renews the lease."""
+        """Answer the controller with a sign of life; the question renews the lease."""
         self._lease.renew(number)
 
     # ---- from its start to its end
@@ -106,12 +106,12 @@ class Engine:
         """Open the step channel; workers may connect from now on.
 
         Args:
-            node_id: this actor's node, as Ray calls it.
-            workers_host, clients_host: this node's address if workers, or clients, may be on other
-                nodes; else None.
+            node_id: Ray's id of this actor's node.
+            workers_host: this node's address if workers may be on other nodes; else None.
+            clients_host: this node's address if clients may be on other nodes; else None.
 
         Returns:
-            The file at which workers meet for HCCL, if all of them are on this node.
+            The URL of the file by which the workers meet for HCCL if all of them are on this node.
         """
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
@@ -122,12 +122,12 @@ class Engine:
         return f"file://{self._directory.path}/rendezvous"
 
     def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
-        """Return where workers find the step channel, by their nodes."""
+        """Return where workers connect to the step channel, for the workers' nodes."""
         assert self._channel is not None
         return [self._channel.address_for(node_id) for node_id in node_ids]
 
     def serve(self, settings: EngineSettings) -> Address:
-        """Wait for all workers to listen, start the loop, and return the clients' address."""
+        """Wait until all workers are connected, start the loop, and return the clients' address."""
         assert self._channel is not None and self._clients_at is not None
         assert self._resumption is not None
         config = self._config
@@ -182,7 +182,7 @@ class Engine:
             resumption=self._resumption,
             report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
         )
-        # What exists now lives as long as the engine: collections need not look at it again.
+        # Existing objects live as long as the engine, so garbage collections need not visit them.
         gc.collect()
         gc.freeze()
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
@@ -194,33 +194,33 @@ class Engine:
         self._loop.raise_if_dead()
 
     def take_traffic(self) -> SeenTraffic:
-        """Return what the group has seen since the last call."""
+        """Return the group's traffic since the last call."""
         assert self._loop is not None
         loop = self._loop
         return SeenTraffic(loop.plan, loop.take_traffic(), loop.step_seconds())
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Change to another graph plan while serving."""
+        """Change to another graph plan while the group serves."""
         assert self._loop is not None
         self._loop.change_plan(plan, actions)
 
     def set_groups(self, groups: GroupList) -> None:
-        """Have clients told which groups the deployment has."""
+        """Tell the deployment's list of groups to all clients."""
         assert self._loop is not None
         self._loop.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait for the end of running requests; see ``EngineLoop.drain``."""
+        """Wait until all running requests have ended; see ``EngineLoop.drain``."""
         assert self._loop is not None
         return self._loop.drain(version, timeout_s)
 
     def fail(self, reason: str) -> None:
-        """End the epoch: a worker is lost."""
+        """End the epoch, because a worker is lost."""
         if self._loop is not None:
             self._loop.fail(reason)
 
     def wait_for_end(self) -> str:
-        """Wait until the group has ended, and return why: the engine's death notice."""
+        """Wait until the group has ended, and return why. The controller watches this call."""
         assert self._loop is not None
         return self._loop.wait_for_end()
 

@@ -1,7 +1,7 @@
-"""The loop of one lockstep group: admit requests, decide a step, send it, hand its tokens out.
+"""The loop of one lockstep group: admit requests, decide a step, send it, hand out its tokens.
 
-It runs on one thread of the engine actor, and owns the scheduler and the step channel; another
-thread serves the clients (``client_links.py``). The tokens of step n are handed to the clients
+The loop runs on one thread of the engine actor, and owns the scheduler and the step channel.
+Another thread serves the clients (``client_links.py``). The loop hands out the tokens of step n
 while the workers run step n + 1.
 """
 
@@ -47,14 +47,14 @@ NON_FINITE = (
     "the model computed NaN or infinity for this request, twice: its weights may be damaged, or "
     "too large for the dtype (bfloat16 holds numbers that are infinite in float16)"
 )
-IDLE_S = 0.1  # without work, between two looks around
-UNHELD_S = 0.01  # between two looks whether the lease is held again
-MEAN_FROM, MEAN_OF = 16, 200  # steps
+IDLE_S = 0.1  # seconds between two checks while there is no work
+UNHELD_S = 0.01  # seconds between two checks whether the lease is held again
+MEAN_FROM, MEAN_OF = 16, 200  # steps: before a mean is reported, in a running mean
 
 
 @dataclass
 class _Mean:
-    """A running mean in which old values lose weight slowly."""
+    """A running mean in which the weight of old values falls slowly."""
 
     value: float = 0.0
     count: int = 0
@@ -66,8 +66,12 @@ class _Mean:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step in flight, its tokens on the rank with the most, how long it took to decide and to
-    send, and when it was sent.
+    """A step in flight.
+
+    Attributes:
+        num_tokens: number of its tokens on the rank with the most tokens.
+        schedule_s, send_s: how long deciding and sending the step took.
+        at_s: when the step was sent.
     """
 
     plan: StepPlan
@@ -81,15 +85,15 @@ class EngineLoop:
     """State of a serving lockstep group.
 
     Args:
-        vocab_size: of the model; a prompt with another token id is refused.
+        vocab_size: number of token ids of the model; a prompt with another token id is refused.
         changes: the changes of the group's graphs while it serves.
-        resumption: brings the group back when its device or a link fails.
-        report: the facts about the ranks; part of every report.
-        steps_in_flight: how many are sent before the first of them is answered.
+        resumption: makes the group run again after a fault of a device or a link.
+        report: returns the facts about the ranks, which are part of every report.
+        steps_in_flight: how many steps are sent before the first of them is answered.
         step_timeout_s: a step that takes longer ends the epoch.
-        turn_timeout_s: host work that takes longer between two waits is stuck. Waits have their
-            own limits.
-        is_held: whether this engine holds the lease of the group; without it, nothing is sent to
+        turn_timeout_s: if the host works longer than this between two waits, the loop counts as
+            stuck. Waits have their own limits.
+        is_held: whether this engine holds the group's lease; without the lease, nothing is sent to
             workers or clients.
     """
 
@@ -117,16 +121,17 @@ class EngineLoop:
         self.is_held = is_held
         self._steps_in_flight = steps_in_flight
         self._flying: deque[_Sent] = deque()
-        self._received_s = 0.0  # when the last result came
+        self._received_s = 0.0  # when the last result arrived
         self._changes = changes
         self._resumption = resumption
         self._report = report
         self._recipients = Recipients()
-        self._seen_s = time.monotonic()  # when the loop last showed that it goes on
+        self._seen_s = time.monotonic()  # when the loop last showed progress
         self._failure = ""
         self._has_dismissed = False
         self._stopping = False
-        self._drains_from = 0  # version of the clients' groups in which this one drains
+        # Version of the group list in which this group drains; 0 if it does not drain.
+        self._drains_from = 0
         self._drained = threading.Event()
         self._timings_us: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
@@ -138,38 +143,39 @@ class EngineLoop:
     # ---- any thread
 
     def fail(self, reason: str) -> None:
-        """End every request with the reason why a worker is lost, and later requests too."""
+        """End all requests, and all later ones, with the reason why a worker is lost."""
         self._failure = self._failure or reason
         self._links.wake()
 
     def failure_now(self) -> str:
-        """Return why the group has ended, or "" while it serves."""
+        """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # Where the whole process stood still, its loop is not to blame; the lease is gone, too.
+        # If the whole process was stopped, the loop is not to blame, and the lease is not held.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why no step runs while the group comes back; "" for a short pause."""
+        """Return why no step runs while the group recovers; "" if it does not, or only briefly."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:
         self._stopping = True
 
     def wait_for_end(self) -> str:
-        """Wait until the loop has ended, and return why."""
+        """Wait until the loop has ended, and return the reason."""
         while not (reason := self.failure_now()) and not self._stopping:
             time.sleep(IDLE_S)
         return reason or STOPPING
 
     def set_groups(self, groups: GroupList) -> None:
-        """Have clients told which groups the deployment has."""
+        """Tell the deployment's list of groups to all clients."""
         self._links.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all clients route by this version of the groups, by which no request comes
-        here, and until earlier requests have ended. Return False if that takes too long.
+        """Wait until all clients route by this version of the group list, and requests have ended.
+
+        By that version, clients send no request here. Returns False if the wait takes too long.
         """
         self._drains_from = version
         return self._drained.wait(timeout_s)
@@ -180,11 +186,11 @@ class EngineLoop:
 
     @property
     def plan(self) -> GraphPlan | None:
-        """The graph plan that holds, or None while it changes."""
+        """The current graph plan; None while the plan changes."""
         return None if self._changes.is_changing else self._scheduler.dispatcher.plan
 
     def take_traffic(self) -> Traffic:
-        """Return how often batches of each size ran since the last call."""
+        """Return how many batches of each size ran since the last call."""
         return self._scheduler.dispatcher.take_traffic()
 
     def demand(self) -> tuple[int, int]:
@@ -193,14 +199,12 @@ class EngineLoop:
         return stats["running"], stats["waiting"]
 
     def step_seconds(self) -> dict[BatchDescriptor, float]:
-        """Return the mean time of a step by the graph that it replays, for graphs that were
-        replayed often enough.
-        """
+        """Return the mean step time for each graph that was replayed often enough."""
         means = list(self._step_times.items())
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     def eager_times(self) -> dict[str, float]:
-        """Return the line of the times of steps without a graph; empty after few such steps."""
+        """Return the fitted line of the times of eager steps; empty after too few such steps."""
         if self._eager_times.count < MEAN_FROM:
             return {}
         base_s, token_s = self._eager_times.line()
@@ -213,7 +217,7 @@ class EngineLoop:
     # ---- the loop's thread
 
     def run(self) -> None:
-        """Serve until stopped. A failed epoch keeps answering clients, with errors."""
+        """Serve until stopped. After the epoch has failed, the loop answers clients with errors."""
         outputs = StepOutputs()
         self._links.start(self)
         try:
@@ -235,7 +239,7 @@ class EngineLoop:
                     outputs = self._resume(e)
                 except DistAclGraphError as e:
                     self.fail(str(e))
-                except Exception as e:  # of any kind: clients must hear of it
+                except Exception as e:  # any exception: clients must get the reason
                     self.fail(f"{type(e).__name__}: {e}")
         finally:
             self._dismiss_workers()
@@ -243,11 +247,11 @@ class EngineLoop:
             self._links.close()
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
-        """Decide one step, hand out the outputs of an earlier step, and return the next outputs."""
+        """Decide one step, hand out an earlier step's outputs, and return the next outputs."""
         self._take(0)
         is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
         if is_due and not self._flying:
-            self._deliver(outputs)  # before a capture: no token waits for it
+            self._deliver(outputs)  # before a capture, so that no token waits for the capture
             outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()
@@ -295,7 +299,7 @@ class EngineLoop:
         return outputs
 
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
-        """Bring the group back, if it may come back; return no outputs, as its steps run again."""
+        """Try to make the group run again; return no outputs, because its steps are run again."""
         try:
             comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
@@ -308,10 +312,11 @@ class EngineLoop:
         return StepOutputs()
 
     def raise_if_dead(self) -> None:
-        """End the wait for a step once a worker is known to be lost.
+        """End the wait for a step if a worker is lost or the loop is stopping.
 
         Raises:
             WorkerLostError: a worker is lost.
+            EngineDeadError: the deployment is stopping.
         """
         self._seen_s = time.monotonic()
         if self._failure:
@@ -320,13 +325,13 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add one step's host times, in microseconds, and its counters, split by mode."""
+        """Add one step's host times, in microseconds, and its counters, by graph mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": sent.schedule_s * 1e6,
-            # Workers begin a step before the one before is answered.
+            # A worker begins a step before the previous step is answered.
             "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,
@@ -340,7 +345,7 @@ class EngineLoop:
     # ---- clients
 
     def _take(self, timeout_s: float) -> None:
-        """Handle all messages of clients; wait up to ``timeout_s`` for the first one."""
+        """Handle all messages from clients; wait up to ``timeout_s`` for the first message."""
         for link, wish in self._links.next_events(timeout_s):
             if isinstance(wish, Submit):
                 self._submit(link, wish)
@@ -384,13 +389,13 @@ class EngineLoop:
             self._links.send(link, deltas)
 
     def _dismiss_workers(self) -> None:
-        """Have workers leave their loops, once: no step follows."""
+        """Tell workers, only once, to leave their step loops: no step follows."""
         if not self._has_dismissed:
             self._has_dismissed = True
             self._channel.close(self._scheduler.epoch)
 
     def _serve_failure(self) -> None:
-        """End running requests, and refuse later ones."""
+        """End all running requests, and refuse later requests."""
         self._scheduler.abort_all("error")
         self._end_requests(self._failure)
         self._take(IDLE_S)
@@ -401,17 +406,17 @@ class EngineLoop:
         for link, number in self._recipients.remove_all():
             self._links.send(link, last_words(number, EngineDeadError(reason)))
 
-    # ---- what clients may ask
+    # ---- answers to queries of clients
 
     def metrics(self) -> dict[str, Any]:
-        """Counters and gauges of this group, for /metrics."""
+        """Return the counters and gauges of this group, for /metrics."""
         tokens = self._num_tokens
         resumptions = dict(self._resumption.counts)
         counts = LoopCounts(tokens["prompt"], tokens["generation"], self._num_steps, resumptions)
         return group_metrics(self._scheduler, counts, dict(self._changes.costs), self._report())
 
     def report(self) -> dict[str, Any]:
-        """Plan, buckets with their counters, eager steps by reason, ranks: see ``LLM.report``."""
+        """Return plan, buckets with counters, eager steps by reason, ranks: see ``LLM.report``."""
         ranks_report = self._report()
         return {
             **ranks_report,

@@ -1,4 +1,4 @@
-"""An engine's report of its group, and counters and gauges for /metrics."""
+"""An engine's report about its group, with the counters and gauges for /metrics."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    resumptions: Mapping[DeviceFault, int]  # by the fault that had stopped a device
+    resumptions: Mapping[DeviceFault, int]  # by the fault that stopped a device
 
 
 def group_metrics(
     scheduler: Scheduler, counts: LoopCounts, costs: Costs, ranks_report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return counters and gauges of a group; an object is one value per key.
+    """Return a group's counters and gauges; an object value has one number per key.
 
     Args:
-        costs: of every graph that exists.
-        ranks_report: what the controller knows of the ranks.
+        costs: costs of all graphs that exist.
+        ranks_report: what the controller knows about the ranks.
     """
     stats = scheduler.stats()
     return {
@@ -75,7 +75,7 @@ def group_metrics(
 
 
 def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
-    """Key counters by world rank in place of the rank in the group."""
+    """Replace the keys, ranks in the group, by world ranks."""
     world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
     return {
         str(world_ranks[place] if world_ranks else place): count
@@ -84,7 +84,7 @@ def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict
 
 
 def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Where each rank is, as labels."""
+    """Return the place of each rank, as labels."""
     kind = "emulated" if ranks_report.get("emulated") else "npu"
     return {
         str(rank["rank"]): {
@@ -97,7 +97,7 @@ def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """What each rank offered, and what the first plan was to take of it, or took."""
+    """Return one stream count of each rank: offered, predicted or measured."""
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
 
@@ -105,7 +105,7 @@ def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
 def group_report(
     scheduler: Scheduler, costs: Costs, step_seconds: Mapping[BatchDescriptor, float]
 ) -> dict[str, Any]:
-    """Return the plan that holds, and the graphs that exist with their counters."""
+    """Return the current plan, and the existing graphs with their counters."""
     dispatcher = scheduler.dispatcher
     counters = dispatcher.report()
     lazy = () if dispatcher.lazy is None else dispatcher.lazy.graphs

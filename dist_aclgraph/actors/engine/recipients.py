@@ -1,4 +1,4 @@
-"""The clients that get a step's outputs: one for each request, in columns by the request's key."""
+"""The clients that get a step's outputs: one for each request, in arrays by the request's key."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ FIRST_CAPACITY = 64
 
 
 class Recipients:
-    """Owns the keys of requests. The loop's thread alone uses it.
+    """Owns the keys of requests. Only the loop's thread uses this object.
 
-    The key of an ended request may be in outputs that are not handed out yet: only afterwards does
-    another request get it.
+    Outputs that are not handed out yet may contain the key of an ended request. So another request
+    gets this key only after these outputs were handed out.
     """
 
     def __init__(self) -> None:
         self._key_of: dict[str, int] = {}
         self._links: list[ClientLink] = []
-        self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)  # by key: index in _links
-        self._number_of = np.zeros(FIRST_CAPACITY, np.int32)  # by key: what the client calls it
+        # By key: index in _links, NOBODY if the key is not used.
+        self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)
+        # By key: the number that the client gave to the request.
+        self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
-        self._left: list[int] = []  # keys that outputs may still have
+        self._left: list[int] = []  # keys of ended requests that pending outputs may still contain
 
     def add(self, request_id: str, link: ClientLink, number: int) -> int:
         """Record the client of a request; return the request's key."""
@@ -50,14 +52,14 @@ class Recipients:
         self._left.append(key)
 
     def pop(self, request_id: str) -> tuple[ClientLink, int]:
-        """Remove a request; return its link, and the client's number of it."""
+        """Remove a request; return its link, and the number that the client gave to it."""
         key = self._key_of[request_id]
         link, number = self._links[self._link_of[key]], int(self._number_of[key])
         self.remove(request_id)
         return link, number
 
     def remove_link(self, link: ClientLink) -> list[str]:
-        """Remove a link, and return its requests."""
+        """Remove a link, and return the ids of its requests."""
         requests = [request_id for request_id in self._key_of if self.is_owner(link, request_id)]
         for request_id in requests:
             self.remove(request_id)
@@ -68,7 +70,7 @@ class Recipients:
         return requests
 
     def remove_all(self) -> Iterator[tuple[ClientLink, int]]:
-        """Remove all requests; yield the link of each, and the client's number of it."""
+        """Remove all requests; yield each request's link, and the client's number of it."""
         for request_id in list(self._key_of):
             yield self.pop(request_id)
 

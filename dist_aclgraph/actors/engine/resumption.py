@@ -1,11 +1,11 @@
-"""Bringing a group back in place after a device or a link has failed, while all processes live.
+"""Making a group run again in place after a device or link fault, if all processes are alive.
 
-All ranks abort their devices, on their control threads, as the thread of the step may wait for the
-device. When the last rank has done so, each resumes its device and its communicators, and reports
-it. Weights, KV and graphs stay, and no request begins again: the engine decides the interrupted
-steps again. If KV was in faulty memory, requests are computed again from their first token. A
-failure on the way ends the epoch of the group as a dead worker does, and so does a rank that takes
-too long.
+All ranks abort the work on their devices. They do this on their control threads, because the
+thread that runs steps may be waiting for the device. After the last rank has aborted, each rank
+resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay,
+and no request starts again: the engine decides the interrupted steps again. If KV was in faulty
+memory, requests are computed again from their first token. If resuming fails, or if a rank takes
+too long, the group's epoch ends, as after a worker's death.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dist_aclgraph.planning.way_back import SOUND_STEPS, Failure, way_back
 from dist_aclgraph.steps.step import Resume
 from dist_aclgraph.topology import GroupRank, WorldRank
 
-# Stops the devices of all ranks within so many seconds, and says of each that did not stop why;
-# meanwhile it calls the function now and then.
+# Stops the devices of all ranks within the given seconds; returns the reason for each rank whose
+# device did not stop; calls the given function several times a second while it waits.
 StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
 
-MOMENT_S = 1.0  # what takes longer is told
+MOMENT_S = 1.0  # a pause of more than this many seconds is reported
 
 logger = logging.getLogger(__name__)
 
 
 class Comeback(NamedTuple):
-    """How a group came back.
+    """How a group was resumed.
 
     Attributes:
-        epoch: the group's next one.
+        epoch: the group's next epoch.
         keeps_kv: whether the KV cache is intact.
     """
 
@@ -44,14 +44,14 @@ class Comeback(NamedTuple):
 
 
 class Resumption:
-    """Counts how often the group has come back, and decides whether it may come back again.
+    """Counts how often the group was resumed, and decides whether it may be resumed again.
 
     Attributes:
-        counts: how often it came back, by the fault that had stopped a device.
+        counts: number of times that the group was resumed, by the fault that stopped a device.
 
     Args:
         stop: see ``StopDevices``.
-        timeout_s: limit of coming back; 0 never tries.
+        timeout_s: time limit for resuming; with 0, the group is never resumed.
     """
 
     def __init__(
@@ -66,32 +66,33 @@ class Resumption:
         self._stop = stop
         self._timeout_s = timeout_s
         self._in_a_row = 0
-        self._num_sound = 0  # steps since the last failure
-        self._begun: tuple[float, str] | None = None  # when the group stopped, and why
+        self._num_sound = 0  # steps without a failure since the last failure
+        # When the group stopped, and why; None while it runs.
+        self._begun: tuple[float, str] | None = None
         self.counts: Counter[DeviceFault] = Counter()
 
     def pause_now(self) -> str:
-        """Return why the group runs no step, "" for a short pause or none. Any thread."""
+        """Return why the group runs no step; "" if it runs or paused only briefly. Any thread."""
         begun = self._begun
         if begun is None or time.monotonic() - begun[0] < MOMENT_S:
             return ""
         return f"the group comes back from a failure, and goes on where it was: {begun[1]}"
 
     def note_step(self) -> None:
-        """A step has run."""
+        """Record that a step has run."""
         self._num_sound += 1
         if self._num_sound == SOUND_STEPS:
             self._in_a_row = 0
 
     def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
-        """Bring the group back, into its next epoch, in which workers know no rows.
+        """Resume the group in its next epoch, in which workers know no rows.
 
         Args:
-            error: the first rank's report.
+            error: the report of the first rank that failed.
             check: raises to end a wait.
 
         Raises:
-            WorkerLostError: the group does not come back.
+            WorkerLostError: the group cannot be resumed.
         """
         self._begun = time.monotonic(), str(error)
         try:

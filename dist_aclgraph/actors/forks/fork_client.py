@@ -1,7 +1,7 @@
 """The program that Ray starts in place of Python for a forked worker: a client of the fork server.
 
-It is run by its path, and needs only the standard library. Without an answer it becomes the Python
-that Ray meant, which loads everything itself.
+Ray runs this file by its path; it needs only the standard library. If the server does not answer,
+this program becomes the Python that Ray wanted, which loads all libraries itself.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 STREAMS = (0, 1, 2)
-WAIT_S = 120.0  # longer than a server loads on a busy machine
+WAIT_S = 120.0  # seconds; longer than a server needs for loading on a busy machine
 
 
 def hand_over(path: str, arguments: list[str]) -> bool:
-    """Have the server at ``path`` fork a process that takes over what this one was started with.
+    """Ask the server at ``path`` to fork a process that runs this program's arguments.
 
     Returns:
-        Whether it has done so.
+        Whether the server has forked it.
     """
     variables = Path("/proc/self/environ").read_bytes().split(b"\0")
     request = {

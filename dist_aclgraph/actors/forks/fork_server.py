@@ -1,11 +1,11 @@
 """Forking workers from one process that has imported their libraries.
 
 Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. If a machine has
-fewer cores than processes that start, the processes wait for each other. There, one process imports
-once, and the others are forked from it, at the start and at each replacement. It opens no device
-and has no thread, so a forked process is like a new one. Ray starts workers by ``fork_client.py``
-(``py_executable`` of their runtime environment), which hands over arguments, environment and
-output; everything else is Ray's.
+fewer cores than starting processes, the processes wait for each other. On such a machine, one
+process imports the libraries once, and all workers are forked from it, at the start and at each
+replacement. This process opens no device and has no threads, so a forked process is like a new one.
+Ray starts workers with ``fork_client.py`` (``py_executable`` of their runtime environment), which
+sends arguments, environment and output streams to the server. Ray does everything else.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from dist_aclgraph.environment import (
 )
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request
+REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request: seconds, bytes
 STOP_S, LOOK_S = 5.0, 0.02
-# Ray's native part reads both once, when it is loaded, which may be before Ray is there. Only
-# processes of a Ray's first job may be forked then. Raylets are watched by forked processes
-# themselves: the server is given a process that never ends.
+# Ray's native part reads both variables once, when it is loaded; Ray may not run yet at that time.
+# Therefore only processes of a Ray's first job may be forked. Forked processes watch their raylets
+# themselves: the server gets the id of a process that never ends.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -62,12 +62,12 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class ForkAddress:
-    """A fork server, for any process of this machine.
+    """A fork server, as other processes of this machine see it.
 
     Attributes:
-        path: of its socket.
-        start: of its process, see ``processes.start_of``.
-        variables: of its processes, which decide how libraries are loaded.
+        path: path of the server's socket.
+        start: start time of the server's process, see ``processes.start_of``.
+        variables: environment variables of the server's processes, which affect how libraries load.
     """
 
     path: str
@@ -77,18 +77,18 @@ class ForkAddress:
 
     @property
     def command(self) -> str:
-        """What Ray starts a process with in place of Python."""
+        """The command with which Ray starts a process, in place of Python."""
         return shlex.join([sys.executable, "-I", "-S", str(CLIENT), self.path])
 
     def serves(self, config: Config) -> bool:
-        """Whether it runs, and has loaded what processes of this configuration load."""
+        """Return whether the server runs, and has loaded the libraries for this configuration."""
         is_alike = self.variables == child_environment(config)
         return self._lives and is_alike and processes.is_running(self.pid)
 
     def end_forked(self) -> None:
-        """Kill the processes that it has forked, and wait a while for their ends.
+        """Kill the processes that the server has forked, and wait some seconds for their end.
 
-        The processes of a dead server cannot be found.
+        If the server is dead, its processes cannot be found.
         """
         until_s = time.monotonic() + STOP_S
         while self._lives and (forked := processes.children(self.pid)):
@@ -103,7 +103,7 @@ class ForkAddress:
 
 
 class ForkServer:
-    """Owns a server for processes of this machine; they outlive it."""
+    """Owns a server that forks processes on this machine; these processes outlive the server."""
 
     def __init__(self, config: Config) -> None:
         variables = SERVER_VARIABLES | python_environment(config)
@@ -124,9 +124,9 @@ class ForkServer:
                     ],
                     pass_fds=[listener.fileno()],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # libraries say things when they are loaded
+                    stdout=subprocess.DEVNULL,  # libraries print messages when they are loaded
                     env=variables,
-                    process_group=0,  # signals for the service are not for it
+                    process_group=0,  # signals for the service's group must not reach the server
                 )
         except BaseException:
             self._directory.remove()
@@ -136,7 +136,7 @@ class ForkServer:
         self.address = ForkAddress(path, pid, start, child_environment(config))
 
     def disown(self) -> None:
-        """Leave it to the parent, in a process that was forked."""
+        """In a forked process: leave the server to the parent."""
         self._directory.disown()
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class ForkRequest(msgspec.Struct):
 
 
 def load() -> None:
-    """Import what workers and engines import on their way to serving; open no device."""
+    """Import everything that workers and engines import before they serve; open no device."""
     from dist_aclgraph.device.npu import load_torch_npu
 
     load_torch_npu("emulated")
@@ -166,14 +166,14 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
     """Fork a process for each client.
 
     Args:
-        parent: a handle of the process that started the server, which ends with it.
-        job: of Ray's; processes of others load for themselves.
+        parent: handle of the process that started the server; the server ends when it ends.
+        job: id of a Ray job; processes of other jobs are not forked.
 
     Returns:
-        In each forked process, its request and its standard streams; in the server None, once its
+        In each forked process, its request and its standard streams. In the server, None after the
         parent has ended.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked processes leave no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forked processes do not become zombies
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(parent, select.POLLIN)
@@ -195,7 +195,7 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
             if pid > 0:
                 try:
                     connection.send(b"\n")
-                except OSError:  # it has left meanwhile
+                except OSError:  # the client has disconnected in the meantime
                     os.kill(pid, signal.SIGKILL)
             for fd in streams:
                 os.close(fd)
@@ -204,12 +204,12 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
 
 def _has_left(client: socket.socket) -> bool:
     poll = select.poll()
-    poll.register(client, 0)  # a hang-up is told unasked
+    poll.register(client, 0)  # poll reports a hang-up even without a mask
     return bool(poll.poll(0))
 
 
 def _fork() -> int:
-    """As ``os.fork``, or -1 if the system refuses: then the client becomes Python itself."""
+    """Like ``os.fork``; -1 if the system refuses to fork: then the client becomes Python itself."""
     try:
         return os.fork()
     except OSError as e:
@@ -218,7 +218,7 @@ def _fork() -> int:
 
 
 def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
-    """Raises: OSError, ValueError: it is no request."""
+    """Return a client's request and streams; raise OSError or ValueError if it is invalid."""
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     try:
         data = b""
@@ -232,7 +232,7 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
 
 
 def become(request: ForkRequest, streams: list[int]) -> None:
-    """Run the program that a client was started for, as if Python had been started with it."""
+    """Run the program for which the client was started, as if Python had been started with it."""
     os.setpgid(0, 0)
     for target, fd in enumerate(streams):
         os.dup2(fd, target)
@@ -247,14 +247,14 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Have Ray's native part read its variables: it has read those of the server."""
+    """Let Ray's native part read its variables again: it has read those of the server."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
 
     Config.initialize("")
 
 
 def main() -> None:
-    """Load, then fork a process for each client of the inherited socket."""
+    """Load the libraries, then fork a process for each client of the inherited socket."""
     started_by = int(sys.argv[2])
     parent = os.pidfd_open(os.getppid())
     if os.getppid() != started_by:
@@ -262,9 +262,9 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:
-            return  # a library has started a thread, which a forked process would lack
+            return  # a library has started a thread, which a forked process would not have
         gc.collect()
-        gc.freeze()  # collections in forked processes leave shared memory alone
+        gc.freeze()  # so that garbage collections in forked processes do not copy shared memory
         forked = serve(listener, parent, sys.argv[3])
     if forked is not None:
         become(*forked)

@@ -1,4 +1,4 @@
-"""Starting processes by the fork server, in place of Ray's own way."""
+"""Starting processes with the fork server, in place of Ray's own way."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class ForkingStarter(ProcessStarter):
-    """Owns a fork server from the first command until the end. All methods: any thread.
+    """Owns a fork server from the first command until ``close``. All methods: any thread.
 
-    Sent to another process, it borrows the server that the last command named.
+    If this object is sent to another process, it borrows there the server of the last command.
 
     Args:
-        lent: a server of another process, which outlives this one and may have forked it. It is
-            used for as long as it serves; afterwards this object starts a server of its own.
+        lent: a server of another process. That process outlives this one, and may have forked it.
+            The server is used while it serves; after that, this object starts its own server.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:
@@ -49,13 +49,15 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Not None: Ray would start the processes of a forked one by the forked one's own command.
+        # Not None: otherwise Ray would start children of a forked process with that process's
+        # command.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:
-        """Return a server that forks processes of a configuration; None where there is none."""
+        """Return a server that forks processes for this configuration; None if there is none."""
         if not is_emulated_here(config.device.kind):
-            return None  # another configuration was rolled out since this starter was chosen
+            # A configuration without emulation was rolled out after this starter was chosen.
+            return None
         with self._lock:
             if self._lent is not None and self._lent.serves(config):
                 return self._lent
@@ -70,12 +72,12 @@ class ForkingStarter(ProcessStarter):
 
     @contextmanager
     def ray_settings(self) -> Iterator[dict[str, Any]]:
-        """Have Ray start workers by our program, where it would look for its own."""
+        """Let Ray start workers with our setup program in place of Ray's own."""
         name = ray_constants.SETUP_WORKER_FILENAME
-        # Ray joins it to the name of a folder: this one is absolute, and stays as it is.
+        # Ray appends this name to a folder; because the path is absolute, the result is this path.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
-            # Workers that Ray starts ahead are not forked, and would only take the cores.
+            # Workers that Ray starts in advance are not forked, and would only use CPU time.
             yield {"prestart_worker_first_driver": False}
         finally:
             ray_constants.SETUP_WORKER_FILENAME = name

@@ -1,7 +1,7 @@
-"""The first program in each worker's process, in place of Ray's own one, on a Ray that we start.
+"""The first program in each worker's process, in place of Ray's own, if we started Ray.
 
-Ray's own program imports all of Ray to set a few variables; then the process becomes the worker and
-imports all of Ray again. This program is run by its path, and needs only the standard library.
+Ray's own program imports all of Ray to set a few variables. Then the process becomes the worker and
+imports all of Ray again. Ray runs this file by its path; it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNKNOWN_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
-    """Return what the shell runs for a Python worker; None for what only Ray's program can do.
+    """Return the shell command for a Python worker; None if only Ray's own program can make it.
 
     Args:
         context: Ray's ``RuntimeEnvContext``.
@@ -35,7 +35,7 @@ def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
 
 
 def take_over(variables: dict[str, str]) -> None:
-    """Set variables; in their values, others may be named as ``${OTHER}``."""
+    """Set environment variables; values may refer to other variables as ``${OTHER}``."""
     for name, value in variables.items():
         os.environ[name] = UNKNOWN_VARIABLE.sub("", os.path.expandvars(value))
 

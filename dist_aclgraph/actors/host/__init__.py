@@ -1,1 +1,1 @@
-"""Processes of this machine, and the folder of a service's run."""
+"""Processes on this machine, and the directory of a running service."""

@@ -1,9 +1,9 @@
-"""Whether other processes live: every wait for a sign of life, and every watch over a process.
+"""Whether other processes are alive: all waits for a sign of life, and all watches of processes.
 
-There are three mechanisms. A *silence* counts how long a peer sends no sign of life over a link. A
-*heartbeat* is the sign of life of a child process, in memory that it shares with its parent. A
-*process watch* learns of the end of a process at once, from the kernel. A *lease* is the other side
-of a silence: the process that sends the signs may act only while it is asked for them.
+There are four mechanisms. A *silence* measures how long a peer has sent no sign of life over a
+link. A *heartbeat* is the sign of life of a child process, in memory that it shares with its
+parent. A *process watch* learns at once from the kernel that a process has ended. A *lease* is the
+counterpart of a silence: a process may act only while it is regularly asked for its sign of life.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from contextlib import contextmanager
 
 from dist_aclgraph.environment import raylet_pid
 
-BEATS_OF_A_SILENCE = 20  # signs of life that a peer misses before it counts as dead
-WATCH_MS = 1000  # between two checks whether the watch is to stop
+BEATS_OF_A_SILENCE = 20  # number of missed signs of life after which a peer counts as dead
+WATCH_MS = 1000  # milliseconds between two checks whether the watch should stop
 
 logger = logging.getLogger(__name__)
 
 
 def beat_s(limit_s: float) -> float:
-    """Return how often to give a sign of life, or to look for one, where silence has a limit."""
+    """Return the interval between signs of life, for a silence limit in seconds."""
     return limit_s / BEATS_OF_A_SILENCE
 
 
 class Silence:
-    """How long a peer has been silent, without the time in which this process did not listen.
+    """Measures how long a peer has been silent, without the time when we did not listen.
 
-    A process that was stopped, or that starved, must not blame its peers for it.
+    A process that was stopped, or that got no CPU time, must not blame its peers for that time.
 
     Args:
-        limit_s: more is too long.
-        clock: in seconds; does not go back.
+        limit_s: a longer silence is too long.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
-        self._turn_s = 2 * beat_s(limit_s)  # the most that one turn of the listener counts
+        self._turn_s = 2 * beat_s(limit_s)  # the most that one turn of the listener may count
         self._clock = clock
         self.heard()
 
@@ -50,9 +50,9 @@ class Silence:
         self.silent_s, self._turned_s = 0.0, self._clock()
 
     def listen(self) -> bool:
-        """Count a turn in which nothing was heard; return whether the silence is too long.
+        """Count a turn in which no sign of life came; return whether the silence is too long.
 
-        To be called about every ``beat_s``.
+        Must be called about every ``beat_s`` seconds.
         """
         turned_s, self._turned_s = self._turned_s, self._clock()
         self.silent_s += min(self._turned_s - turned_s, self._turn_s)
@@ -60,16 +60,17 @@ class Silence:
 
 
 class SharedHeartbeat:
-    """A byte in memory that a process shares with its parent: the process changes it all the time.
+    """A byte in memory that a child process shares with its parent; the child keeps changing it.
 
-    Made by the parent, before the process is forked. ``begin`` and ``listen`` are the parent's.
+    The parent makes this object before it forks the child. Only the parent calls ``begin`` and
+    ``listen``.
 
     Args:
-        limit_s: silence of more than that is too long.
-        clock: in seconds; does not go back.
+        limit_s: a longer silence is too long.
+        clock: monotonic, in seconds.
     """
 
-    REST, FIRST, LAST = 0, 1, 255  # values of the byte; at rest, no sign is expected
+    REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no sign of life is expected
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = mmap.mmap(-1, 2)  # the byte, and whether the process serves
@@ -77,13 +78,13 @@ class SharedHeartbeat:
         self._silence = Silence(limit_s, clock)
 
     def beat(self, *, serves: bool = True) -> None:
-        """Give a sign. More of them are expected from now on."""
+        """Give a sign of life. From now on more signs are expected."""
         self._shared[0] = self._shared[0] % self.LAST + 1
         self._shared[1] |= serves
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Beat from a thread within this context, whose work has its own limits."""
+        """Give signs of life from a thread within this context; its work has its own limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -101,11 +102,11 @@ class SharedHeartbeat:
             self.rest()
 
     def rest(self) -> None:
-        """Have no sign expected until the next one."""
+        """Expect no sign of life until the next one is given."""
         self._shared[0] = self.REST
 
     def begin(self) -> None:
-        """Belong to a process that is forked next. Its first sign is expected at once."""
+        """Prepare for a process that is forked next. Its first sign of life is expected at once."""
         self._shared[:] = bytes([self.FIRST, False])
         self._seen = self.REST
         self._silence.heard()
@@ -116,7 +117,7 @@ class SharedHeartbeat:
         return bool(self._shared[1])
 
     def listen(self) -> bool:
-        """Look for a sign, about every ``beat_s``; return whether silence has been too long."""
+        """Look for a sign of life, about every ``beat_s``; return whether the limit has passed."""
         before, self._seen = self._seen, self._shared[0]
         if self._seen == before != self.REST:
             return self._silence.listen()
@@ -125,19 +126,20 @@ class SharedHeartbeat:
 
 
 class Lease:
-    """Whether the holder of a place may act. All methods: any thread.
+    """Whether the holder of a place may act. All methods may be called on any thread.
 
-    The process that gave the place renews the lease by numbered questions, and sends the next one
-    once the last was answered. The lease begins with the first question. Without a question for
-    ``limit_s`` the lease is not held, and the holder does nothing; after as long again the lease is
-    over. A holder that was stopped cannot know whether the place was given away meanwhile, and the
-    next question may have been sent before that: only the question after it renews the lease.
+    The process that gave the place (the giver) renews the lease with numbered questions; it sends
+    the next question after the previous one was answered. The lease begins with the first question.
+    After ``limit_s`` without a question, the lease is not held, and the holder does nothing. After
+    twice that time, the lease is over. A holder that was stopped cannot know whether its place was
+    given away in the meantime. The next question may have been sent before that, so only the
+    question after it renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
 
     Args:
-        clock: in seconds; does not go back.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -147,14 +149,14 @@ class Lease:
         self._lock = threading.Lock()
         self._seen_s = clock()
         self._renewed_s: float | None = None
-        self._number = 0  # of the last question
-        self._counts_from = 0  # the first question that renews
+        self._number = 0  # number of the last question
+        self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # The holder's own stops do not end the lease: the process that gave the place decides.
+        # Stops of the holder do not end the lease; the giver decides about that.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
-        """Answer a question."""
+        """Record that a question was asked; renew the lease if this question may renew it."""
         with self._lock:
             now_s = self._see()
             self._number = number
@@ -168,11 +170,11 @@ class Lease:
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
     def give_back(self) -> None:
-        """End the lease: its holder acts no more by it, and ``leave_with`` ends no process."""
+        """End the lease: the holder stops acting by it; ``leave_with`` does not end the process."""
         self.is_given_back = True
 
     def look(self) -> bool:
-        """Return whether the lease is over; for one thread, every ``look_s``."""
+        """Return whether the lease is over. One thread calls this every ``look_s`` seconds."""
         with self._lock:
             self._see()
             if self._renewed_s is None or self.is_given_back:
@@ -180,16 +182,17 @@ class Lease:
             return self._silence.listen()
 
     def _see(self) -> float:
-        """Return the time, and find out whether this process was stopped until now."""
+        """Return the time, and check whether this process was stopped until now."""
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
-            self._counts_from = self._number + 2  # the next question may have been sent before
+            # The next question may have been sent before the stop ended.
+            self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s
 
 
 def leave_with(lease: Lease, who: str) -> None:
-    """End this process once the lease is over; a thread checks it."""
+    """End this process when the lease is over; a thread checks that."""
 
     def watch() -> None:
         while not lease.look():
@@ -214,11 +217,11 @@ def leave_with_raylet() -> None:
 def watch_processes(
     names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
 ) -> None:
-    """Call ``on_death`` with the name of the first of these processes that ends, on a thread.
+    """Watch processes on a thread; call ``on_death`` with the name of the first one that ends.
 
     Args:
-        names: by process id.
-        stop: ends the watch, once set.
+        names: names by process id.
+        stop: an event that ends the watch.
     """
     fd_to_name: dict[int, str] = {}
     for pid, name in names.items():

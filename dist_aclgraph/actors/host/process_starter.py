@@ -10,36 +10,36 @@ from dist_aclgraph.config import Config
 
 
 class ProcessStarter:
-    """Ray's own start: each process is a Python that loads for itself, and that Ray can end.
+    """Ray's own way: each process is a new Python that loads its libraries, and that Ray can end.
 
-    Other ways to start processes are subclasses, which ``choose_starter`` names. A starter may be
-    sent to another process; in a forked process, call ``disown`` first.
+    Subclasses are other ways to start processes; ``choose_starter`` chooses one. A starter may be
+    sent to another process. In a forked process, call ``disown`` first.
     """
 
     def command(self, config: Config) -> str | None:
-        """Return what Ray runs in place of Python for a process; None for Python itself."""
+        """Return the command that Ray runs in place of Python for a process; None for Python."""
         return None
 
     @contextmanager
     def ray_settings(self) -> Iterator[dict[str, Any]]:
-        """Yield the settings of a Ray that is to be started; it is started within this context."""
+        """Yield the settings for a Ray that is started within this context."""
         yield {}
 
     def open_handles(self, pid: int) -> list[int]:
-        """Return a handle of a process, if Ray cannot kill it as it has not started it.
+        """Return a handle of a process that Ray cannot kill because Ray has not started it.
 
-        ``processes.kill_handles`` takes the result.
+        The result is for ``processes.kill_handles``.
         """
         return []
 
     def renew(self) -> None:
-        """Replace the server of previous starts, if there is one: it may hang."""
+        """Replace the server of earlier starts, if there is one, because it may hang."""
 
     def end_started(self) -> None:
         """Kill all processes that Ray has not started itself."""
 
     def disown(self) -> None:
-        """In a forked process: leave what this object owns to the parent."""
+        """In a forked process: leave everything that this object owns to the parent."""
 
     def close(self) -> None:
-        """Start no more processes, and free what this object owns."""
+        """Start no more processes, and free everything that this object owns."""

@@ -1,4 +1,4 @@
-"""Processes of this machine: finding them, handles of them, ending them."""
+"""Processes on this machine: finding them, opening handles of them, ending them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl
 
 
 def set_name(name: str) -> None:
-    """Set the name of this process, as ``name_of`` and ``ps`` show it; the kernel keeps 15
-    bytes.
+    """Set the name of this process, which ``name_of`` and ``ps`` show.
+
+    The kernel keeps 15 bytes of it.
     """
     _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 
 def signal_with_parent(number: signal.Signals, parent: int) -> None:
-    """Have this process signalled when its parent ends, or now where it has ended."""
+    """Let this process get a signal when its parent ends, or now if the parent has ended."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose parents were descendants of this process and end."""
+    """Become the parent of descendants whose own parents end."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -37,44 +38,44 @@ def _prctl(option: int, value: object) -> None:
 
 
 def children(parent: int) -> set[int]:
-    """Return the processes that ``parent`` has started, and that live."""
+    """Return the processes that ``parent`` started and that still exist."""
     return {pid for pid in _all() if _parent_of(pid) == parent}
 
 
 def living() -> set[int]:
-    """Return all processes that run here; none that has ended and waits for its parent."""
+    """Return all processes on this machine, without zombies."""
     return {pid for pid in _all() if _stat_of(pid)[:1] not in ([], ["Z"])}
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and neither stopped nor over."""
+    """Return whether a process exists, and is neither stopped nor ended."""
     return _stat_of(pid)[:1] not in ([], ["T"], ["t"], ["Z"], ["X"])
 
 
 def start_of(pid: int) -> int:
-    """Return when a process was started, in ticks of the system's clock; 0 where there is none.
+    """Return the start time of a process, in clock ticks; 0 if there is no such process.
 
-    With its id it means one process: ids are given again.
+    Process ids are reused, but id and start time together identify one process.
     """
     fields = _stat_of(pid)
     return int(fields[19]) if fields else 0
 
 
 def session_of(pid: int) -> int:
-    """Return the session of a process, 0 where there is none."""
+    """Return the session of a process; 0 if there is no such process."""
     fields = _stat_of(pid)
     return int(fields[3]) if fields else 0
 
 
 def name_of(pid: int) -> str:
-    """Return the file name of the program that runs, "" where there is none."""
+    """Return the name of a process; "" if there is no such process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 
 def with_variable(name: str, value: str) -> set[int]:
-    """Return this user's processes that were started with an environment variable."""
+    """Return this user's processes whose environment had this variable when they started."""
     wanted = f"{name}={value}".encode()
     found = set()
     for pid in _all():
@@ -85,7 +86,7 @@ def with_variable(name: str, value: str) -> set[int]:
 
 
 def open_handles(pids: set[int]) -> list[int]:
-    """Return handles of processes, which unlike ids never refer to other processes."""
+    """Return handles of processes. Unlike an id, a handle never refers to another process."""
     handles = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -94,7 +95,7 @@ def open_handles(pids: set[int]) -> list[int]:
 
 
 def kill_handles(handles: list[int]) -> None:
-    """End these processes now, where they have not ended, and close the handles."""
+    """Kill these processes now if they have not ended, and close the handles."""
     while handles:
         handle = handles.pop()
         with contextlib.suppress(ProcessLookupError):
@@ -103,7 +104,7 @@ def kill_handles(handles: list[int]) -> None:
 
 
 def end_process(handle: int, timeout_s: float) -> bool:
-    """End a process now, a stopped one too; return whether it has ended, in that time."""
+    """Kill a process now, even a stopped one; return whether it ended within ``timeout_s``."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(handle, signal.SIGKILL)
     poll = select.poll()
@@ -127,7 +128,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return what /proc says of a process from its state on; nothing where there is none."""
+    """Return a process's /proc stat fields from its state on; empty if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,11 +1,12 @@
-"""A private directory for socket files: only this user may enter, and short enough for a socket.
+"""A private directory for socket files: only this user may enter it; its path is short enough.
 
-Its owner holds a lock in it while it lives. A process id would not tell whether the owner lives:
-several containers may share one temporary folder, and each has its own process ids.
+The owner holds a lock in the directory for as long as it lives. A process id would not tell whether
+the owner is alive: several containers may share one temporary folder, and each container has its
+own process ids.
 
-A directory is made and removed under a hidden name. An unlocked directory of this name belongs to a
-process that was killed meanwhile, or is just being made: it is swept in both cases, and in the
-second case its maker makes another one.
+A directory has a hidden name while it is made and removed. An unlocked directory with a hidden name
+belongs to a process that was killed, or it is just being made. In both cases it is swept; in the
+second case its maker makes another directory.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "dist-aclgraph-"
-UNFINISHED = f".{PREFIX}"  # while a directory is made or removed
+UNFINISHED = f".{PREFIX}"  # prefix of the name while a directory is made or removed
 LOCK = "owner.lock"
 
 
 class RunDirectory:
-    """Owns a new directory of mode 0700 in the system's temporary folder, and the lock in it.
+    """Owns a new directory with mode 0700 in the system's temporary folder, and the lock in it.
 
-    Directories whose owners are gone are removed first.
+    First removes the directories whose owners have ended.
     """
 
     def __init__(self) -> None:
         sweep()
         while not self._make():
-            pass  # it was swept
+            pass  # another process swept the new directory
 
     def _make(self) -> bool:
-        """Make a directory and lock it; return whether it is still there."""
+        """Make a directory and lock it; return whether the directory still exists."""
         new = Path(tempfile.mkdtemp(prefix=UNFINISHED))
         path = new.with_name(new.name.removeprefix("."))
         lock = -1
         try:
             lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(new, path)  # it is locked already, so that no process sweeps it
+            os.rename(new, path)  # the directory is locked already, so that no process sweeps it
         except FileNotFoundError:
             if lock >= 0:
                 os.close(lock)
@@ -51,12 +52,12 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """In a forked process: leave the directory to the parent, whose life counts."""
+        """In a forked process: leave the directory to the parent; the parent's life counts."""
         os.close(self._lock)
         self._lock = -1
 
     def remove(self) -> None:
-        """Give it up. Idempotent."""
+        """Remove the directory and release the lock. Idempotent."""
         _remove(Path(self.path))
         if self._lock >= 0:
             os.close(self._lock)
@@ -64,7 +65,7 @@ class RunDirectory:
 
 
 def sweep() -> None:
-    """Remove the directories of owners that have ended without a chance to."""
+    """Remove the directories of owners that ended without removing them."""
     for path in directories(Path(tempfile.gettempdir())):
         with held_if_free(path) as is_free:
             if is_free:
@@ -72,7 +73,7 @@ def sweep() -> None:
 
 
 def directories(folder: Path) -> list[Path]:
-    """Return the directories of all owners in a temporary folder, the unfinished ones too."""
+    """Return the directories of all owners in a temporary folder, also unfinished directories."""
     return [path for prefix in (PREFIX, UNFINISHED) for path in folder.glob(f"{prefix}*")]
 
 
@@ -85,14 +86,14 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Say whether a directory is one of ours whose owner has ended; hold its lock meanwhile."""
+    """Yield whether a directory is ours and its owner has ended; hold its lock in this context."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):
-        flags |= os.O_CREAT  # the lock may not exist yet, or be removed already
+        flags |= os.O_CREAT  # the lock file may not exist yet, or may have been removed
     try:
         is_ours = path.stat().st_uid == os.getuid()
         lock = os.open(path / LOCK, flags, 0o600) if is_ours else -1
-    except OSError:  # not one of ours, or just removed
+    except OSError:  # the directory is not ours, or was just removed
         lock = -1
     if lock < 0:
         yield False
@@ -101,7 +102,7 @@ def held_if_free(path: Path) -> Iterator[bool]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_free = True
     except BlockingIOError:
-        is_free = False  # its owner lives
+        is_free = False  # the owner is alive
     try:
         yield is_free
     finally:

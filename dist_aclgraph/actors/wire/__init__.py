@@ -1,1 +1,1 @@
-"""What crosses processes: sockets and keys, messages, steps, and links that notice silence."""
+"""Messages between processes: sockets and keys, messages, steps, and links that notice silence."""

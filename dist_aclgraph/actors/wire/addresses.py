@@ -1,8 +1,9 @@
-"""Where channels listen: one rule for all of them.
+"""Where the sockets of channels listen: one rule for all channels.
 
-Peers on the engine's node connect to a socket file, in a directory that only this user may enter.
-Peers on other nodes connect over TCP with CURVE keys, which Ray hands over: the engine listens at
-its node's own address, never at a wildcard, and accepts only peers with the channel's client key.
+Peers on the engine's node connect to a socket file in a directory that only this user may enter.
+Peers on other nodes connect over TCP with CURVE keys, which Ray hands to them. The engine listens
+at its node's own address, never at a wildcard, and accepts only peers with the channel's client
+key.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from dist_aclgraph.errors import PlacementError
 
 T = TypeVar("T")
 
-HANDSHAKE_MS = 10_000  # a connection that has not shown its keys by then is closed
+HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # until ports that are all taken are tried again
-DOMAIN = "dist_aclgraph"  # in which the authenticator asks us
+FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # pauses before another try if all ports are in use
+DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 
 
 @dataclass(frozen=True)
 class PeerKeys:
-    """The CURVE keys by which a peer connects over TCP, in Z85."""
+    """The CURVE keys, in Z85, with which a peer connects over TCP."""
 
     server_public: bytes
     client_public: bytes
@@ -40,7 +41,7 @@ class PeerKeys:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """ZeroMQ's address of a socket, and the keys of the channel if it is TCP."""
+    """A socket's ZeroMQ address; for TCP also the keys of the channel."""
 
     url: str
     keys: PeerKeys | None = None
@@ -56,12 +57,12 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a socket of an engine is reached.
+    """Where peers reach a socket of an engine.
 
     Attributes:
-        node_id: the engine's node, as Ray calls it.
-        file: for peers on that node.
-        tcp: for peers on others; None where the engine expects none.
+        node_id: Ray's id of the engine's node.
+        file: endpoint for peers on that node.
+        tcp: endpoint for peers on other nodes; None if the engine expects no such peers.
     """
 
     node_id: str
@@ -82,13 +83,13 @@ class Address:
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """Where a deployment is reached now, and what its clients must know.
+    """Where clients reach a deployment now, and what they must know about it.
 
     Attributes:
-        addresses: of the engines of all groups.
-        token: the secret that clients send to be let in.
-        max_model_len: the longest request that clients may send.
-        node_id: the node of the deployment's owner, as Ray calls it.
+        addresses: addresses of the engines of all groups.
+        token: the secret that a client must send to be accepted.
+        max_model_len: the longest request that clients may send, in tokens.
+        node_id: Ray's id of the node of the deployment's owner.
     """
 
     addresses: list[Address]
@@ -98,7 +99,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node than the engine's, where none was expected."""
+    """Return the error for a peer on another node if the engine expects peers on its node only."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"
@@ -110,10 +111,10 @@ class Place:
     """Where the sockets of an engine listen.
 
     Attributes:
-        node_id: the engine's node, as Ray calls it.
-        directory: of socket files.
-        host: the node's own address, for peers on other nodes; None where there are none.
-        ports: to choose from; None is any that is free.
+        node_id: Ray's id of the engine's node.
+        directory: directory of the socket files.
+        host: the node's own address, for peers on other nodes; None if there are no such peers.
+        ports: the ports to choose from; None for any free port.
     """
 
     node_id: str
@@ -123,7 +124,7 @@ class Place:
 
 
 class Listener:
-    """Binds the sockets of one channel, which have one pair of keys for each end.
+    """Binds the sockets of one channel, which share one server key pair and one client key pair.
 
     Owns the thread that checks the keys of connecting peers.
     """
@@ -135,20 +136,21 @@ class Listener:
         self._keys = PeerKeys(self._server_public, client_public, client_secret)
         self._authenticator: ThreadAuthenticator | None = None
         if place.host is not None:
-            # CURVE alone proves that a client has some key: this one asks whether it is the right.
+            # CURVE alone only proves that a client has some key; the authenticator checks which
+            # key.
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.configure_curve_callback(DOMAIN, self)
             self._authenticator.start()
 
     def callback(self, domain: str, client_key: bytes) -> bool:
-        """Say whether a client may come in; the authenticator asks."""
+        """Return whether a client may connect. The authenticator calls this."""
         return client_key == self._keys.client_public
 
     def bind(self, owned: zmq.Socket[bytes], name: str) -> Address:
-        """Have a socket listen, and return where.
+        """Let a socket listen; return the address where it listens.
 
         Args:
-            name: of its socket file.
+            name: name of the socket file.
 
         Raises:
             PlacementError: none of the ports is free.
@@ -161,9 +163,9 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # Only for TCP: options hold for addresses that are bound after them.
+        # Only for TCP: options apply to addresses that are bound after they are set.
         owned.curve_server = True
-        # Without this, any key is accepted while the authenticator does not run.
+        # Without this, any key is accepted if the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         owned.zap_domain = DOMAIN.encode()
         owned.curve_publickey = self._server_public
@@ -175,18 +177,19 @@ class Listener:
         return Address(place.node_id, Endpoint(file), Endpoint(url, self._keys))
 
     def close(self) -> None:
-        """Stop checking keys; to be called before the context ends."""
+        """Stop checking keys. Must be called before the context is terminated."""
         if self._authenticator is not None:
             self._authenticator.stop()
 
 
 def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.socket:
-    """Return a socket that listens at ``host``, for the ranks of a group to meet.
+    """Return a socket that listens at ``host``, where the ranks of a group meet.
 
-    Ports that are all taken may be free again a moment later: they are tried until the time is up.
+    If all ports are in use, they may be free a moment later, so they are tried again until
+    ``timeout_s`` has passed.
 
     Raises:
-        PlacementError: none became free.
+        PlacementError: no port became free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     end_s, delay_s = time.monotonic() + timeout_s, FIRST_DELAY_S
@@ -205,7 +208,7 @@ def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.soc
 
 
 def bind_to_one(ports: range | None, host: str, bind: Callable[[int], object]) -> None:
-    """Call ``bind`` with one port after the other, until one is free; port 0 means any.
+    """Call ``bind`` with one port after the other until one is free; port 0 means any port.
 
     Raises:
         PlacementError: no port is free.
@@ -230,5 +233,5 @@ def bind_to_one(ports: range | None, host: str, bind: Callable[[int], object]) -
 
 
 def url_host(host: str) -> str:
-    """Return an address in the form for a URL."""
+    """Return an address in the form that a URL needs."""
     return f"[{host}]" if ":" in host else host

@@ -1,7 +1,7 @@
-"""What ranks that do not answer are doing, and which of them is to blame.
+"""What the ranks that do not answer are doing, and which of them is to blame.
 
-A rank that waits for its device may be waiting for its peers in a collective. The rank to blame is
-the one that is stuck on its host, or that does not answer at all.
+If a rank waits for its device, it may be waiting for other ranks in a collective. The rank to blame
+is the one that is stuck on its host, or that does not answer at all.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import Any
 
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
-# What ``Worker.ping`` says; None for no answer.
+# The answer of ``Worker.ping``; None if there was no answer.
 RankStatuses = Mapping[GroupRank, dict[str, Any] | None]
 AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes:
-    rank: the one to blame, or NO_RANK where several may be.
-    silent: the ranks that did not answer, e.g. ``rank 4, 5``.
-    where: what each of them waits for.
-    doing: the operation that they are in, "" if none of them tells.
+    """Which rank is to blame, and what the silent ranks are doing.
+
+    Attributes:
+        rank: the rank to blame, or NO_RANK if it may be one of several.
+        silent: the ranks that did not answer, e.g. ``rank 4, 5``.
+        where: what each of these ranks waits for.
+        doing: the operation that these ranks were doing; "" if no rank tells it.
     """
 
     rank: WorldRank
@@ -36,7 +38,7 @@ def judge(world_ranks: Sequence[WorldRank], statuses: RankStatuses) -> Verdict:
     """Return which of the silent ranks caused the failure.
 
     Args:
-        world_ranks: of the whole group.
+        world_ranks: the world ranks of the whole group.
     """
     silent = sorted(statuses)
     blamed = [r for r in silent if (status := statuses[r]) is None or not status["waits"]] or silent

@@ -1,8 +1,9 @@
-"""The engine's end of the links to its clients: one I/O thread that is never busy with a step.
+"""The engine's end of the links to its clients: one I/O thread that never runs a step.
 
-It reads the messages of clients, answers their beats while a step runs, and numbers the messages to
-them. A link ends when its client says goodbye, connects again, sends junk, stays silent or stops
-reading; the loop is told, and aborts the client's requests.
+The thread reads the clients' messages, answers their heartbeats while a step runs, and numbers the
+messages to them. A link ends if its client says goodbye, connects again, sends junk, is silent for
+too long, or stops reading. The loop gets the end of a link as an event, and aborts the client's
+requests.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Frames for one peer. Clients reach their limit in bytes first; other peers have no such limit.
+# Queue limit of one peer. A client reaches its byte limit first; other peers have no byte limit.
 MAX_QUEUED_FRAMES = 1 << 16
-FRAMES_A_TURN = 256  # so that a flood of frames delays no beat
+FRAMES_A_TURN = 256  # limited, so that a flood of frames delays no heartbeat
 LAST_WORDS_MS = 200
-UNHELD_S = 0.01  # between two looks whether clients may be answered again
+UNHELD_S = 0.01  # seconds between two checks whether clients may be answered again
 
 
 class LoopAnswers(Protocol):
-    """The loop's answers to the I/O thread; given at any time, on any thread."""
+    """The loop's answers to the I/O thread; they may be asked at any time, on any thread."""
 
     def failure_now(self) -> str:
-        """Return why the group has ended, or "" while it serves."""
+        """Return why the group has ended; "" while it serves."""
         ...
 
     def pause_now(self) -> str:
-        """Return why no step runs for now, though the group will go on; "" while steps run."""
+        """Return why no step runs at the moment, if the group will continue; "" while steps run."""
         ...
 
     def is_held(self) -> bool:
-        """Whether the engine holds its lease, and so may answer clients."""
+        """Return whether the engine holds its lease; only then it may answer clients."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -70,9 +71,9 @@ class ClientLink:
     """One connection of one client. Only the I/O thread uses its attributes.
 
     Attributes:
-        unread: number and bytes of each message that the client has not confirmed.
-        waiting_tokens: the tokens that wait here for its requests, by its own count.
-        groups_version: of the group list by which it routes.
+        unread: number and size in bytes of each message that the client has not confirmed.
+        waiting_tokens: tokens of the client's requests that wait here, as the client counts them.
+        groups_version: version of the group list by which the client routes.
     """
 
     def __init__(self, routing_id: bytes, client: str, silence: Silence) -> None:
@@ -94,7 +95,7 @@ class ClientLink:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-# None: the link is over, and with it all requests of its client.
+# None as the second value: the link has ended, so all requests of its client end.
 ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
@@ -103,9 +104,9 @@ class ClientLinks:
 
     Args:
         place: where the socket listens.
-        token: the deployment's, which clients must send.
+        token: the deployment's token, which clients must send.
         link_s: a client that is silent for longer is lost.
-        max_unread_bytes: a client that has more to read is cut off.
+        max_unread_bytes: a client with more unread bytes is disconnected.
 
     Attributes:
         address: where clients connect.
@@ -123,7 +124,7 @@ class ClientLinks:
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        # A frame that cannot be sent is an error, and not lost silently.
+        # If a frame cannot be sent, this raises an error; without it, the frame is lost silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
@@ -133,7 +134,7 @@ class ClientLinks:
         self._outgoing: deque[tuple[ClientLink, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
-        self._told = "", ""  # the failure, and the pause, that clients know of
+        self._told = "", ""  # the failure and the pause that clients were told
         self._setting = threading.Lock()
         self._groups = GroupList(0, ())
         self._told_groups = self._groups
@@ -142,14 +143,14 @@ class ClientLinks:
     # ---- the loop's thread
 
     def start(self, answers: LoopAnswers) -> None:
-        """Serve clients from now on."""
+        """Start to serve clients."""
         self._thread = threading.Thread(
             target=self._run, args=(answers,), name="client-links", daemon=True
         )
         self._thread.start()
 
     def next_events(self, timeout_s: float) -> list[ClientEvent]:
-        """Return the clients' events, after waiting up to ``timeout_s`` for the first one."""
+        """Return the clients' events; wait up to ``timeout_s`` for the first event."""
         events: list[ClientEvent] = []
         try:
             events.append(self._events.get(timeout_s > 0, timeout_s or None))
@@ -159,31 +160,32 @@ class ClientLinks:
             return events
 
     def send(self, link: ClientLink, deltas: StepDeltas) -> None:
-        """Send deltas, in order; a link that is over takes none."""
+        """Send deltas, in order; deltas for a link that has ended are dropped."""
         self._outgoing.append((link, deltas))
         self._wakeup.wake()
 
     def wake(self) -> None:
-        """Send a new failure to clients at once."""
+        """Wake the I/O thread, so that it sends a new failure to clients at once."""
         self._wakeup.wake()
 
     def set_groups(self, groups: GroupList) -> None:
-        """Send the list of groups to all clients; any thread. Calls may overtake each other: the
-        latest version holds.
+        """Send the list of groups to all clients. Any thread.
+
+        Calls may arrive out of order: the list with the latest version is used.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)
         self._wakeup.wake()
 
     def have_confirmed(self, version: int) -> bool:
-        """Whether all clients route by this version of the groups, or a later one; any thread.
+        """Return whether all clients route by this version of the list, or a later one. Any thread.
 
-        The requests that they routed by earlier versions are in ``take`` by then.
+        Then the loop's ``next_events`` has all requests that clients routed by earlier versions.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
     def close(self) -> None:
-        """Send all deltas that are queued, and end the thread."""
+        """Send all queued deltas, and end the thread."""
         self._closing.set()
         self._wakeup.wake()
         if self._thread is not None:
@@ -258,7 +260,8 @@ class ClientLinks:
                 self._end(link)
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
-        # Before the status, after which the client sends requests: the list may name a drain.
+        # Sent before the status: the client sends requests after the status, and the list may say
+        # that a group drains.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))
@@ -315,9 +318,9 @@ class ClientLinks:
             self._end(link)
 
     def _write(self, routing_id: bytes, frame: bytes) -> bool:
-        """Send a frame; return whether the peer takes it."""
+        """Send a frame; return whether the peer accepted it."""
         try:
             self._socket.send_multipart([routing_id, frame], zmq.NOBLOCK)
-        except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH), or reads nothing (EAGAIN)
+        except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH), or does not read (EAGAIN)
             return False
         return True

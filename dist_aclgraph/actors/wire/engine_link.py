@@ -1,4 +1,4 @@
-"""A client's end of the link to one engine. The client's I/O thread alone uses it."""
+"""A client's end of the link to one engine. Only the client's I/O thread uses it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from dist_aclgraph.actors.wire.messages import (
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message, read_frame
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
-FRAMES_A_TURN = 256  # so that a flood of tokens delays no beat
+FRAMES_A_TURN = 256  # limited, so that a flood of tokens delays no heartbeat
 LAST_WORDS_MS = 100
-# Why a link is lost: the engine's process has ended, is silent, reports the end of its group,
-# refuses the client, or has sent junk.
+# Why a link is lost. gone: the engine's process has ended. silent: no sign of life for too long.
+# failed: the engine reports the end of its group. refused: the engine refuses the client. broken:
+# the engine has sent junk.
 LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 REFUSALS = (
@@ -39,17 +40,19 @@ REFUSALS = (
 
 
 class EngineLink:
-    """One connection. After an error it is over: close it, and open another one.
+    """One connection. It cannot be used after an error: close it, and open another one.
 
     Args:
-        link_s: an engine that is silent for longer is gone.
+        link_s: an engine that is silent for longer counts as dead.
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
-        is_lost: whether this connection is over; set where its error is caught.
-        loss_kind: why, once an error has said so.
-        others_tokens: the tokens that wait at the engine for other clients, by its last status.
-        pause: why the engine runs no step for now, by its last status; "" while it does.
+        is_lost: whether this connection has ended; set by the code that catches its error.
+        loss_kind: why the connection was lost; set when an error is raised.
+        others_tokens: tokens of other clients' requests that wait at the engine, by its last
+            status.
+        pause: why the engine runs no step at the moment, by its last status; "" while it runs
+            steps.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # No limit that discards or blocks: what we send is bounded by the requests that are open.
+        # No limit that drops messages or blocks: the number of open requests limits what we send.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)
@@ -76,17 +79,17 @@ class EngineLink:
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """What to poll."""
+        """The sockets to poll."""
         return self._socket, self._monitor
 
     def send(self, message: ToEngine) -> None:
         self._socket.send(encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> Iterator[Deltas | Answer | GroupList]:
-        """Yield what the engine has sent.
+        """Yield the messages that the engine has sent.
 
         Raises:
-            EngineDeadError: the link is lost; says why.
+            EngineDeadError: the link is lost; the message says why.
         """
         for _ in range(FRAMES_A_TURN):
             if not has_message(self._socket):
@@ -116,7 +119,8 @@ class EngineLink:
                 self._check(message)
             yield message
         else:
-            return  # there may be more, which counts even if the connection has ended since
+            # There may be more messages; they are read even if the connection has ended since.
+            return
         if has_message(self._monitor):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:
                 raise self._lost(
@@ -127,17 +131,17 @@ class EngineLink:
             raise self._lost("gone", "the connection to the engine has ended: its process is gone")
 
     def beat(self, waiting_tokens: int, groups_version: int) -> None:
-        """Give a sign of life, and see whether the engine gives any; see ``Beat``.
+        """Send a heartbeat, and check the engine's silence; see ``Beat``.
 
         Raises:
-            EngineDeadError: it has been silent for too long.
+            EngineDeadError: the engine has been silent for too long.
         """
         if self.is_lost:
             return
         if not has_message(self._socket) and self._silence.listen():
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
-        if self.is_welcome:  # else the Hello still waits for an engine
+        if self.is_welcome:  # otherwise the Hello is still waiting for an engine
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:

@@ -1,8 +1,8 @@
-"""Steps between an engine and the workers on its node: a Unix socket for each of them.
+"""Steps between an engine and the workers on its node: one Unix socket for each worker.
 
-A frame is its length in four bytes, and its bytes. The system keeps bytes in order, wakes a waiting
-peer, and reports at once when a peer's process has ended. A worker must be of this user, reach the
-engine's directory, and know the token that Ray hands over.
+A frame consists of its length in four bytes, and its content. The kernel keeps bytes in order,
+wakes a waiting peer, and reports at once when a peer's process has ended. A worker must belong to
+this user, be able to reach the engine's directory, and know the token that Ray hands to it.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
-MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # a worker that leaves more unread is cut off
+MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES  # a worker with more unread bytes is disconnected
 MAX_WAITING_CONNECTIONS = 64
-FAREWELL_S = 0.2  # for the last frame to a worker that reads slowly
-CREDENTIALS = struct.Struct("3i")  # process, user, group
+FAREWELL_S = 0.2  # seconds to wait for a worker that reads the last frame slowly
+CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 
 @dataclass(frozen=True)
 class SocketFile:
-    """Where workers on the engine's node connect, and the token that they send first."""
+    """Where workers on the engine's node connect, and the token that they must send first."""
 
     path: str
     token: str = field(repr=False)
 
 
 class FrameReader:
-    """The bytes of a connection, cut into frames."""
+    """Cuts the bytes of a connection into frames."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; return the frames that they complete.
+        """Add received bytes; return the frames that are complete now.
 
         Raises:
-            NotAMessageError: a frame is longer than a frame may be.
+            NotAMessageError: a frame is longer than MAX_MESSAGE_BYTES.
         """
-        if not self._received and 0 < self._end(data) == len(data):  # nearly always
+        # Nearly always: exactly one frame.
+        if not self._received and 0 < self._end(data) == len(data):
             return [data[LENGTH.size :]]
         self._received += data
         found = []
@@ -58,7 +59,7 @@ class FrameReader:
 
     @staticmethod
     def _end(data: bytes | bytearray) -> int:
-        """Return the end of the first frame, 0 while it is not known."""
+        """Return the end of the first frame; 0 if it is not known yet."""
         if len(data) < LENGTH.size:
             return 0
         (size,) = LENGTH.unpack_from(data)
@@ -68,7 +69,7 @@ class FrameReader:
 
 
 class _Peer:
-    """A connection at the engine. It is a worker's once it has sent the token."""
+    """A connection at the engine. The peer counts as a worker after it has sent the token."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -81,8 +82,8 @@ class LocalPeers:
     """The engine's end. Owns the socket file and all connections; for one thread.
 
     Attributes:
-        num_workers: how many have connected.
-        num_lost: how many of these connections have ended.
+        num_workers: number of workers that have connected.
+        num_lost: number of workers whose connections have ended.
     """
 
     def __init__(self, path: str) -> None:
@@ -100,11 +101,11 @@ class LocalPeers:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Return the file descriptor that is readable when ``wait`` would return a frame."""
+        """Return the file descriptor that becomes readable when ``wait`` has work to do."""
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for bytes, connections or ends, and handle them; return whether there were any."""
+        """Wait for bytes, connections or their ends, and handle them; return whether any came."""
         found = self._epoll.poll(timeout_s)
         for fd, events in found:
             peer = self._peers.get(fd)
@@ -118,18 +119,18 @@ class LocalPeers:
         return bool(found)
 
     def poll_frame(self) -> bytes | None:
-        """Return the next frame of any worker, None if there is none."""
+        """Return the next frame of any worker; None if there is none."""
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, frame: bytes) -> None:
-        """Send a frame to every worker. A worker that does not read delays no other one."""
+        """Send a frame to every worker. A worker that does not read delays no other worker."""
         data = LENGTH.pack(len(frame)) + frame
         for peer in list(self._peers.values()):
             if peer.is_worker:
                 self._send(peer, data)
 
     def close(self) -> None:
-        """Send unsent bytes to workers that read them soon, and end all connections."""
+        """Send unsent bytes to workers that read them soon; end all connections."""
         for peer in list(self._peers.values()):
             if peer.unsent:
                 peer.connection.settimeout(FAREWELL_S)
@@ -143,7 +144,7 @@ class LocalPeers:
             os.unlink(self.address.path)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has left already
+        with contextlib.suppress(OSError):  # the peer has disconnected already
             connection, _ = self._listener.accept()
             credentials = connection.getsockopt(
                 socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size
@@ -177,7 +178,7 @@ class LocalPeers:
             self._cut(peer)
 
     def _send(self, peer: _Peer, data: bytes) -> None:
-        """Send as much as the connection takes, and the rest when it takes more."""
+        """Send as many bytes as the connection accepts now; send the rest when it accepts more."""
         sent = 0 if peer.unsent else self._sent(peer, data)
         if sent < len(data):
             if not peer.unsent:
@@ -193,12 +194,12 @@ class LocalPeers:
 
     @staticmethod
     def _sent(peer: _Peer, data: bytes | bytearray) -> int:
-        """Send; return how many bytes were sent, or are dropped as the connection has ended."""
+        """Send; return the number of bytes that were sent, or dropped at a closed connection."""
         try:
             return peer.connection.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # reading reports it, after the worker's last frames
+        except OSError:  # reading reports the error, after the worker's last frames
             return len(data)
 
     def _cut(self, peer: _Peer) -> None:
@@ -253,7 +254,7 @@ class LocalEngine:
         """Send a frame.
 
         Raises:
-            EngineDeadError: the engine's process is gone.
+            EngineDeadError: the engine's process has ended.
         """
         try:
             self._connection.sendall(LENGTH.pack(len(frame)) + frame)
@@ -261,7 +262,7 @@ class LocalEngine:
             raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
 
     def end(self) -> None:
-        """Have ``receive`` and ``send`` raise from now on. Any thread."""
+        """Make ``receive`` and ``send`` raise from now on. Any thread."""
         with contextlib.suppress(OSError):  # closed already
             self._connection.shutdown(socket.SHUT_RDWR)
 

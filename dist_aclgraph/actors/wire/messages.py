@@ -1,10 +1,11 @@
 """The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
-Plain MessagePack, as between engine and workers (``steps/step.py``); each message is one frame.
-A client says ``Hello`` first, and ``Beat`` regularly; an engine answers both with an
-``EngineStatus``, and a wrong token with ``Refused``. It ignores a peer that has not said ``Hello``.
-After ``Hello``, and whenever the groups change, it sends the ``GroupList``. A link that fails at
-one end takes its requests with it: the client ends them with an error, the engine aborts them.
+Messages are plain MessagePack, like those between engine and workers (``steps/step.py``); each
+message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine answers both
+with an ``EngineStatus``, and a wrong token with ``Refused``. The engine ignores a peer that has not
+sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends the ``GroupList``.
+If a link fails at one end, its requests end: the client gives them to another engine or ends them
+with an error, and the engine aborts them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# Sent to a client and not confirmed by it: more means that it has stopped reading.
+# Sent to a client but not confirmed by it. If there are more bytes, the client has stopped reading.
 MAX_UNREAD_BYTES = 128 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message on a connection. It ends an earlier connection of the same client."""
+    """The first message on a connection. It ends an earlier connection of the same client."""
 
     token: str
     client: str
@@ -37,9 +38,10 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """A sign of life.
 
     Attributes:
-        received: the number of the last ``Deltas`` that were read.
-        waiting_tokens: the tokens that wait at this engine for the client's requests.
-        groups_version: of the last ``GroupList`` that was read; later requests are routed by it.
+        received: number of the last ``Deltas`` that the client has read.
+        waiting_tokens: tokens of the client's requests that wait at this engine.
+        groups_version: version of the last ``GroupList`` that the client has read; it routes later
+            requests by this list.
     """
 
     received: int = 0
@@ -48,41 +50,42 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The client leaves: its requests are aborted."""
+    """The client leaves, so its requests are aborted."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A new request. ``sampling.seed`` is final: the client draws one if the user gives none.
+    """A new request. ``sampling.seed`` is final: the client draws a seed if the user gives none.
 
-    Deltas name the request by ``number``, which no other request of the connection has meanwhile.
+    Deltas name the request by ``number``. While the request runs, no other request of the
+    connection has this number.
     """
 
     request_id: str
     number: RequestNumber
-    prompt: bytes  # int32 [num_tokens]: the prompt, then the output that the request has already
+    prompt: bytes  # int32 [num_tokens]: the prompt, then the output that the request already has
     sampling: RowSampling
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    cache_salt: str = ""  # cached blocks are shared with requests of the same salt only
+    cache_salt: str = ""  # only requests with the same salt share cached blocks
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop a request and free what it holds; unknown ids are ignored."""
+    """Stop a request and free its resources; unknown ids are ignored."""
 
     request_id: str
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """A question; the answer repeats its id."""
+    """A question; the answer repeats the question's id."""
 
     query_id: int
     what: QueryKind
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """One message per step for all requests of one client.
+    """One message per step, for all requests of one client.
 
-    ``number`` counts them on each connection, from 1: a gap means that tokens are lost.
+    ``number`` counts these messages on each connection, from 1: a gap means that tokens are lost.
     """
 
     step: StepDeltas
@@ -93,9 +96,10 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     """The engine's sign of life.
 
     Attributes:
-        failure: why the engine has ended, "" while it serves.
-        pause: why no step runs for now, though the group will go on; "" while steps run.
-        others_tokens: the tokens that wait here for other clients, by their own count.
+        failure: why the engine has ended; "" while it serves.
+        pause: why no step runs at the moment, if the group will continue; "" while steps run.
+        others_tokens: tokens of other clients' requests that wait here, as those clients count
+            them.
     """
 
     failure: str = ""
@@ -108,10 +112,10 @@ class GroupEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         name: a number that no other group of the deployment ever has.
-        address: of its engine.
-        cache_blocks: of the KV caches of all its data-parallel ranks.
-        tokens_per_block: of those.
-        is_draining: it takes no new requests.
+        address: address of the group's engine.
+        cache_blocks: number of KV blocks of all the group's data-parallel ranks together.
+        tokens_per_block: number of tokens in each of these blocks.
+        is_draining: the group accepts no new requests.
     """
 
     name: str
@@ -122,9 +126,9 @@ class GroupEntry(msgspec.Struct, frozen=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, tag="groups"):
-    """All groups of the deployment; every engine tells its clients, and the latest version holds.
+    """All groups of the deployment; every engine sends it to clients. The latest version counts.
 
-    A group that is not in the list has no requests: they end where they run.
+    A group that is not in the list gets no new requests; its running requests end in that group.
     """
 
     version: int
@@ -139,7 +143,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine does not serve this client, or no longer: this is the last message to it."""
+    """The engine does not serve this client (any more). This is the last message to the client."""
 
     reason: str
 

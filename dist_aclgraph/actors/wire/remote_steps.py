@@ -1,6 +1,7 @@
 """Steps between an engine and workers on other nodes.
 
-ZeroMQ with CURVE keys: PUB/SUB for plans, PUSH/PULL for results; ``addresses.py`` says where.
+The channel uses ZeroMQ with CURVE keys: PUB/SUB for plans, PUSH/PULL for results; for addresses see
+``addresses.py``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from dist_aclgraph.actors.wire.addresses import Endpoint, Listener, Place
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message
 from dist_aclgraph.errors import EngineDeadError
 
-LOOK_MS = 500  # between two looks whether a wait should end
-WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}  # frames of XPUB: a subscription to all, and its end
-FAREWELL_MS = 200  # for the last frame; a dead worker must not hold us
+LOOK_MS = 500  # milliseconds between two checks whether a wait should end
+# Frames of XPUB: subscription to all topics, and its end.
+WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}
+FAREWELL_MS = 200  # milliseconds for the last frame; a dead worker must not delay us longer
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where workers on other nodes find their engine: one endpoint for each direction."""
+    """Where workers on other nodes connect to their engine: one endpoint for each direction."""
 
     plans: Endpoint
     results: Endpoint
@@ -31,7 +33,7 @@ class RemotePeers:
     """The engine's end. Owns both sockets; for one thread.
 
     Attributes:
-        num_workers: workers that are connected.
+        num_workers: number of connected workers.
 
     Raises:
         PlacementError: no port is free.
@@ -41,7 +43,8 @@ class RemotePeers:
         self.num_workers = 0
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
-        # Every worker subscribes to the same topic. Verboser: each that comes or leaves is told of.
+        # Every worker subscribes to the same topic. VERBOSER reports each subscription and each
+        # end.
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
         self._plans.setsockopt(zmq.LINGER, 0)
@@ -58,7 +61,7 @@ class RemotePeers:
         return Endpoints(self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id))
 
     def wait(self, timeout_s: float, beside: int | None = None) -> bool:
-        """Wait until this end or the file ``beside`` is readable; return whether one is."""
+        """Wait until this end or the file ``beside`` is readable; return whether one of them is."""
         if beside is not None and beside not in self._poller:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))
@@ -67,7 +70,7 @@ class RemotePeers:
         return bool(found)
 
     def poll_frame(self) -> bytes | None:
-        """Return the next frame of any worker, None if there is none."""
+        """Return the next frame of any worker; None if there is none."""
         return self._results.recv() if has_message(self._results) else None
 
     def send(self, frame: bytes) -> None:
@@ -103,7 +106,8 @@ class RemoteEngine:
         """Return the next frame.
 
         Raises:
-            EngineDeadError: see ``end``; this end does not notice the engine's death.
+            EngineDeadError: ``end`` was called; this end does not notice the engine's death by
+                itself.
         """
         while not self._plans.poll(LOOK_MS):
             if self._is_over.is_set():
@@ -111,7 +115,7 @@ class RemoteEngine:
         return self._plans.recv()
 
     def end(self) -> None:
-        """Have a waiting ``receive`` raise. Any thread."""
+        """Make a waiting ``receive`` raise. Any thread."""
         self._is_over.set()
 
     def send(self, frame: bytes) -> None:

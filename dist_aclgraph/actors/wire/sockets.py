@@ -1,4 +1,4 @@
-"""What our sockets share: reading frames that anybody may have sent, and waking their thread."""
+"""Helpers of all sockets: reading frames from untrusted peers, and waking the I/O thread."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ T = TypeVar("T")
 
 # ZeroMQ closes the connection of a peer that announces a longer frame.
 MAX_MESSAGE_BYTES = 64 << 20
-DRAINED_BYTES = 4096  # of wake-ups at once
+DRAINED_BYTES = 4096  # bytes of wake-ups that are read at once
 
 
 def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     """Return the message in ``frame``.
 
     Raises:
-        NotAMessageError: the bytes are no message; any bytes lead to this error only.
+        NotAMessageError: the bytes are not a message; no bytes cause any other error.
     """
     try:
         return decoder.decode(frame)
-    # Text that is not UTF-8, and fields nested too deep, are no errors of msgspec's own.
+    # The last two errors are for text that is not UTF-8, and for fields that are nested too deep.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise NotAMessageError(f"{len(frame)} bytes are not a message of ours: {e}") from None
 
 
 def has_message(owned: zmq.Socket[bytes]) -> bool:
-    """Say whether a socket has a message, at a fraction of what ``poll`` costs."""
+    """Return whether a socket has a message; this costs a fraction of ``poll``."""
     return bool(int(owned.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class Wakeup:
-    """Ends the poll of an I/O thread from another thread. ``fileno`` is what to poll."""
+    """Ends the poll of an I/O thread from another thread. The I/O thread polls ``fileno``."""
 
     def __init__(self) -> None:
         self._out, self._in = socket.socketpair()
@@ -48,7 +48,7 @@ class Wakeup:
         return self._in.fileno()
 
     def wake(self) -> None:
-        # A full socket has wake-ups already, and a closed one means that the thread has ended.
+        # If the socket is full, there are wake-ups already; if it is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._out.send(b"\0")
 

@@ -1,8 +1,8 @@
-"""The hot path between an engine and its workers: plans out to all, results back from all.
+"""The hot path between an engine and its workers: plans go to all, results come back from all.
 
-Unix sockets for workers on the engine's node (``local_steps.py``), ZeroMQ for those on others
-(``remote_steps.py``); MessagePack inside. Every message carries epoch and step; stale ones are
-dropped.
+Workers on the engine's node use Unix sockets (``local_steps.py``), workers on other nodes ZeroMQ
+(``remote_steps.py``); messages are MessagePack. Every message contains epoch and step; messages of
+old epochs or steps are dropped.
 """
 
 from __future__ import annotations
@@ -38,35 +38,36 @@ from dist_aclgraph.steps.step import (
 )
 from dist_aclgraph.topology import GroupRank, WorldRank
 
-POLL_S = 0.1  # how often a wait looks whether it should end
-GONE_S = 1.0  # after a worker's connection has ended, until others have reported its failure
+POLL_S = 0.1  # seconds between two checks whether a wait should end
+# After a worker's connection has ended, seconds to wait for other workers' reports of its failure.
+GONE_S = 1.0
 SOCKET_FILE = "steps"
 
 logger = logging.getLogger(__name__)
 
 
-ChannelAddress = SocketFile | Endpoints  # where a worker finds its engine
+ChannelAddress = SocketFile | Endpoints  # where a worker connects to its engine
 
 
 class Deadline:
-    """A limit for several waits together."""
+    """A time limit for several waits together."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.at_s = time.monotonic() + timeout_s
 
     def shorten(self, timeout_s: float) -> None:
-        """Shorten the remaining time to this, if it is longer."""
+        """Shorten the remaining time to ``timeout_s`` if it is longer."""
         self.at_s = min(self.at_s, time.monotonic() + timeout_s)
 
 
 def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
-    """The statuses of ranks that cannot be asked."""
+    """Return empty statuses, for ranks that cannot be asked."""
     return dict.fromkeys(ranks)
 
 
 class StepSender:
-    """The engine's end. Owns its sockets for workers on its node and on others."""
+    """The engine's end. Owns the sockets for workers on its node and on other nodes."""
 
     def __init__(
         self,
@@ -74,10 +75,11 @@ class StepSender:
         place: Place,
         ask: AskRanks = unknown_statuses,
     ) -> None:
-        """Bind.
+        """Bind the sockets.
 
         Args:
-            world_ranks: of the group's workers, which answer with their ranks in the group.
+            world_ranks: world ranks of the group's workers; their answers contain their group
+                ranks.
             place: where the sockets listen.
             ask: returns the statuses of ranks that did not answer in time.
 
@@ -98,7 +100,7 @@ class StepSender:
                 raise
 
     def address_for(self, node_id: str) -> ChannelAddress:
-        """Return where a worker on a node finds this end.
+        """Return where a worker on a node connects to this end.
 
         Raises:
             PlacementError: the engine expects workers on its own node only.
@@ -110,10 +112,10 @@ class StepSender:
         return self._remote.address_for(node_id)
 
     def wait_for_workers(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Return when every worker listens; plans sent earlier would be lost.
+        """Wait until every worker is connected; plans that are sent earlier would be lost.
 
         Raises:
-            WorkerStartTimeoutError: a worker did not listen in time.
+            WorkerStartTimeoutError: a worker did not connect in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while (connected := self._num_connected()) < self._num_workers:
@@ -139,7 +141,7 @@ class StepSender:
     def receive(
         self, plan: StepPlan, timeout_s: float, check: Callable[[], None]
     ) -> list[StepResult]:
-        """Return the results of ``plan`` from all workers, in order of arrival.
+        """Return the results of ``plan`` from all workers, in the order of arrival.
 
         Raises:
             WorkerLostError: a worker failed or did not answer in time; names the rank.
@@ -159,7 +161,7 @@ class StepSender:
         return list(results.values())
 
     def _failure(self, result: StepResult) -> WorkerLostError:
-        """Return the error for a rank's report."""
+        """Return the error for the failure that a rank reported."""
         rank = self._world_ranks[result.rank]
         if result.fault is None:
             return WorkerLostError(result.error, rank, "SERVING")
@@ -168,7 +170,7 @@ class StepSender:
     def receive_resumed(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Return why ranks have not come back in this epoch; empty if all have come back.
+        """Return the reason of each rank that could not be resumed in this epoch; usually empty.
 
         Raises:
             WorkerLostError: a worker did not answer in time; names the rank.
@@ -220,7 +222,7 @@ class StepSender:
                 return message
 
     def _wait(self) -> bool:
-        """Wait for a frame, for a while; return whether one may have come."""
+        """Wait a short time for a frame; return whether a frame may have come."""
         if self._remote is None:
             return self._local.wait(POLL_S)
         found = self._remote.wait(POLL_S, beside=self._local.fileno())
@@ -228,7 +230,7 @@ class StepSender:
         return found
 
     def _take(self) -> bytes | None:
-        """Return the next frame of any worker, None if there is none."""
+        """Return the next frame of any worker; None if there is none."""
         frame = self._local.poll_frame()
         if frame is None and self._remote is not None:
             frame = self._remote.poll_frame()
@@ -247,7 +249,7 @@ class StepSender:
         )
 
     def close(self, epoch: int) -> None:
-        """Tell workers to leave their loop, and close the sockets."""
+        """Tell workers to leave their step loops, and close the sockets."""
         try:
             self.send(Shutdown(epoch))
         finally:
@@ -260,10 +262,10 @@ class StepReceiver:
     """A worker's end. Owns its connection."""
 
     def __init__(self, address: ChannelAddress) -> None:
-        """Connect.
+        """Connect to the engine.
 
         Raises:
-            EngineDeadError: no engine listens, on the engine's node.
+            EngineDeadError: the engine is on this node, and does not listen.
         """
         self._engine: LocalEngine | RemoteEngine
         if isinstance(address, SocketFile):
@@ -276,12 +278,13 @@ class StepReceiver:
         return self._engine.has_message()
 
     def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
-        """Return the next message of ``epoch``, or None when the engine shuts down.
+        """Return the next message of ``epoch``; None if the engine shuts down.
 
-        Frames that are no messages are dropped.
+        Frames that are not messages are dropped.
 
         Raises:
-            EngineDeadError: on the engine's node, its process is gone; or see ``end``.
+            EngineDeadError: the engine is on this node and its process has ended; or ``end`` was
+                called.
         """
         while True:
             try:
@@ -296,7 +299,7 @@ class StepReceiver:
         self._engine.send(encoder.encode(result))
 
     def end(self) -> None:
-        """Have ``receive`` raise as if the engine's process had ended. Any thread."""
+        """Make ``receive`` raise as if the engine's process had ended. Any thread."""
         self._engine.end()
 
     def close(self) -> None:

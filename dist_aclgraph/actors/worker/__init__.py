@@ -1,1 +1,1 @@
-"""The actor of one rank, and all ranks of a group as one."""
+"""The actor of one rank, and all ranks of a group as one object."""

@@ -1,9 +1,9 @@
-"""The stages of a rank's start: one value for each, from which the next one is made.
+"""The stages of a rank's start: each stage is a value, and the next stage is made from it.
 
-``join_rank`` gives a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
-``RunningRank``; ``leave`` leads from there back to a ``LoadedRank``, which may join again. Heavy
-imports happen inside, after Ray has set the process's environment: torch_npu reads it once, at
-import.
+``join_rank`` returns a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
+``RunningRank``. ``RunningRank.leave`` returns a ``LoadedRank``, which may join another group. Heavy
+imports are inside the functions, after Ray has set the process's environment: torch_npu reads the
+environment once, when it is imported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
-NoteProgress = Callable[[int, int], None]  # bytes of weights loaded, and in all
+NoteProgress = Callable[[int, int], None]  # bytes of weights loaded so far, total bytes
 
 
 def join_rank(
@@ -58,17 +58,19 @@ def join_rank(
     """Open the device and join the lockstep group that meets at ``rendezvous``.
 
     Args:
-        meeting: the socket that listens there, at rank 0 of a group over several nodes.
+        meeting: the listening socket at ``rendezvous``; only for rank 0 of a group on several
+            nodes.
 
     Raises:
-        ConfigError: plans do not know the chip, or the chip does not support the configuration.
+        ConfigError: planning does not know the chip, or the chip does not support the
+            configuration.
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # In this process's environment, which is its node's: no other process can check it.
+    # Checked here: the environment of this process decides, and no other process can read it.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
-    # Before torch_npu makes its threads, which inherit the cores.
+    # Before torch_npu starts its threads, because they inherit the cores.
     cores = _bind_cores(config, rank)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
     check_partition(config.graph.mode, is_soft=is_soft_partition())
@@ -84,7 +86,7 @@ def join_rank(
 
 
 def _bind_cores(config: Config, rank: WorldRank) -> frozenset[int]:
-    """Bind this process to the cores of its NPU and return them; none if it is not bound."""
+    """Bind this process to its NPU's cores; return the cores, or an empty set if not bound."""
     if resolve_kind(config.device.kind) != "npu":
         return frozenset()
     try:
@@ -135,7 +137,7 @@ def _check_chip(
 
 @contextmanager
 def _host_threads(num_processes: int) -> Iterator[None]:
-    """Have torch compute on this process's share of the cores, as one of ``num_processes``."""
+    """Let torch use this process's share of the cores; ``num_processes`` processes share them."""
     import torch
 
     before = torch.get_num_threads()
@@ -147,10 +149,10 @@ def _host_threads(num_processes: int) -> Iterator[None]:
 
 
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
-    """Whether collectives must give the same sum in every run and on every rank.
+    """Return whether collectives must give the same sum in every run and on every rank.
 
-    Ranks with the same tokens route them, and accept drafts, each for itself: with sums that differ
-    in the last bit, they might choose differently.
+    Ranks with the same tokens route the tokens to experts, and accept drafts, independently of each
+    other. If their sums differed in the last bit, ranks might decide differently.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic
@@ -168,27 +170,27 @@ class JoinedRank:
     group_rank: GroupRank
     npu: Npu
     groups: RankGroups
-    layout: ParallelLayout  # of the lockstep group
+    layout: ParallelLayout  # layout of the lockstep group
     exchange: ExchangeRule
     streams: StreamLedger
-    cores: frozenset[int]  # to which this process is bound; none if it is not
+    cores: frozenset[int]  # the cores that this process is bound to; empty if it is not bound
 
     @property
     def description(self) -> str:
-        """The device and its cores, in plain words."""
+        """The device and its cores, in words for users."""
         if not self.cores:
             return self.npu.description
         return f"{self.npu.description}, bound to {len(self.cores)} cores of the host"
 
     @property
     def domains(self) -> tuple[Ranks, ...]:
-        """The communication domains that this rank is part of."""
+        """The communication domains that contain this rank."""
         return self.layout.domains_of(self.group_rank)
 
     def join_again(self, rendezvous: str, meeting: socket.socket | None) -> JoinedRank:
-        """Join a new group of the same layout, after leaving the previous one.
+        """Join a new group of the same layout; the rank has left its previous group.
 
-        Weights and layers do not change: they communicate through the new group.
+        Weights and layers do not change: layers use the communicators of the new group.
         """
         streams = StreamLedger(self.npu)
         self.groups.become(
@@ -203,10 +205,10 @@ class JoinedRank:
         """Load this rank's weights.
 
         Args:
-            num_neighbours: ranks of this node that load at the same time, this one included.
+            num_neighbours: number of ranks on this node that load at the same time, with this rank.
 
         Raises:
-            ConfigError: the device cannot hold the weights, or no KV blocks beside them.
+            ConfigError: the device memory is too small for the weights and the KV cache.
         """
         from dist_aclgraph.engine.model_runner import TORCH_DTYPES
         from dist_aclgraph.models.checkpoint import Checkpoint
@@ -244,19 +246,19 @@ class JoinedRank:
                 experts=self._make_expert_setup(),
             )
         self.npu.synchronize()
-        self.npu.give_back()  # what weights were cut out of
+        self.npu.give_back()  # memory from which the weights were cut out
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
         return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
 
     def _check_needs(self, free_bytes: int) -> RankMemory:
-        """Refuse weights that are missing or cannot fit, before any of them is read.
+        """Refuse weights that are missing or cannot fit, before reading any of them.
 
         Returns:
-            The account of this rank.
+            The memory account of this rank.
         """
         config, spec = self.config, self.spec
-        # What HCCL takes is documented and not measured: no reason to refuse.
+        # The size of HCCL's buffers is documented but not measured, so it is no reason to refuse.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
@@ -284,7 +286,7 @@ class JoinedRank:
 
 @dataclass(frozen=True)
 class LoadedRank:
-    """A rank that holds its weights."""
+    """A rank whose weights are loaded."""
 
     joined: JoinedRank
     model: Decoder
@@ -332,24 +334,25 @@ class RunningRank:
         return self.loaded.joined
 
     def leave(self) -> LoadedRank:
-        """Leave the group, some of whose ranks may be dead; the device has been stopped.
+        """Leave the group, in which other ranks may be dead. The device must have been stopped.
 
-        Graphs, caches and communicators are freed; weights stay.
+        Frees graphs, caches and communicators, and keeps the weights.
 
         Raises:
-            DeviceError: the device does not come back.
+            DeviceError: the device does not recover.
         """
         from dist_aclgraph.comm.groups import leave_lockstep_group
 
         self.joined.npu.restart(resumes_groups=False)
-        self.runner.close()  # graphs hold addresses of communicators
+        # Before leaving the group, because graphs contain addresses of communicators.
+        self.runner.close()
         leave_lockstep_group()
         return self.loaded
 
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
-        """Return the kind of fault, by the contents of the faulty memory; ``uce`` if unknown.
+        """Return the kind of fault, from the contents of the faulty memory; ``uce`` if unknown.
 
-        Memory outside torch's allocator belongs to a library, or to no known owner.
+        Memory outside torch's allocator belongs to a library, or to an unknown owner.
         """
         caches = [
             MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.cache_tensors()
@@ -359,10 +362,10 @@ class RunningRank:
         return "uce_kv" if lies_in(memory, caches) else "uce_tensor"
 
     def resume(self, *, keeps_kv: bool = True) -> None:
-        """Bring the device back from an abort. Graphs stay, and so does KV that is still needed.
+        """Make the device usable again after an abort. Graphs and needed KV stay.
 
         Raises:
-            DeviceError: the device does not come back, or memory is faulty that is still needed.
+            DeviceError: the device does not recover, or memory that is still needed is faulty.
         """
         npu = self.joined.npu
         if memory := npu.bad_memory():
@@ -375,26 +378,27 @@ class RunningRank:
             self.runner.clear_cache()
 
     def make_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, which has the same number of blocks on every rank."""
+        """Allocate the KV cache; the number of blocks is the same on every rank."""
         from dist_aclgraph.device.npu import translated
 
         with translated("allocating the KV cache"):
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Before the offer: a domain takes its streams at its first collective."""
+        """Count streams of domains before the offer: a domain gets them at its first collective."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
 
     def offer(self) -> StreamOffer:
-        """Return this rank's offer to graphs.
+        """Return this rank's offer of resources for graphs.
 
-        Called after eager steps, when the HCCL domains and side streams exist, and before any
-        capture: with software queues the count does not rise again when graphs are released.
+        Called after eager steps, because these create the HCCL domains and side streams. Called
+        before any capture, because with software queues the count of free streams does not rise
+        again when graphs are released.
         """
         joined = self.joined
-        joined.npu.give_back()  # what eager steps took is in their estimate
+        joined.npu.give_back()  # the temporary memory of eager steps is in their estimate already
         free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(
@@ -411,7 +415,7 @@ class RunningRank:
         )
 
     def move(self, command: GraphCommand) -> CaptureCost:
-        """Do one move of a graph transaction, and return its cost."""
+        """Do one action of a graph transaction, and return its cost."""
         assert command.graph is not None
         if command.action == "capture":
             return self.runner.capture(command.graph)

@@ -1,4 +1,4 @@
-"""The users of a rank's streams, which its offer lists beside the number of free ones."""
+"""The users of a rank's streams; the offer lists them next to the number of free streams."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class StreamLedger:
-    """Counts the device's streams whenever something that takes some has been done.
+    """Counts the device's free streams after each operation that may take streams.
 
     Attributes:
-        taken: streams by the name of what holds them; an operation that is repeated adds to them.
+        taken: number of streams by the name of their user; repeated operations of one name add up.
     """
 
     def __init__(self, npu: Npu) -> None:
@@ -22,7 +22,7 @@ class StreamLedger:
         self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
-        """Enter the user of the streams that were taken since the last entry."""
+        """Record the user of all streams that were taken since the last call."""
         available = self._npu.available_streams()
         self.taken[what] += self._available - available
         if not self.taken[what]:

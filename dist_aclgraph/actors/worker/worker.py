@@ -1,6 +1,6 @@
-"""The worker actor: one NPU, one rank. Cold phases are calls; steps come over the step channel.
+"""The worker actor: one NPU, one rank. Start phases are Ray calls; steps use the step channel.
 
-Ray calls the phases by name; ``rank_stages`` implements them.
+The controller calls the phases by name through Ray; ``rank_stages`` implements them.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class WorkerInfo:
     pid: int
     npu_ids: tuple[int, ...]
     kind: DeviceKind = "emulated"
-    has_weights: bool = False  # of the group that it was in
+    # Whether it still has the weights that it loaded for a previous group.
+    has_weights: bool = False
 
 
 class Worker:
     """State of one rank, from placement to death. A worker is never restarted.
 
-    It may outlive its group: it leaves the group, and joins the next one with its weights.
+    A worker may outlive its group: it leaves the group, and joins the next one with its weights.
     """
 
     def __init__(self, config: Config, epoch: int) -> None:
@@ -72,18 +73,18 @@ class Worker:
         self._phase = "PLACING"
         self._last_step = -1
         self._neighbour = ALONE
-        self._neighbours: dict[int, int] = {}  # handles of other ranks' processes, by their ids
-        self._progress = (0, 0)  # bytes of weights loaded, and in all
+        self._neighbours: dict[int, int] = {}  # process handles of other ranks, by process id
+        self._progress = (0, 0)  # bytes of weights loaded so far, total bytes
         self._doing = ""
-        self._is_told_to_stop = False  # and so steps fail, with any error
+        self._is_told_to_stop = False  # if so, steps fail, with any error
         self._leaving = threading.Lock()
-        self._is_sound = True  # what its device's memory holds, but for KV and for
-        self._bad_memory: set[MemoryRange] = set()  # faulty memory of tensors
+        self._is_sound = True  # whether device memory, except KV and _bad_memory, is intact
+        self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
         self._lease = Lease(config.timeouts.link_s)
-        self._channel: StepReceiver | None = None  # while the step loop runs
+        self._channel: StepReceiver | None = None  # None while no step loop runs
 
     @property
     def _joined(self) -> JoinedRank | None:
@@ -101,10 +102,11 @@ class Worker:
     def ping(self, number: int | None = None) -> dict[str, Any]:
         """Return this worker's status: rank, phase, last step, progress of loading.
 
-        ``waits`` says whether its host waits for the device.
+        ``waits`` says whether the worker's host thread waits for the device.
 
         Args:
-            number: of the controller's question, while this worker serves; it renews the lease.
+            number: number of the controller's question; while this worker serves, it renews the
+                lease.
         """
         if number is not None:
             self._lease.renew(number)
@@ -120,35 +122,35 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop_device(self, timeout_s: float) -> None:
-        """Abort the device's work; the step loop gets an error of its device.
+        """Abort the work on the device; the step loop then gets an error from the device.
 
-        A device that does not stop in time ends the process.
+        If the device does not stop in time, the process ends.
 
         Raises:
             DeviceError: the device cannot be stopped.
         """
         with self._leaving:
             if not isinstance(self._stage, RunningRank):
-                return  # it has left the group that this was said of
+                return  # it has left the group that the caller meant
             self._is_told_to_stop = True
             self._stage.joined.npu.stop(timeout_s)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def dismiss(self) -> None:
-        """End the step loop, as if the engine's process were gone."""
+        """End the step loop, as if the engine's process had ended."""
         if self._channel is not None:
             self._channel.end()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
-        """End another rank's process; return whether it has ended in time."""
+        """End another rank's process; return whether it ended in time."""
         handle = self._neighbours.get(pid)
         return handle is not None and end_process(handle, timeout_s)
 
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
-        """Return this worker's place. From now on the worker ends with its raylet."""
+        """Return this worker's place. After this call, the worker ends when its raylet ends."""
         if self._stage is None:
             leave_with_raylet()
         context = ray.get_runtime_context()
@@ -163,14 +165,14 @@ class Worker:
         )
 
     def prepare(self, neighbour: Neighbour, pids: Sequence[int]) -> None:
-        """Begin to read weights ahead; build the emulated NPU if this node has none.
+        """Start to read weights ahead; build the emulated NPU if this node has no NPU.
 
         Args:
-            pids: processes of the other ranks of the group that are on this node.
+            pids: processes of the group's other ranks on this node.
         """
         self._meet_neighbours(pids)
         if self._stage is not None:
-            return  # it has been in a group
+            return  # it was in a group before
         self._neighbour = neighbour
         if self._config.weights != "dummy":
             read_ahead(weight_files(self._config.model), neighbour)
@@ -182,11 +184,12 @@ class Worker:
             os.close(handle)
         self._neighbours.clear()
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # calls will say so
+            # Later calls will report the dead process.
+            with contextlib.suppress(ProcessLookupError):
                 self._neighbours[pid] = os.pidfd_open(pid)
 
     def open_meeting(self) -> str:
-        """Listen for the ranks of a group on several nodes, and return the address.
+        """Listen for the ranks of a group on several nodes; return the address for them.
 
         Raises:
             PlacementError: no port is free.
@@ -197,12 +200,12 @@ class Worker:
         return f"tcp://{url_host(host)}:{self._meeting.getsockname()[1]}"
 
     def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> str:
-        """Open the device and join the lockstep group; return the device in plain words.
+        """Open the device and join the lockstep group; return the device's description.
 
-        A worker that has weights keeps them, its device and its ranks.
+        A worker with weights keeps the weights, its device and its ranks.
 
         Args:
-            group_rank: place in the lockstep group; answers carry it.
+            group_rank: index in the lockstep group; the worker's answers contain it.
         """
         self._rank, self._phase = rank, "JOINING"
         if rendezvous.startswith("tcp://"):
@@ -220,9 +223,9 @@ class Worker:
         return self._stage.description
 
     def load(self) -> int:
-        """Load this rank's weights, if it has none; return their bytes.
+        """Load this rank's weights if none are loaded; return their size in bytes.
 
-        As ``JoinedRank.load``.
+        Raises the same errors as ``JoinedRank.load``.
         """
         self._phase = "LOADING"
         if isinstance(self._stage, LoadedRank):
@@ -232,27 +235,27 @@ class Worker:
         return self._stage.weight_bytes
 
     def leave(self, epoch: int) -> None:
-        """Leave the lockstep group, which is lost; device and weights stay for the next group.
+        """Leave the lost lockstep group; keep the device and the weights for the next group.
 
-        Weights are freed, too, if faulty memory cannot be given back without them. Called once the
-        device has been stopped; waits until the step loop is over.
+        If faulty memory can only be freed together with the weights, the weights are freed, too.
+        Called after the device has been stopped; waits until the step loop has ended.
 
         Args:
-            epoch: of the next group.
+            epoch: epoch of the next group.
 
         Raises:
-            DeviceError: the device does not come back, or the contents of its memory are unknown.
+            DeviceError: the device does not recover, or the contents of its memory are unknown.
         """
         if not self._is_sound or not self._knows_bad_memory():
             raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
-        with self._leaving:  # the device may be stopped before this, but not meanwhile
+        with self._leaving:  # the device may be stopped before this block, but not during it
             self._stage = self._running.leave()
         gc.unfreeze()
         self._give_back()
         if self._is_bad_memory_held():
-            self._stage = self._stage.joined  # weights lie there, or beside it
+            self._stage = self._stage.joined  # weights are in the faulty memory or next to it
             self._give_back()
             if self._is_bad_memory_held():
                 raise DeviceError(f"rank {self._rank} cannot give back memory that was faulty")
@@ -261,20 +264,20 @@ class Worker:
         self._is_told_to_stop = False
 
     def _knows_bad_memory(self) -> bool:
-        """Take note of all faulty memory; return whether it was of tensors, if there is any."""
+        """Record all faulty memory; return whether there is none, or all of it held tensors."""
         memory = self._running.joined.npu.bad_memory()
         self._bad_memory.update(memory)
         return not memory or self._running.locate(memory) != "uce"
 
     def _is_bad_memory_held(self) -> bool:
-        """Return whether memory that was faulty is still for tensors, now or to come."""
+        """Return whether the allocator still has memory that was faulty, used or free."""
         if not self._bad_memory:
             return False
         assert self._joined is not None
         return touches(tuple(self._bad_memory), self._joined.npu.tensor_memory())
 
     def _give_back(self) -> None:
-        """Give memory back to the device that nothing refers to."""
+        """Return unused memory to the device."""
         gc.collect()
         assert self._joined is not None
         self._joined.npu.give_back()
@@ -283,23 +286,23 @@ class Worker:
         self._progress = (done, total)
 
     def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
-        """Make a runner with a small KV cache for trials, and buffers for all ``graphs``."""
+        """Make a runner with a small KV cache for trials, and with buffers for all ``graphs``."""
         assert isinstance(self._stage, LoadedRank)
         self._phase = "NEGOTIATING"
         self._stage = self._stage.make_runner(num_blocks, max_len, graphs)
 
     def make_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, which has the same number of blocks on every rank."""
+        """Allocate the KV cache; the number of blocks is the same on every rank."""
         self._running.make_cache(num_blocks)
 
     def offer(self) -> StreamOffer:
-        """Return this rank's offer to graphs, once eager steps have run."""
+        """Return this rank's offer of resources for graphs, after eager steps have run."""
         offer = self._running.offer()
         self._phase = "CAPTURING"
         return offer
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
-        """Do one move of a graph transaction: a call before serving, a message while serving."""
+        """Do one action of a graph transaction: called before serving, sent as a message later."""
         from dist_aclgraph.device.failures import classify
 
         rank = self._running
@@ -331,18 +334,18 @@ class Worker:
         )
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Hold a plan: from now on, steps must name its version."""
+        """Store a plan: from now on, steps must name this plan's version."""
         self._plan = plan
 
     def pool_bytes(self) -> int:
-        """Bytes that all captured graphs together hold."""
+        """Return the number of bytes that all captured graphs together use."""
         return self._running.runner.pool_memory.total_bytes
 
     def check_plan(self, step: StepPlan) -> None:
-        """Refuse a step that was decided for another graph plan than the one held here.
+        """Refuse a step that was decided for another graph plan than this rank's.
 
         Raises:
-            RankDisagreementError: names both versions.
+            RankDisagreementError: the versions differ; names both versions.
         """
         if step.plan_version != self._plan.version:
             raise RankDisagreementError(
@@ -353,7 +356,7 @@ class Worker:
             )
 
     def execute(self, step: StepPlan) -> StepResult:
-        """Run one step alone.
+        """Run a single step and return its result.
 
         Raises:
             RankDisagreementError: see ``check_plan``.
@@ -364,7 +367,7 @@ class Worker:
         return rank.runner.execute(step, rank.joined.groups.dp_rank, rank.joined.group_rank)
 
     def launch(self, step: StepPlan, report: Callable[[StepResult], None]) -> None:
-        """Queue one step; if the oldest one has ended, ``report`` gets its result.
+        """Queue one step; if the oldest queued step has ended, call ``report`` with its result.
 
         Raises:
             RankDisagreementError: see ``check_plan``.
@@ -378,15 +381,15 @@ class Worker:
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
-        With two steps in flight, a step is answered when the next one is queued behind it. Every
-        failure is reported. If the device stopped with a known error, this rank waits for the
-        engine's decision, and runs no step before it is resumed; any other failure ends the loop,
-        and the group is rebuilt or stopped.
+        With two steps in flight, the worker answers a step after the next one is queued on the
+        device. The worker reports every failure to the engine. If a known error stopped the device,
+        the worker waits for the engine's decision, and runs no step before the engine resumes it.
+        Any other failure ends the loop; then the group is rebuilt or stopped.
         """
         self._phase = "SERVING"
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
-        # What exists now lives as long as the worker: collections need not look at it again.
+        # Existing objects live as long as the worker, so garbage collections need not visit them.
         gc.collect()
         gc.freeze()
         is_stopped = False
@@ -424,11 +427,11 @@ class Worker:
             runner.prepare_next(channel.has_message)
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
-        """Tell the engine; return the fault that stopped the device, if it is known."""
+        """Report to the engine; return the fault that stopped the device, None if unknown."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
-        # Reported for the step after the last one, which may have been answered: the engine ignores
-        # errors of earlier steps.
+        # The report names the step after the last one, because the last step may have been answered
+        # already, and the engine ignores errors of earlier steps.
         step = self._last_step + 1
         channel.send(
             StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
@@ -436,11 +439,11 @@ class Worker:
         return fault
 
     def _note_fault(self, fault: DeviceFault | None) -> None:
-        """Record whether the weights are still as they were loaded."""
+        """Record whether the weights are still intact after this fault."""
         self._is_sound = self._is_sound and fault in MAY_SURVIVE
 
     def _fault_of(self, error: Exception) -> DeviceFault | None:
-        """Return the fault that stopped the device, if it is known."""
+        """Return the fault that stopped the device, None if unknown."""
         npu = self._running.joined.npu
         fault = npu.fault_of(error) if isinstance(error, DeviceError) else None
         if fault == "uce":
@@ -448,7 +451,7 @@ class Worker:
         return "stopped" if fault is None and self._is_told_to_stop else fault
 
     def _locate_bad_memory(self) -> DeviceFault:
-        """Return the kind of a memory error, by the contents of the memory."""
+        """Return the kind of a memory error, from the contents of the faulty memory."""
         try:
             memory = self._running.joined.npu.bad_memory()
         except DeviceError:
@@ -457,7 +460,7 @@ class Worker:
         return self._running.locate(memory)
 
     def _resume(self, order: Resume) -> Resumed:
-        """Bring the device back, and follow the group into its next epoch."""
+        """Make the device usable again, and enter the group's next epoch."""
         rank = self._running
         self._doing, error = "coming back", ""
         try:
@@ -466,7 +469,8 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
-            # An unknown error is not "stopped" here: the device was to come back.
+            # An unknown error does not count as "stopped" here, because the device should have
+            # recovered.
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

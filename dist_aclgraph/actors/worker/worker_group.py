@@ -30,24 +30,24 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.topology import GroupRank, ParallelLayout, WorldRank
 
-PEERS_OF_A_FAILURE_S = 5.0  # how long ranks are waited for once one of them has failed
+PEERS_OF_A_FAILURE_S = 5.0  # seconds to wait for the other ranks after one rank has failed
 
-ASK_S = 2.0  # limit of the answer of control threads
-LOOK_S = 0.1  # between two checks of a wait
+ASK_S = 2.0  # seconds to wait for the answer of control threads
+LOOK_S = 0.1  # seconds between two checks while waiting
 
 
 @dataclass
 class WorkerGroup:
-    """Handles in rank order.
+    """Handles of the workers, in rank order.
 
     Owns the actors and their placement group. Does not know the meaning of the calls.
 
     Attributes:
         ranks: world rank of each worker.
-        request: the request for its bundles.
-        bundles: None once another group has taken them, with the surviving workers.
+        request: the request for the group's bundles.
+        bundles: None after another group has taken them over, with the surviving workers.
         infos: the node and the device of each worker.
-        slots: the index of each worker's bundle.
+        slots: the bundle index of each worker.
     """
 
     ranks: tuple[WorldRank, ...]
@@ -68,16 +68,17 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call a method on all workers and return their answers in rank order.
 
-        Args:
-            arguments: from a worker's index to the arguments of its call; none by default.
+        If a rank reports a failure, other ranks may be alone in a collective: they get a few
+        seconds more to answer.
 
-        A rank that reports a failure may have left its peers alone in a collective: they get a few
-        seconds more.
+        Args:
+            arguments: returns the arguments for a worker's index; by default there are none.
 
         Raises:
-            WorkerLostError: a worker died, and the others are not waited for; or a worker reported
-                a failure, after which others did not answer.
-            WorkerStartTimeoutError: some did not answer; names them, and the one to blame if known.
+            WorkerLostError: a worker died (the others are not waited for); or a worker reported a
+                failure, and other workers did not answer after that.
+            WorkerStartTimeoutError: workers did not answer; names them, and the rank to blame if
+                known.
             DistAclGraphError: the error that a worker raised.
         """
         refs = [
@@ -109,7 +110,7 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """Return the error for workers that did not answer; it names the rank to blame, if any."""
+        """Return the error for workers that did not answer; it names a known rank to blame."""
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(
@@ -126,14 +127,14 @@ class WorkerGroup:
         )
 
     def find_out(self, timeout_s: float) -> None:
-        """Ask where the workers are, and give neighbouring ranks to neighbouring NPUs.
+        """Ask the workers for their places, and assign neighbouring ranks to neighbouring NPUs.
 
-        If the group has survivors of another one, all workers keep their ranks.
+        If the group has survivors of another group, all workers keep their ranks.
 
         Raises:
-            WorkerStartTimeoutError, WorkerLostError: a worker did not come up.
-            PlacementError: ranks have devices of different kinds, or share one; or a worker came up
-                on another node than its predecessor.
+            WorkerStartTimeoutError, WorkerLostError: a worker did not start.
+            PlacementError: the ranks' devices differ in kind, or ranks would share a device; or a
+                worker started on another node than its predecessor.
         """
         infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
         if self.infos:
@@ -150,11 +151,11 @@ class WorkerGroup:
 
     @property
     def node_ids(self) -> list[str]:
-        """The nodes of the ranks, as Ray calls them."""
+        """Ray's ids of the ranks' nodes."""
         return [info.node_id for info in self.infos]
 
     def beside(self, worker: WorkerInfo) -> list[int]:
-        """Return the processes of the other ranks on a worker's node."""
+        """Return the process ids of the other ranks on a worker's node."""
         return [
             info.pid
             for info in self.infos
@@ -172,20 +173,20 @@ class WorkerGroup:
         graph: BatchDescriptor | None = None,
         plan: GraphPlan | None = None,
     ) -> list[GraphAnswer]:
-        """Have every rank do one move of a graph transaction.
+        """Let every rank do one action of a graph transaction.
 
         Raises:
-            WorkerError: as ``call`` does.
+            WorkerError: see ``call``.
         """
         self._num_commands += 1
         command = GraphCommand(0, self._num_commands, action, graph, plan)
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, addresses: Sequence[ChannelAddress]) -> list[Any]:
-        """Send every worker into its step loop; the returned references are the death notices.
+        """Start the step loop of every worker; a returned reference is ready when its loop ends.
 
         Args:
-            addresses: where each rank finds the step channel.
+            addresses: where each rank connects to the step channel.
         """
         return [
             worker.run_loop.remote(address)
@@ -206,7 +207,7 @@ class WorkerGroup:
 
 
 def for_each_rank(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
-    """Arguments of a call that are the same for every rank."""
+    """Return the arguments of a call that are the same for every rank."""
     return lambda _: arguments
 
 
@@ -215,10 +216,10 @@ def _has_failed(answer: Any) -> bool:
 
 
 def fetch(ref: Any, rank: int, phase: str) -> Any:
-    """Return the value of a finished call, with Ray's errors as ours.
+    """Return the value of a finished call; convert Ray's errors to our error types.
 
     Raises:
-        WorkerLostError: the actor is dead, or raised an error that is not ours.
+        WorkerLostError: the actor is dead, or raised an error of another type than ours.
         DistAclGraphError: the error that the worker raised.
     """
     try:
@@ -228,10 +229,10 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def check_devices(infos: Sequence[WorkerInfo]) -> None:
-    """Refuse ranks that would not run on the same kind of device, or share one.
+    """Refuse ranks that would use different kinds of device, or that would share a device.
 
     Raises:
-        PlacementError: says which nodes have what.
+        PlacementError: says which node has which device.
     """
     host_of_kind = {info.kind: info.host for info in infos}
     if len(host_of_kind) > 1:
@@ -260,12 +261,9 @@ def place_group(
     """Place and start the workers of one group; ``find_out`` waits for them.
 
     Args:
-        request: what one group takes; see ``bundles_of_groups``.
-        deployment: its name; the name of the placement group begins with it.
-        python: the command that starts them in place of Ray's own.
-
-    Raises:
-        PlacementError: no room.
+        request: the resources that one group needs; see ``bundles_of_groups``.
+        deployment: name of the deployment; the placement group's name begins with it.
+        python: the command that starts the workers in place of Ray's own command.
     """
     bundles = placement.reserve(request, config.timeouts.place_s, f"{deployment}/{ranks[0]}")
     slots = [index // request.ranks_of_bundle for index in range(len(ranks))]
@@ -281,9 +279,9 @@ def refill_group(
     *,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Start workers in the places of a group's lost ones; ``find_out`` waits for them.
+    """Start workers in the places of a group's lost ranks; ``find_out`` waits for them.
 
-    The new group takes the bundles and the surviving workers of ``left``.
+    The new group takes over the bundles and the surviving workers of ``left``.
 
     Args:
         python: as in ``place_group``.
@@ -312,10 +310,10 @@ def _start_worker(
 
 
 def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
-    """Return the request of each group that is to be placed, for the cluster as it is now.
+    """Return the request of each group that will be placed, for the cluster as it is now.
 
     Raises:
-        PlacementError: the cluster has too few NPUs for the groups, used ones included.
+        PlacementError: the cluster has too few NPUs for the groups; used NPUs are counted, too.
     """
     return placement.plan_bundles(
         ParallelLayout.from_config(config.parallel),
@@ -328,7 +326,7 @@ def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
 
 
 def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
-    """Return the runtime environment of a process; ``python`` as in ``place_group``."""
+    """Return the runtime environment of a process; for ``python`` see ``place_group``."""
     environment: dict[str, Any] = {"env_vars": child_environment(config)}
     return environment if python is None else environment | {"py_executable": python}
 
@@ -336,11 +334,11 @@ def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
 def stop_devices(
     workers: Sequence[Any], timeout_s: float, check: Callable[[], None]
 ) -> dict[GroupRank, str]:
-    """Have all workers stop their devices; return why some did not.
+    """Let all workers stop their devices; return the reasons of those that did not, by rank.
 
     Args:
-        timeout_s: limit; a worker that takes longer ends itself.
-        check: called now and then; raises to end the wait.
+        timeout_s: time limit; a worker that takes longer ends its own process.
+        check: called several times a second; raises to end the wait.
     """
     refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}
     deadline_s = time.monotonic() + timeout_s
@@ -361,7 +359,7 @@ def stop_devices(
 
 
 def ask_workers(workers: Sequence[Any], ranks: Sequence[GroupRank]) -> RankStatuses:
-    """Return the statuses of workers, which their control threads answer."""
+    """Ask the workers' control threads, and return the statuses of the workers."""
     refs = {rank: workers[rank].ping.remote() for rank in ranks}
     ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ASK_S)
     places: dict[GroupRank, dict[str, Any] | None] = {}

@@ -1,12 +1,13 @@
-"""Access: which requests are allowed, by their headers: API key, Host, and the site of the page.
+"""Access: which requests are allowed, judged by their headers: API key, Host, and the page's site.
 
-A page of another site can have a browser send requests to this service, without a preflight where
-they look like those of a form. So a POST must be JSON, and must not come from another site, unless
-``serve.allowed_origins`` has its origin; browsers learn that from the headers of CORS.
+A page of another site can make a browser send requests to this service. If such a request looks
+like a form's request, the browser sends no preflight first. So a POST must be JSON. It must not
+come from a page of another site, unless ``serve.allowed_origins`` contains the site's origin;
+browsers learn that from the CORS headers.
 
-The owner of another site's name can also point it at this machine (DNS rebinding). So on loopback,
-where no key is wanted, ``Host`` must not be a name that a stranger can own: names of this machine,
-addresses, and names without a dot, such as that of an upstream of nginx, are allowed.
+The owner of another site's name can also make this name point to this machine (DNS rebinding). So
+on loopback without API keys, ``Host`` must not be a name that a stranger can own. Names of this
+machine, addresses, and names without a dot (e.g. the name of an nginx upstream) are allowed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from dist_aclgraph.environment import API_KEY_VARIABLE, api_key
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
-# For probes, which have no key, and for the status page, which asks its user for one.
+# Probes have no key; the status page asks its user for a key.
 OPEN_PATHS = ("/health", "/ping", "/ready", "/")
-ANY = "*"  # in ``serve.allowed_hosts`` and ``serve.allowed_origins``
-PREFLIGHT_S = 600  # how long a browser may remember an answer to OPTIONS
+ANY = "*"  # allows all, in ``serve.allowed_hosts`` and ``serve.allowed_origins``
+PREFLIGHT_S = 600  # seconds for which a browser may remember an answer to OPTIONS
 EXPOSED = b"x-request-id, x-ignored-parameters, retry-after"  # headers that pages may read
 MIN_KEY_CHARS = 16
 MAX_KEYS_BYTES = 1 << 20
@@ -40,9 +41,9 @@ class Access:
     """The rules of access.
 
     Attributes:
-        digests: SHA-256 of each API key; without any, requests need no key.
-        hosts: names with a dot that the Host header may have; None allows all.
-        origins: of other sites' pages that may use the API.
+        digests: SHA-256 of each API key; if there are none, requests need no key.
+        hosts: names with a dot that the Host header may contain; None allows all names.
+        origins: origins of the other sites whose pages may use the API.
     """
 
     digests: tuple[bytes, ...] = ()
@@ -50,12 +51,12 @@ class Access:
     origins: frozenset[str] = frozenset()
 
     def authorize(self, method: str, path: str, headers: Headers) -> None:
-        """Return if the request may be read.
+        """Check that the request may be read.
 
         Raises:
-            ForbiddenError: it names another host, or a page of another site sends it.
-            UnauthorizedError: it has no valid key, and needs one.
-            NotJsonError: it has a body of another type, or an encoded one.
+            ForbiddenError: the request names another host, or comes from a page of another site.
+            UnauthorizedError: the request needs a valid key and has none.
+            NotJsonError: the body has another type than JSON, or is encoded.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if self.hosts is not None and not _may_be(_name(host), self.hosts):
@@ -71,14 +72,14 @@ class Access:
             _check_type(headers)
 
     def cors_origin(self, headers: Headers) -> bytes | None:
-        """Return the origin that a browser is told, None where it is not allowed."""
+        """Return the origin that the browser is told to allow; None if it is not allowed."""
         origin = headers.get(b"origin")
         if origin is None or ANY in self.origins:
             return ANY.encode() if self.origins and origin is not None else None
         return origin if origin.decode("latin-1").lower() in self.origins else None
 
     def cors_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers of CORS for the answer to a request."""
+        """Return the CORS headers of the answer to a request."""
         if not self.origins:
             return []
         found = [(b"vary", b"Origin")]
@@ -90,10 +91,10 @@ class Access:
         return found
 
     def preflight(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the answer to OPTIONS; ``cors_headers`` are added to them.
+        """Return the headers of the answer to OPTIONS; the caller adds ``cors_headers``.
 
         Raises:
-            ForbiddenError: a browser asks for a page of another site.
+            ForbiddenError: a browser asks on behalf of a page of another site.
         """
         methods = b"GET, HEAD, POST, OPTIONS"
         found = [(b"allow", methods)]
@@ -113,7 +114,7 @@ class Access:
         if scheme.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, so that the time of an answer tells nothing about the keys.
+        # Every key is compared, so that the time of the answer tells nothing about the keys.
         found = [hmac.compare_digest(digest, known) for known in self.digests]
         if not any(found):
             raise UnauthorizedError(
@@ -126,10 +127,10 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
     """Read the API keys that the configuration and the environment name.
 
     Args:
-        checks_host: whether ``serve.host`` is the address that clients connect to.
+        checks_host: whether clients connect to the address ``serve.host``.
 
     Raises:
-        ConfigError: the file cannot be read or has no proper keys, or the service would be open
+        ConfigError: the keys file cannot be read or has no valid keys, or the service would be open
             to anyone who reaches it over a network.
     """
     keys = _read_keys(Path(config.api_keys_file)) if config.api_keys_file else []
@@ -143,7 +144,7 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
     if not checks_host or config.uds is not None:
         return Access(digests, None, origins)
     if is_loopback(config.host):
-        # Pages of a stranger's site have no key, and learn nothing without.
+        # Pages of a stranger's site have no key, so they learn nothing if a key is needed.
         is_limited = is_limited or not (digests or hosts)
         return Access(digests, hosts if is_limited else None, origins)
     if not digests and not config.insecure:
@@ -190,7 +191,8 @@ def _check_length(key: str, where: str) -> None:
 def _check_site(headers: Headers, host: str) -> None:
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
-    # No page can forge this header. Behind a proxy, Host may not be the name that browsers know.
+    # No page can forge the header Sec-Fetch-Site. If clients connect to a proxy, Host may differ
+    # from the name that browsers know.
     if site == b"cross-site" or (is_foreign and site != b"same-origin"):
         raise ForbiddenError(
             "requests from pages of other sites are refused; serve.allowed_origins may name them"
@@ -212,7 +214,7 @@ def _check_type(headers: Headers) -> None:
 
 
 def _may_be(name: str, hosts: frozenset[str]) -> bool:
-    """Return whether a request may be for this name; see the module's docstring."""
+    """Return whether a request may name this host; see the module's docstring."""
     if "." not in name or name in hosts or name.endswith(".localhost"):
         return True
     try:
@@ -222,7 +224,7 @@ def _may_be(name: str, hosts: frozenset[str]) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return a Host header without its port; an IPv6 address is in brackets there."""
+    """Return the host of a Host header without the port; IPv6 addresses are in brackets there."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

@@ -1,7 +1,8 @@
-"""HttpConnection: one client's connection, with limits on what the client may send, and how slowly.
+"""HttpConnection: one client's connection, with limits on what and how slowly a client may send.
 
-No proxy stands in front of it: so it bounds headers, slow senders and slow readers itself. Its
-``ConnectionRecord`` writes down what another process needs to go on with it.
+There is no proxy before the server, so the connection itself limits headers, slow senders and slow
+readers. Its ``ConnectionRecord`` stores everything that another process needs to continue the
+connection.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED, Chance, Journal
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-IDLE_S = 5.0  # from an answer to the next request
+IDLE_S = 5.0  # seconds from an answer to the next request
 
 
 @dataclass
 class ServerState:
-    """What all connections of a server share.
+    """State that all connections of a server share.
 
     Attributes:
         crowded: the answer on every connection beyond ``serve.max_connections``.
-        malformed: the answer to what is not HTTP.
-        link: to the process that holds connections; None where none outlives this process.
-        headers: of every response. The server renews the date.
-        tasks: those of requests that are being answered.
+        malformed: the answer to bytes that are not HTTP.
+        link: link to the holder of connections; None if no connection outlives this process.
+        headers: headers of every response. The server updates the date.
+        tasks: the tasks that are answering requests.
     """
 
     app: GatedApp
@@ -57,13 +58,14 @@ class ServerState:
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection. Owns its exchanges, which are answered one by one, and its deadlines.
+    """One connection. Owns its deadlines, and its exchanges, which it answers one by one.
 
     Args:
-        record: of a connection that a previous process has left; it is parsed from ``resume`` on.
+        record: record of a connection that a previous process has left; the connection is parsed
+            after ``resume`` is called.
 
     Attributes:
-        is_writable: set while nothing waits to be sent.
+        is_writable: set while no bytes wait to be sent.
     """
 
     def __init__(self, server: ServerState, record: ConnectionRecord | None = None) -> None:
@@ -75,31 +77,32 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        # Data behind a request that closes the connection does not invalidate that request.
+        # Data after a request that closes the connection does not make that request invalid.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._deadline = ClientDeadline(self._loop, self._end_overdue)
-        self._stall: asyncio.TimerHandle | None = None  # rings for a client that does not read
+        # Ends the connection if the client does not read.
+        self._stall: asyncio.TimerHandle | None = None
         self._is_crowded = False
         self._exchanges: deque[HttpExchange] = deque()  # the first one is being answered
-        self._last: HttpExchange | None = None  # of the last headers that came
+        self._last: HttpExchange | None = None  # the exchange of the last headers
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_headers = False
-        self._is_refused = False  # the request whose body is being read has its answer
-        # Bytes since a request, a chunk or a piece of a body began: of headers, of a chunk's
-        # extension, or of trailers, which the parser keeps.
+        self._is_refused = False  # the request whose body is being read was answered with a refusal
+        # Number of bytes since a request, a chunk or a piece of a body began. They are bytes of
+        # headers, of a chunk's extension, or of trailers; the parser keeps these.
         self._num_header_bytes = 0
-        self._has_begun = False  # one of these, with the bytes that are being parsed
+        self._has_begun = False  # whether one of these begins in the bytes that are being parsed
 
     def resume(self) -> None:
-        """Parse the whole request: what the previous process has read of it, and later bytes."""
+        """Parse the whole request: the bytes that the previous process read, and later bytes."""
         if not self.transport.is_closing():
             self._is_suspended = False
             self.transport.resume_reading()
             self._parse(self.record.all_read())
 
     def shut_down(self) -> None:
-        """Close the connection once the requests that have come are answered."""
+        """Close the connection after all requests that have arrived are answered."""
         for exchange in self._exchanges:
             exchange.keeps_alive = False
         if not self._exchanges:
@@ -109,7 +112,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        transport.set_write_buffer_limits(0)  # one unsent byte calls pause_writing
+        transport.set_write_buffer_limits(0)  # pause_writing is called if one byte is unsent
         own = transport.get_extra_info("socket")
         self._descriptor = own.fileno()
         self._own_address, self._client = _address(own.getsockname), _address(own.getpeername)
@@ -137,7 +140,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._is_suspended:
             self._parse(data)
         elif self.record.is_held:
-            self.transport.pause_reading()  # the rest waits at the client
+            self.transport.pause_reading()  # the kernel and the client keep the other bytes
         else:
             self._abort("sends too much")
 
@@ -156,14 +159,14 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def takes_more(self) -> bool:
-        """Whether nothing waits to be sent, and the connection is open."""
+        """Whether the connection is open and no bytes wait to be sent."""
         return self.is_writable.is_set() and not self.transport.is_closing()
 
     def write(self, data: bytes) -> None:
         self.transport.write(self.record.take_unsent(data))
 
     def end_response(self) -> None:
-        """The first exchange is complete."""
+        """Remove the first exchange, which is complete, and start the next one."""
         exchange = self._exchanges.popleft()
         if self.record.num_omitted:
             self._abort("was told more than there is")
@@ -185,19 +188,19 @@ class HttpConnection(asyncio.BufferedProtocol):
         task.add_done_callback(self.server.tasks.discard)
 
     def _open_journal(self, exchange: HttpExchange, chance: Chance) -> Journal:
-        """Begin the journal of a request that is accepted."""
+        """Begin the journal of a request that was accepted."""
         is_alone = exchange is self._last and len(self._exchanges) == 1 and not self._is_in_headers
         is_alone = is_alone and not self.transport.is_closing()
         return self.record.open_journal(chance, is_alone=is_alone)
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether no request is under way; a part of the last answer may still wait to be sent."""
+        """Whether no request is in progress; bytes of the last answer may still wait."""
         has_more = self._last is not None and self._last.has_more
         return not (self._exchanges or has_more or self._is_in_headers or self._is_refused)
 
     def _settle(self) -> None:
-        """Bring the record up to date once a request has been answered."""
+        """Update the record after a request has been answered."""
         if not self.record.is_spent or self.transport.is_closing():
             return  # the end of the connection is a part of the answer
         if not self._is_quiet:
@@ -212,7 +215,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # the request is answered as it is; what follows is not HTTP
+            pass  # the request is answered like any other; the bytes after it are not HTTP
         except httptools.HttpParserError:
             if self._has_answered_all:
                 self.write(self.server.malformed.with_headers(self.server.headers))
@@ -220,8 +223,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             return
         self._num_header_bytes = 0 if self._has_begun else self._num_header_bytes + len(data)
         if self._num_header_bytes > self._limits.max_header_bytes:
-            self.transport.close()  # there is no whole request that could be answered
-        if self._is_quiet:  # bytes that begin no request do not hold the connection
+            self.transport.close()  # no complete request has arrived that could be answered
+        if self._is_quiet:  # bytes that do not begin a request must not keep the connection open
             self._deadline.shorten(self._limits.header_s)
         self._settle()
 
@@ -239,7 +242,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
-        # Reading a body ends with a 408 a little earlier, where the application reads it.
+        # If the application reads the body, it answers 408 a little earlier than this deadline.
         self._deadline.set(self._limits.body_s + self._limits.header_s)
         resumed = self.record.take_resumed()
         owed = resumed.journal if resumed is not None else None
@@ -290,7 +293,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _has_right_host(self) -> bool:
-        """Whether the request obeys RFC 9112, 3.2."""
+        """Whether the request's Host headers obey RFC 9112, section 3.2."""
         count = sum(name == b"host" for name, _ in self._headers)
         return count == 1 or (count == 0 and self._parser.get_http_version() == "1.0")
 
@@ -320,11 +323,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _has_answered_all(self) -> bool:
-        """Whether an answer would be the next on this connection, and somebody reads it."""
+        """Whether an answer would be the next bytes on this connection, and can be written now."""
         return not self._exchanges and self.takes_more
 
     def _refuse(self) -> bool:
-        """Answer at once if the application refuses the request; return whether it does."""
+        """If the application refuses the request, answer at once; return whether it was refused."""
         refusal: Refusal | None = self.server.crowded
         if not self._is_crowded:
             refusal = self.server.app.refusal(self._parser.get_method(), self._url)
@@ -332,7 +335,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             return False
         given = next((value for name, value in self._headers if name == REQUEST_ID), b"")
         headers = [*self.server.headers, (REQUEST_ID, request_name(given))]
-        # A client that waits for "100 Continue" does not get it, and sends no body.
+        # A client that waits for "100 Continue" does not get it, and so sends no body.
         keeps_alive = (
             not self._is_crowded
             and not self._expects_continue
@@ -362,7 +365,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def _address(ask: Callable[[], Any]) -> tuple[str, int] | None:
-    """Return an address as ASGI has it; None at a Unix socket, and where the client has gone."""
+    """Return an address in ASGI's form; None for a Unix socket or a disconnected client."""
     try:
         address = ask()
     except OSError:

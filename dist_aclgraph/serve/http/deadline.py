@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 
 class ClientDeadline:
-    """Owns one timer, which rings once the deadline has passed.
+    """Owns one timer, which calls ``on_overdue`` after the deadline has passed.
 
-    A later deadline leaves the timer alone: when it fires too early, it is set again.
+    Setting a later deadline does not change the timer: if the timer fires too early, it is set
+    again.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_overdue: Callable[[], None]) -> None:
@@ -20,22 +21,22 @@ class ClientDeadline:
         self._timer_s = 0.0
 
     def set(self, seconds: float) -> None:
-        """Give the client so much time from now on."""
+        """Give the client ``seconds`` from now on."""
         self._due_s = self._loop.time() + seconds
         if self._timer is None or self._due_s < self._timer_s:
             self._wind_up(self._due_s)
 
     def shorten(self, seconds: float) -> None:
-        """Give the client so much time from now on, unless it has less."""
+        """Give the client ``seconds`` from now on, unless its deadline is earlier already."""
         if self._due_s is None or self._loop.time() + seconds < self._due_s:
             self.set(seconds)
 
     def clear(self) -> None:
-        """Wait for nothing."""
+        """Remove the deadline."""
         self._due_s = None
 
     def close(self) -> None:
-        """Never ring again."""
+        """Remove the deadline and cancel the timer."""
         self._due_s = None
         if self._timer is not None:
             self._timer.cancel()

@@ -1,6 +1,6 @@
 """Edge: the outermost layer of the API. It refuses requests before their bodies are read.
 
-While no slot is free, a server that knows ``GatedApp`` refuses a request by its first line.
+If no slot is free, a server that supports ``GatedApp`` refuses a request after its first line.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
 _GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
-FIRST_ERROR = 400  # of the HTTP statuses
+FIRST_ERROR = 400  # the lowest HTTP status that is an error
 REQUEST_ID = b"x-request-id"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Edge:
-    """Checks access, then room, then lets the request in. Plain ASGI: streams pass through.
+    """Checks access, then free slots, then admits the request. Plain ASGI: streams pass through.
 
     Args:
-        names_requests: echo X-Request-Id, or give the response one; off where a proxy does it.
+        names_requests: whether to return X-Request-Id (the client's or a new one); off if a proxy
+            does that.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class Edge:
         self._names_requests = names_requests
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. A client without a key learns only that the service is full."""
+        """See ``GatedApp``. A client without a key learns only whether the service is full."""
         slots = self._state.slots
-        if self._access.origins:  # the headers of CORS depend on those of the request
+        if self._access.origins:  # the CORS headers depend on the request's headers
             return None
         if method == b"POST" and path in _GENERATING_BYTES and slots.is_full:
             self._state.metrics.refused(503)
@@ -80,7 +81,7 @@ class Edge:
         except DistAclGraphError as e:
             await error_response(e)(scope, receive, send)
             return
-        # Only POST has a body that is read. A journal holds it until the request is answered.
+        # Only the body of a POST is read. A journal keeps the body until the request is answered.
         copies = 2 if JOURNAL in extensions else 1
         body = HeldBody(self._state.bodies, receive, copies=copies, is_owed=is_owed)
         try:
@@ -107,7 +108,7 @@ def _full(total: int) -> Refusal:
 def _own_path(scope: Scope) -> str:
     """Return the path as the routes know it, by the rule of Starlette's router.
 
-    Under a route prefix Ray Serve's proxy leaves ``path`` whole, and puts the prefix into
+    Under a route prefix, Ray Serve's proxy does not change ``path``, and puts the prefix into
     ``root_path``. The router redirects a request for the prefix alone to ``/``.
     """
     path: str = scope["path"]
@@ -119,7 +120,7 @@ def _own_path(scope: Scope) -> str:
 
 
 def request_name(given: bytes) -> bytes:
-    """Return the name that the client has given the request, or a new one."""
+    """Return the request's name from the client, or a new name."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
 
 

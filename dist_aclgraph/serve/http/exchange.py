@@ -1,4 +1,4 @@
-"""HttpExchange: one request and its response, as ASGI gives them to an application."""
+"""HttpExchange: one request and its response, in the form that ASGI gives to an application."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from dist_aclgraph.serve.http.connection import HttpConnection
 
 log = logging.getLogger(__name__)
-HIGH_WATER_BYTES = 64 << 10  # unread bytes of a body
+HIGH_WATER_BYTES = 64 << 10  # bytes of a request body that the application has not read
 CLOSE = {"Connection": "close"}
 CLOSE_HEADER = (b"connection", b"close")
 CHUNKED_HEADER = (b"transfer-encoding", b"chunked")
-WITHOUT_BODY = (204, 304)  # statuses of responses that have none
+WITHOUT_BODY = (204, 304)  # statuses of responses without a body
 
 
 class HttpExchange:
-    """One request and its response. The head of a response waits for the first part of its body.
+    """One request and its response. The response's head is written with the body's first part.
 
     Attributes:
-        has_more: whether a part of the request's body is still to come.
+        has_more: whether more of the request's body will follow.
         is_complete: whether the whole response has been written.
         keeps_alive: whether another request may follow on the connection.
-        expects_continue: whether the client waits for a word before it sends the body.
+        expects_continue: whether the client waits for "100 Continue" before it sends the body.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class HttpExchange:
         self._connection = connection
         self._app = app
         self._body = bytearray()
-        self._has_news = asyncio.Event()  # for ``receive``
+        self._has_news = asyncio.Event()  # wakes ``receive``
         self._is_disconnected = False
-        self._head: bytes | None = None  # not written yet
-        self._has_begun = False  # the head has been written
+        self._head: bytes | None = None  # the head that is not written yet
+        self._has_begun = False  # whether the head has been written
         self._is_chunked = False
 
     # -- for the connection ----------------------------------------------------------------------
@@ -64,12 +64,12 @@ class HttpExchange:
         self._has_news.set()
 
     def disconnect(self) -> None:
-        """The connection has ended."""
+        """Record that the connection has ended."""
         self._is_disconnected = not self.is_complete
         self._has_news.set()
 
     async def run(self) -> None:
-        """Have the application answer."""
+        """Let the application answer."""
         try:
             await self._app(self.scope, self.receive, self.send)
             if not (self.is_complete or self._is_disconnected):
@@ -106,7 +106,8 @@ class HttpExchange:
             return
         if message["type"] == "http.response.start":
             if message["status"] != 200 and self._connection.record.num_omitted:
-                self._connection.transport.abort()  # an answer that has begun cannot be refused
+                # An answer whose beginning was sent cannot be refused.
+                self._connection.transport.abort()
             self._head = self._make_head(message["status"], message.get("headers", ()))
             return
         if self.is_complete or (self._head is None and not self._has_begun):
@@ -133,7 +134,7 @@ class HttpExchange:
             self._connection.end_response()
 
     def write(self, body: bytes) -> bool:
-        """Write a part of the response's body at once, if that is possible; see ``sse.py``."""
+        """Write a part of the body at once; return whether that was possible; see ``sse.py``."""
         if not self._has_begun or not self._is_chunked or self.is_complete:
             return False
         if self._is_disconnected or not self._connection.takes_more:
@@ -149,7 +150,7 @@ class HttpExchange:
             self.keeps_alive = False
         elif not self.keeps_alive:
             headers.append(CLOSE_HEADER)
-        # The end of the connection ends a body without length for a client of HTTP/1.0.
+        # For a client of HTTP/1.0, the end of the connection ends a body without Content-Length.
         self._is_chunked = (
             b"content-length" not in found
             and status not in WITHOUT_BODY

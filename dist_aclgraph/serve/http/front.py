@@ -1,8 +1,8 @@
-"""Front: the application from the first second to the last; it answers 503 while it has no API.
+"""Front: the application from start to end of the server; without an API it answers 503.
 
-It always serves the status page, which shows the reason and polls until the API is there. Before
-that, requests to the API wait for a moment: most often this process replaces another one, and
-clients need not notice.
+It always serves the status page, which shows the reason and polls until there is an API. Before
+there is an API, requests to it wait for a moment: usually this process replaces another one, and
+clients need not notice that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE_S, LOOK_S = 3.0, 0.02
 
 
 class Front:
-    """An application whose API is opened and closed. ``reason`` says why there is none."""
+    """An application whose API is opened and closed. ``reason`` says why there is no API."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -30,11 +30,11 @@ class Front:
         self._is_opening = True
 
     def open(self, api: Edge) -> None:
-        """Pass requests on from now on."""
+        """Pass requests to the API from now on."""
         self._api = api
 
     def close(self, reason: str) -> None:
-        """Refuse new requests; those that were admitted go on."""
+        """Refuse new requests; requests that were admitted continue."""
         self._reason, self._api, self._is_opening = reason, None, False
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:

@@ -1,15 +1,15 @@
-"""How many descriptors a process may have open."""
+"""How many file descriptors a process may have open."""
 
 from __future__ import annotations
 
 import resource
 import sys
 
-OTHER_FILES = 512  # descriptors that are not of clients
+OTHER_FILES = 512  # descriptors that do not belong to clients
 
 
 def _allow_open_files(wanted: int) -> int:
-    """Raise the limit of open files of this process as far as allowed; return the new limit."""
+    """Raise this process's limit of open files as far as allowed; return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
@@ -20,8 +20,10 @@ def _allow_open_files(wanted: int) -> int:
 
 
 def allow_connections(max_connections: int) -> int:
-    """Raise the limit for so many clients; return how many of their connections can outlive their
-    process (``resume/``): each of those takes one descriptor more, its journal's.
+    """Raise the limit for this many clients; return how many connections can outlive this process.
+
+    A connection that can outlive its process (``resume/``) needs a second descriptor, for its
+    journal.
     """
     others = max_connections + OTHER_FILES
     return min(max_connections, max(0, _allow_open_files(max_connections + others) - others))

@@ -1,4 +1,4 @@
-"""Refusals that are made in advance, so that a full service spends no time on each."""
+"""Refusals that are made in advance, so that a full service spends no time on making them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 class Refusal:
-    """A response as bytes, without the headers that differ by request."""
+    """A response as bytes, without the headers that differ between requests."""
 
     def __init__(self, response: Response) -> None:
         self._head = status_line(response.status_code) + header_lines(response.raw_headers)
@@ -25,15 +25,15 @@ class Refusal:
 
 
 class GatedApp(Protocol):
-    """An ASGI application that may refuse a request by its first line."""
+    """An ASGI application that may refuse a request after its first line."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """Return the refusal, or None if the request must be read.
+        """Return the refusal; None if the request must be read.
 
         Args:
-            path: as the client wrote it, with its query.
+            path: the path as the client wrote it, with its query.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""HttpServer: a listening socket, served by an event loop in a thread."""
+"""HttpServer: a listening socket that an event loop serves in a thread."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from dist_aclgraph.serve.resume.holder import HeldConnection, HolderLink
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-SEND_BUFFER_BYTES = 64 << 10  # of each connection; by itself it grows to megabytes
-BACKLOG = 4096  # connections that wait to be accepted; beyond, clients try again after a second
-BEAT_S = 1.0  # between two heartbeats, and two dates
+# Of each connection; without this, the kernel's buffer grows to megabytes.
+SEND_BUFFER_BYTES = 64 << 10
+# Connections that wait to be accepted; if there are more, clients try again after a second.
+BACKLOG = 4096
+BEAT_S = 1.0  # seconds between two heartbeats, and between two updates of the date
 LOOK_S = 0.05
-STOP_S = 5.0  # for replies that are on their way when the server is stopped
+STOP_S = 5.0  # seconds to wait for unfinished replies when the server is stopped
 
 
 class HttpServer:
-    """Owns a thread between start and stop, and closes the socket that it serves.
+    """Owns a thread between start and stop, and the listening socket, which it closes.
 
     Args:
-        listener: of ``listen``; connections wait there until ``start``.
-        beat: called every second, from the event loop.
-        link: to the process that holds connections; None where none outlives this process.
+        listener: a socket from ``listen``; connections wait in it until ``start``.
+        beat: called every second from the event loop.
+        link: link to the holder of connections; None if no connection outlives this process.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class HttpServer:
         self._socket = listener
         self._beat = beat
         self._link = link
-        self._owed: list[HttpConnection] = []  # connections on which an answer has been promised
+        # Connections whose requests a previous process has accepted.
+        self._owed: list[HttpConnection] = []
         self._thread: threading.Thread | None = None
         self._listening: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping = asyncio.Event()
@@ -65,7 +68,7 @@ class HttpServer:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop, once the server listens."""
+        """The event loop; waits until the server listens."""
         return self._listening.result()
 
     def start(self, app: GatedApp) -> None:
@@ -77,7 +80,7 @@ class HttpServer:
         self._thread.start()
 
     def let_in(self, opens: Callable[[], None]) -> None:
-        """Admit new requests, after the answers that a previous process has begun.
+        """Continue the answers that a previous process has begun, and admit new requests.
 
         Args:
             opens: opens the application; called on the event loop.
@@ -92,7 +95,7 @@ class HttpServer:
         asyncio.run_coroutine_threadsafe(let_in(), self.loop).result()
 
     def stop(self) -> None:
-        """Close the port; replies that are on their way get a few seconds. Idempotent."""
+        """Close the port; unfinished replies get a few seconds. Idempotent."""
         if self._thread is not None and self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(2 * STOP_S)
@@ -129,7 +132,7 @@ class HttpServer:
         await _drain(state)
 
     async def _take_over(self, state: ServerState) -> None:
-        """Go on with the connections that a previous process has left."""
+        """Continue the connections that a previous process has left."""
         if self._link is None:
             return
         left, self._link.left = self._link.left, {}
@@ -182,7 +185,7 @@ def _headers() -> list[tuple[bytes, bytes]]:
 
 
 async def _drain(state: ServerState) -> None:
-    """Let replies that are on their way end, then end all connections."""
+    """Wait some seconds until unfinished replies have ended, then end all connections."""
     until_s = asyncio.get_running_loop().time() + STOP_S
     for connection in list(state.connections):
         connection.shut_down()
@@ -192,11 +195,11 @@ async def _drain(state: ServerState) -> None:
         connection.transport.abort()
     for task in list(state.tasks):
         task.cancel()
-    await asyncio.sleep(0)  # the connections end
+    await asyncio.sleep(0)  # let the connections end
 
 
 def listen_at(config: ServeConfig) -> socket.socket:
-    """Return a socket that listens where the configuration says.
+    """Return a socket that listens at the address in the configuration.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -220,7 +223,7 @@ def listen_at(config: ServeConfig) -> socket.socket:
 
 
 def _remove_unused(path: str) -> None:
-    """Remove the socket of a service that has ended; a living one keeps its socket."""
+    """Remove the socket file of a service that has ended; the file of a running service stays."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -228,11 +231,11 @@ def _remove_unused(path: str) -> None:
             if stat.S_ISSOCK(os.stat(path).st_mode):
                 os.unlink(path)
         except OSError:
-            pass  # there is none
+            pass  # there is no socket file
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
+    """Return a socket that listens at this host and port.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -244,8 +247,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit both. "Urgent" data (RFC 6093) is data like all other, else what
-            # waits to be read could not be counted (``counters.py``).
+            # Connections inherit both options. "Urgent" data (RFC 6093) is treated like all other
+            # data; otherwise unread bytes could not be counted (``counters.py``).
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
             listener.bind(address)

@@ -1,4 +1,4 @@
-"""A histogram for what happens with every token, at a fraction of what the library's own costs."""
+"""A histogram for events of every token; it costs a fraction of the library's own histogram."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from prometheus_client.registry import Collector
 
 
 class FrequentHistogram(Collector):
-    """Counts by bucket. One thread observes; any may collect.
+    """Counts values by bucket. One thread observes; any thread may collect.
 
     Args:
-        labels: names and values.
-        bounds: upper ends of the buckets, rising; another bucket takes what is above.
+        labels: label names and values.
+        bounds: upper ends of the buckets, rising; one more bucket is for larger values.
     """
 
     def __init__(

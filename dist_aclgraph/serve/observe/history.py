@@ -1,7 +1,7 @@
 """History: keeps the last ten minutes of /metrics for the status page.
 
-Every few seconds the metrics are collected, and what has changed since the last time is kept as one
-point: rates, and quantiles of the latencies in between. The number of points is bounded.
+Every few seconds, the metrics are collected, and the changes since the last time are stored as one
+point: rates, and quantiles of the latencies in that period. The number of points is limited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPAN_S = 600.0
-POINTS_OF_A_CELL = 4  # of the heat map of experts: 20 seconds
+POINTS_OF_A_CELL = 4  # points (20 seconds) in a cell of the experts' heat map
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 REQUEST_RATES = {"requests_per_s": "request_success", "refused_per_s": "refused_requests"}
@@ -35,7 +35,7 @@ LATENCIES = {
 }
 
 ByEngine = Mapping[str, float]
-Buckets = tuple[tuple[float, float], ...]  # upper bound, and how many were not above it
+Buckets = tuple[tuple[float, float], ...]  # upper bound, and number of values at or below it
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class MetricCounts:
     """The counters at ``time_s``, a monotonic time.
 
     Attributes:
-        engines: a metric's name -> engine -> value. The engine of what the ingress counts is "".
+        engines: metric name -> engine -> value. The engine is "" for metrics that the ingress
+            counts.
         experts: engine -> rank -> tokens.
-        latencies: a histogram's name -> its buckets, ascending.
+        latencies: histogram name -> buckets, ascending.
     """
 
     time_s: float
@@ -56,11 +57,11 @@ class MetricCounts:
 
 @dataclass(frozen=True)
 class Point:
-    """What has changed between the previous point and ``time_s``.
+    """The changes between the previous point and ``time_s``.
 
     Attributes:
-        values: of a series, None where nothing is known.
-        experts: tokens that each rank's experts computed.
+        values: value of each series, by name; None if the value is unknown.
+        experts: number of tokens that each rank's experts computed.
     """
 
     time_s: float
@@ -69,7 +70,7 @@ class Point:
 
 
 class History:
-    """Owns the points, and the thread that adds them while a client is open."""
+    """Owns the points, and the thread that adds points while a client is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +80,7 @@ class History:
     def watch(self, collect: Callable[[], Iterable[Metric]], client: EngineClient) -> None:
         """Add a point every few seconds until the client is closed; returns at once.
 
-        Metrics that cannot be collected cost a point, and are logged when that begins.
+        If metrics cannot be collected, a point is missing; the first of several failures is logged.
         """
 
         def run() -> None:
@@ -88,7 +89,7 @@ class History:
                 try:
                     self.add(read_counts(collect(), time.monotonic()))
                     is_failing = False
-                except Exception:  # of any kind: the next attempt may succeed
+                except Exception:  # any exception: the next attempt may succeed
                     if not is_failing:
                         logger.exception("the history has no metrics")
                     is_failing = True
@@ -104,7 +105,7 @@ class History:
             self._last = counts
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """Return all series as lists, oldest first; ``ages_s`` says when each point ended."""
+        """Return all series as lists, oldest first; ``ages_s`` has the age of each point."""
         with self._lock:
             points = list(self._points)
         names = points[-1].values if points else ()
@@ -117,7 +118,7 @@ class History:
 
 
 def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
-    """Take from collected metrics what points are made of."""
+    """Return the counts for points, taken from collected metrics."""
     counts = MetricCounts(time_s, {}, {}, {})
     sums = {*RATES.values(), *SUMS.values(), "kv_cache_usage"}
     for metric in found:
@@ -140,7 +141,7 @@ def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
 
 
 def quantile(share: float, buckets: Buckets) -> float | None:
-    """Return what Prometheus's ``histogram_quantile`` does; None where nothing was observed."""
+    """Return the same as Prometheus's ``histogram_quantile``; None if nothing was observed."""
     total = buckets[-1][1] if buckets else 0.0
     if total <= 0:
         return None
@@ -177,7 +178,7 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of the counters in both; one that fell has been reset to 0."""
+    """Return the increase of the counters in both; a counter that fell was reset to 0."""
     return {
         key: value - old[key] if value >= old[key] else value
         for key, value in new.items()
@@ -192,7 +193,7 @@ def _gained_buckets(old: Buckets, new: Buckets) -> Buckets:
 
 
 def _loads(points: list[Point]) -> dict[str, dict[str, list[int | None]]]:
-    """Return each rank's share of its engine's tokens: 100 is the mean; None where all are idle."""
+    """Return each rank's share of its engine's tokens: 100 is the mean; None if all are idle."""
     starts = range(len(points) % POINTS_OF_A_CELL, len(points), POINTS_OF_A_CELL)
     cells = [points[start : start + POINTS_OF_A_CELL] for start in starts]
     ranks = points[-1].experts if points else {}

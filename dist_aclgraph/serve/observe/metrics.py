@@ -1,7 +1,8 @@
-"""Prometheus metrics: of the ingress itself, and of the engines, which are queried.
+"""Prometheus metrics: those of the ingress itself, and those of the engines, which are queried.
 
-The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where in it
-each value lies. A value that is an object is one sample per key, labelled with the name given.
+The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where each
+value is in it. If a value is an object, each of its keys gives one sample; the key is the value of
+the label that is named there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dist_aclgraph.serve.observe.frequent import FrequentHistogram
 from dist_aclgraph.serve.observe.vllm_names import vllm_names
 
 PREFIX = "dist_aclgraph_"
-LABELS = ("model_name", "replica")  # of every metric
+LABELS = ("model_name", "replica")  # every metric has these labels
 _PATHS = {
     "graph_replays": ("graph", "replays"),
     "eager_steps": ("graph", "misses"),
@@ -36,7 +37,7 @@ _PATHS = {
     "graph_streams_predicted": ("streams_predicted",),
     "graph_streams_measured": ("streams_measured",),
 }
-# metric, which is also the key unless _PATHS says else: (kind, label of an object's keys, help)
+# Metric (also the key, unless _PATHS has another): (kind, label for an object's keys, help).
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),
@@ -91,7 +92,7 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "graph_streams_measured": ("gauge", "rank", "Streams that it took."),
 }
 RANK_LABELS = ("rank", "node", "npus", "kind")
-# What this replica has sent to each engine.
+# The requests and tokens that this replica has sent to each engine.
 ROUTING_METRICS = {
     "routed_requests": "Requests that this replica sent to an engine.",
     "routed_prompt_tokens": "Prompt tokens of those requests.",
@@ -106,12 +107,13 @@ class Metrics:
     """Owns this replica's registry and histograms.
 
     Args:
-        has_aliases: whether metrics are exposed under vLLM's names, too.
+        has_aliases: whether metrics are also exposed under vLLM's names.
     """
 
     def __init__(self, model_name: str, client: EngineClient, *, has_aliases: bool = False) -> None:
         self._registry = CollectorRegistry()
-        # Replicas behind one address answer in turns: by their names, counters do not fall.
+        # Replicas share one address, and any of them may answer. Because metrics have the replica's
+        # name, counters do not fall.
         values = (model_name, secrets.token_hex(4))
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -183,7 +185,7 @@ class Metrics:
 
     @property
     def replica(self) -> str:
-        """What the label ``replica`` says."""
+        """The value of the label ``replica``."""
         return self._values[1]
 
     def collect(self) -> list[Metric]:
@@ -199,7 +201,7 @@ class Metrics:
 
 
 class _Collected(CollectorRegistry):
-    """Metrics that were collected already, in the form in which they are written out."""
+    """Metrics that were collected already, in the form that can be written as text."""
 
     def __init__(self, found: list[Metric]) -> None:
         super().__init__()
@@ -210,14 +212,14 @@ class _Collected(CollectorRegistry):
 
 
 class _EngineCollector(Collector):
-    """Asks the engines at every scrape; one ``engine`` label value per lockstep group."""
+    """Asks the engines at every scrape; the label ``engine`` names the lockstep group."""
 
     def __init__(self, values: tuple[str, ...], client: EngineClient) -> None:
         self._values = values
         self._client = client
 
     def describe(self) -> list[Metric]:
-        return []  # registering must not ask the engines
+        return []  # registering must not query the engines
 
     def collect(self) -> Iterator[Metric]:
         try:
@@ -252,7 +254,7 @@ class _EngineCollector(Collector):
         return metric
 
     def _ingress(self) -> Iterator[Metric]:
-        """Yield what this replica knows of the groups by itself."""
+        """Yield the metrics of groups that this replica counts itself."""
         client, values = self._client, self._values
         routed = client.routed()
         for key, text in ROUTING_METRICS.items():

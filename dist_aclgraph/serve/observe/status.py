@@ -1,7 +1,7 @@
-"""The status page and its numbers: one HTML file, and one JSON object that it asks for.
+"""The status page and its numbers: one HTML file, and one JSON object that the page requests.
 
-The numbers are those of /metrics, read from the same collected metrics. However many pages are
-open, the engines are asked once a second at most.
+The numbers are those of /metrics, read from the same collected metrics. The engines are queried at
+most once a second, however many pages are open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_AGE_S = 1.0
 
 
 def _hashes(tag: bytes) -> str:
-    """Return the sources that a Content-Security-Policy names for the page's own blocks."""
+    """Return the CSP sources (hashes) of the page's own blocks with this tag."""
     blocks = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), PAGE, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(block).digest()).decode() for block in blocks]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -46,7 +46,7 @@ PAGE_HEADERS = {
 
 
 def page_response() -> Response:
-    """Return the page, which holds nothing of this service."""
+    """Return the page; it contains no data of this service."""
     return Response(PAGE, headers=PAGE_HEADERS, media_type="text/html")
 
 
@@ -64,11 +64,12 @@ class StatusNumbers:
         self._asking: asyncio.Task[None] | None = None
 
     async def current(self) -> bytes:
-        """Return the JSON object, not older than a second; for one event loop."""
+        """Return the JSON object, at most one second old. For one event loop."""
         if time.monotonic() - self._answered_s > MAX_AGE_S:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())
-            # Other requests wait for the same task: a client that leaves must not cancel it.
+            # Other requests wait for the same task, so a client that disconnects must not cancel
+            # it.
             await asyncio.shield(self._asking)
         return self._answer
 
@@ -90,17 +91,17 @@ class StatusNumbers:
 
 
 def nested(found: Iterable[Metric]) -> dict[str, Any]:
-    """Return gauges and counters by name, and within by the values of their labels.
+    """Return gauges and counters: the first level by name, deeper levels by label value.
 
-    Names are without our prefix; model and replica, which are the same everywhere, are left out.
-    A ``rank_info`` is the object of its labels.
+    The names have no prefix. The labels for model and replica are left out, because they are the
+    same everywhere. Each ``rank_info`` is an object of its labels.
     """
     metrics: dict[str, Any] = {}
     for metric in found:
         name = metric.name.removeprefix(PREFIX)
         for sample in metric.samples:
             if sample.name not in (metric.name, f"{metric.name}_total"):
-                continue  # parts of histograms
+                continue  # samples that are parts of histograms
             labels = {key: text for key, text in sample.labels.items() if key not in LABELS}
             value: Any = sample.value
             if name == "rank_info":

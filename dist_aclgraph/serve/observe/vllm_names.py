@@ -1,8 +1,8 @@
-"""Our metrics under the names that vLLM's boards ask for (``serve.vllm_metrics``).
+"""Our metrics under the names that vLLM's dashboards use (``serve.vllm_metrics``).
 
-Only what means the same has an alias. ``vllm:request_queue_time_seconds``,
+Only metrics with the same meaning have an alias. ``vllm:request_queue_time_seconds``,
 ``vllm:request_prefill_time_seconds``, ``vllm:request_decode_time_seconds`` and
-``vllm:request_max_num_generation_tokens`` have none: nothing here is measured so.
+``vllm:request_max_num_generation_tokens`` have none, because this service does not measure them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 OURS, THEIRS = "dist_aclgraph_", "vllm:"
-# Our name: their names, older ones last.
+# Our name: vLLM's names, with older names last.
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),
@@ -37,7 +37,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def vllm_names(found: Iterable[Metric]) -> list[Metric]:
-    """Return copies of metrics under the other names; labels and values are the same."""
+    """Return copies of metrics under vLLM's names; labels and values are the same."""
     return [
         _renamed(metric, THEIRS + name)
         for metric in found

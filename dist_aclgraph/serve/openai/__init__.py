@@ -1,1 +1,1 @@
-"""The OpenAI API: requests and replies, and what all its routes share."""
+"""The OpenAI API: requests and replies, and the objects that all its routes share."""

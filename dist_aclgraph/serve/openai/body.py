@@ -1,11 +1,12 @@
-"""Request bodies: read within limits, decoded into typed structs; every fault is a 4xx.
+"""Request bodies: read within limits, and decoded into typed structs; every fault is a 4xx.
 
-msgspec checks types while it decodes and stops at the first error: nothing is built from what is
-not valid. Fields that may hold any number of items stay ``Raw``, which costs a scan; their items
+msgspec checks types while it decodes, and stops at the first error; nothing is built from invalid
+input. Fields that may have any number of items stay ``Raw``, which costs only a scan; their items
 are counted before they are built (``types``).
 
-Fields that no struct names are ignored, or refused with ``serve.strict``. A client that sends one
-of ``NOT_OFFERED`` would misunderstand an answer without its effect, so these are always refused.
+Fields that no struct has are ignored, or refused with ``serve.strict``. The fields in
+``NOT_OFFERED`` are always refused: if they were ignored, their clients would misunderstand the
+answer.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from dist_aclgraph.serve.openai.errors import BodyTimeoutError, BodyTooLargeErro
 B = TypeVar("B", bound="Body")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-MAX_INLINE_BYTES = 32 << 10  # decoded on the event loop: a thread would take longer to reach
+# Larger bodies are decoded on a thread; for small ones, reaching a thread takes longer.
+MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
-IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the names of fields that were ignored
-MAX_IGNORED = 16  # names of one request, and what a client may write into the log
-MAX_STRINGS = 1 << 14  # of a body whose unknown fields are ignored, because they are gathered
+IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the names of ignored fields
+# Number of ignored names of one request; limits what a client may write into the log.
+MAX_IGNORED = 16
+MAX_STRINGS = 1 << 14  # strings in a body whose ignored fields are collected
 NOT_OFFERED = frozenset(
     {
         "audio",
@@ -60,7 +63,7 @@ NOT_OFFERED = frozenset(
 )
 _NOTHING = (b"null", b"false", b"[]", b"{}", b'""', b"0", b'"none"', b'"auto"')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# One thread, so that the event loop gets its turn between two large bodies.
+# Only one thread, so that the event loop gets CPU time between two large bodies.
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
@@ -68,18 +71,18 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies that are held; used on one event loop only."""
+    """Counts the bytes of all request bodies in memory; used on one event loop only."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
 
     def check_room(self) -> None:
-        """Return if another piece of a body may be read.
+        """Check that another piece of a body may be read.
 
         Raises:
-            QueueFullError: more than the limit is held. The limit can be exceeded by one piece of
-                each connection, because a piece is counted after it was read.
+            QueueFullError: more bytes than the limit are in memory. Each connection can exceed the
+                limit by one piece, because a piece is counted after it was read.
         """
         if self.num_bytes > self.max_bytes:
             raise QueueFullError(
@@ -89,12 +92,12 @@ class BodyBudget:
 
 
 class HeldBody:
-    """One request's ASGI ``receive``, which counts the bytes that it returns in the budget.
+    """One request's ASGI ``receive``; it adds the bytes that it returns to the budget.
 
     Args:
-        copies: how often each byte is held.
-        is_owed: whether an earlier process has accepted the request: its bytes are counted, and it
-            is never refused.
+        copies: how many copies of each byte are in memory.
+        is_owed: whether an earlier process has accepted the request: then the request's bytes are
+            counted, but the request is never refused.
     """
 
     def __init__(self, budget: BodyBudget, receive: Receive, *, copies: int, is_owed: bool) -> None:
@@ -116,29 +119,29 @@ class HeldBody:
         return message
 
     def release(self) -> None:
-        """Give the request's bytes back. Idempotent."""
+        """Subtract the request's bytes from the budget. Idempotent."""
         self._budget.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base of request bodies. ``strict`` returns a class that refuses unknown fields."""
+    """Base of request bodies. ``strict`` returns a subclass that refuses unknown fields."""
 
     def check_fields(self) -> None:
-        """Refuse what the types allow and the service does not offer.
+        """Refuse values that the types allow but the service does not offer.
 
         Raises:
             InvalidParameterError: names the field.
         """
 
     def kind_of_part(self, kind: type[B]) -> type[B]:
-        """Return the class to decode a part by: as strict as this body's own."""
+        """Return the class for decoding a part; it is strict if this body's class is strict."""
         return strict(kind) if self.__struct_config__.forbid_unknown_fields else kind
 
 
 @cache
 def strict(kind: type[B]) -> type[B]:
-    """Return the class whose decoding refuses unknown fields."""
+    """Return a subclass whose decoding refuses unknown fields."""
     found = msgspec.defstruct(
         kind.__name__, [], bases=(kind,), forbid_unknown_fields=True, kw_only=True, gc=False
     )
@@ -165,15 +168,15 @@ async def _receive_in_time(request: Request, config: ServeConfig) -> bytes:
 async def read_body(
     request: Request, kind: type[B], convert: Callable[[B], R], config: ServeConfig
 ) -> R:
-    """Return what ``convert`` makes of the decoded and checked body.
+    """Read, decode and check the body; return the result of ``convert`` for it.
 
     Args:
         convert: called on another thread if the body is large.
 
     Raises:
-        BodyTooLargeError: it is longer than ``serve.max_body_bytes``.
-        BodyTimeoutError: it did not arrive in time.
-        InvalidParameterError: it is incomplete, or not JSON, or not what ``kind`` describes.
+        BodyTooLargeError: the body is longer than ``serve.max_body_bytes``.
+        BodyTimeoutError: the body did not arrive in time.
+        InvalidParameterError: the body is incomplete, is not JSON, or does not match ``kind``.
     """
     data = await _receive_in_time(request, config)
     is_strict = config.strict or data.count(b'"') > 2 * MAX_STRINGS
@@ -195,7 +198,7 @@ def _ignored(data: bytes, kind: type[Body]) -> list[str]:
     """Return the names of the fields that ``kind`` does not have.
 
     Raises:
-        InvalidParameterError: a field asks for what the service does not offer.
+        InvalidParameterError: a field asks for something that the service does not offer.
     """
     found: dict[str, msgspec.Raw] = decode(data, dict[str, msgspec.Raw])
     names = sorted(found.keys() - set(kind.__struct_fields__))
@@ -206,7 +209,7 @@ def _ignored(data: bytes, kind: type[Body]) -> list[str]:
 
 
 class IgnoredFields:
-    """Logs the name of each ignored field once, for so many names in all."""
+    """Logs the name of each ignored field once, up to a maximum number of names."""
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
@@ -236,10 +239,10 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
     """Decode strict JSON: no NaN, no unpaired surrogates, bounded nesting.
 
     Args:
-        param: the field that ``data`` is the value of; empty for a whole body.
+        param: the name of the field whose value ``data`` is; empty for a whole body.
 
     Raises:
-        InvalidParameterError: the first thing that is wrong, with the field.
+        InvalidParameterError: the first error in the data, with the field's name.
     """
     try:
         return _decoder(kind).decode(data)
@@ -252,7 +255,7 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
 
 
 def _explained(message: str, param: str) -> InvalidParameterError:
-    """Return msgspec's complaint in OpenAI's words; it names places as ``$.messages[0].role``."""
+    """Return msgspec's error in OpenAI's words; msgspec writes places as ``$.messages[0].role``."""
     match = _PLACE.fullmatch(message)
     assert match is not None
     path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", match["path"] or "").replace("...", "*")

@@ -26,7 +26,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
         return body, body.for_template(), body.chat_options()
 
     body, messages, options = await read_body(request, ChatRequest, convert, state.config.serve)
-    # Off the event loop: a long prompt must not stall the streams of others.
+    # Not on the event loop, because a long prompt must not delay the streams of other requests.
     prompt_ids = await asyncio.to_thread(
         state.tokenizer.encode_chat,
         messages,

@@ -1,4 +1,4 @@
-"""CompletionSlots: how many completions may be in the service at once."""
+"""CompletionSlots: how many completions the service may have at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 class CompletionSlots:
-    """Counts completions from their request's first byte on; used on one event loop only.
+    """Counts completions from the first byte of their request; used on one event loop only.
 
-    The queues of the engines are a second limit, for requests that have arrived there.
+    The engines' queues are a second limit, for requests that have arrived at an engine.
 
     Args:
-        of_a_group: completions that may run or wait in one group.
-        configured: number of groups in the configuration. It is the least that counts, because
-            requests wait for groups that are lost.
-        num_groups: returns how many groups there are now; called for each request.
+        of_a_group: number of completions that may run or wait in one group.
+        configured: number of groups in the configuration. It is the minimum for the number of
+            slots, because requests wait for lost groups.
+        num_groups: returns the current number of groups; called for each request.
     """
 
     def __init__(self, of_a_group: int, configured: int, num_groups: Callable[[], int]) -> None:
@@ -29,7 +29,7 @@ class CompletionSlots:
 
     @classmethod
     def from_config(cls, config: Config, num_groups: Callable[[], int]) -> CompletionSlots:
-        """Return one slot for each completion that may run or wait on an engine."""
+        """Make slots: one for each completion that may run or wait on an engine."""
         configured = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         limits = config.scheduler
         of_a_group = limits.max_waiting + config.parallel.dp // configured * limits.max_num_seqs
@@ -45,18 +45,18 @@ class CompletionSlots:
 
     @property
     def is_full(self) -> bool:
-        """Whether none is free."""
+        """Whether no slot is free."""
         return self._taken >= self.total
 
     def acquire(self, count: int, *, is_owed: bool = False) -> None:
         """Take slots.
 
         Args:
-            is_owed: an earlier process has accepted the request, so that it gets its slots even
-                where none is free.
+            is_owed: whether an earlier process has accepted the request; then it gets its slots
+                even if none is free.
 
         Raises:
-            QueueFullError: fewer slots are free.
+            QueueFullError: there are not enough free slots.
         """
         if self._taken + count > (total := self.total) and not is_owed:
             raise full_error(self._taken, total)
@@ -67,5 +67,5 @@ class CompletionSlots:
 
 
 def full_error(taken: int, total: int) -> QueueFullError:
-    """Return the error of a request for which too few slots are free."""
+    """Return the error for a request if there are not enough free slots."""
     return QueueFullError(f"{taken} completions run or wait, of {total} that may; try again later")

@@ -32,7 +32,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         return body, body.prompts(state.context_len)
 
     body, given = await read_body(request, CompletionRequest, convert, state.config.serve)
-    # Off the event loop: a long text must not stall the streams of others.
+    # Not on the event loop, because a long text must not delay the streams of other requests.
     is_text = isinstance(given[0], str)
     most = body.most_prompt_tokens(state.context_len)
     prompts = (
@@ -40,13 +40,13 @@ async def completions(state: ApiState, request: Request) -> Response:
         if is_text
         else _encode(state, given, most)
     )
-    if body.truncate_prompt_tokens is not None:  # an echo is of what the model has seen
+    if body.truncate_prompt_tokens is not None:  # an echo contains what the model has seen
         given = prompts = [body.truncated(ids, state.context_len) for ids in prompts]
     if body.asked_max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
     state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts)
-    # The engine computes at least one token; ``max_tokens`` 0 leaves it out of the answer.
+    # The engine computes at least one token; if ``max_tokens`` is 0, the answer leaves it out.
     max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
     params = [
         body.sampling(
@@ -80,7 +80,7 @@ def _encode(state: ApiState, given: Sequence[str | list[int]], most: int) -> lis
 def _echo_alone(
     state: ApiState, body: CompletionRequest, shape: _CompletionReply, prompts: list[list[int]]
 ) -> Response:
-    """``max_tokens=0`` with ``echo`` asks for the prompt and its token count alone."""
+    """Return only the prompt and its token count: the answer to ``max_tokens=0`` with ``echo``."""
     if body.stream:
         raise InvalidParameterError("max_tokens 0 cannot be streamed", "max_tokens")
     longest = max(len(ids) for ids in prompts)
@@ -103,7 +103,8 @@ class _CompletionReply(Reply):
     """Shapes pieces into text completion objects.
 
     Args:
-        given: the prompts as the client sent them; prompts: their token ids.
+        given: the prompts as the client sent them.
+        prompts: the prompts' token ids.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class _CompletionReply(Reply):
         self._body = body
         self._given = given
         self._prompts = prompts
-        self._lengths: dict[int, int] = {}  # of the text so far, by choice
+        self._lengths: dict[int, int] = {}  # length of the text so far, by choice
 
     def echo(self, index: int) -> str:
         if not self._body.echo:

@@ -1,6 +1,6 @@
-"""Arrays of a request, counted in their JSON text before lists are built of them.
+"""Arrays in a request: their items are counted in the JSON text before lists are built.
 
-Building a million lists takes half a second, counting their brackets a millisecond.
+Building a million lists takes half a second; counting their brackets takes a millisecond.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from msgspec import Raw
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.openai.body import decode
 
-_BEGINNING = re.compile(rb"\[\s*([^\d\s\]-]?)")  # an array, and what begins its first item
+# An array, and the first character of its first item.
+_BEGINNING = re.compile(rb"\[\s*([^\d\s\]-]?)")
 
 
 def decode_ids(raw: Raw, most: int, param: str) -> list[int]:
-    """Return an array of integers, or nothing for null."""
+    """Return an array of integers; an empty list for null."""
     data = bytes(raw)
     if data.count(b",") >= most and data != b"[]":
         raise InvalidParameterError(f"{param} has more than {most} items", param)
@@ -25,7 +26,7 @@ def decode_ids(raw: Raw, most: int, param: str) -> list[int]:
 
 
 def decode_strings(raw: Raw, most: int, max_bytes: int, param: str) -> list[str]:
-    """Return a string or an array of strings as a list; nothing for null."""
+    """Return a string or an array of strings as a list; an empty list for null."""
     data = bytes(raw)
     if len(data) > max_bytes:
         raise InvalidParameterError(f"{param} exceeds {max_bytes} bytes", param)
@@ -35,11 +36,11 @@ def decode_strings(raw: Raw, most: int, max_bytes: int, param: str) -> list[str]
 
 
 def decode_prompts(raw: Raw, most: int, context_len: int) -> list[str] | list[list[int]]:
-    """Return the prompts that one of the four forms holds: a text, texts, ids, or lists of ids.
+    """Return the prompts; they have one of four forms: a text, texts, ids, or lists of ids.
 
     Raises:
-        InvalidParameterError: it has none of the forms, or more than ``most`` prompts.
-        RequestTooLongError: there are more ids than ``context_len`` for each prompt.
+        InvalidParameterError: the value has none of these forms, or more than ``most`` prompts.
+        RequestTooLongError: there are more ids than ``context_len`` times the number of prompts.
     """
     data = bytes(raw)
     array = _BEGINNING.match(data)
@@ -48,7 +49,8 @@ def decode_prompts(raw: Raw, most: int, context_len: int) -> list[str] | list[li
     if array[1] == b'"':
         check_num_strings(data, most, "prompt")
         return list(decode(data, list[str], "prompt"))
-    if array[1] not in (b"", b"["):  # no form begins so: decoding says what is wrong
+    # No form begins like this; decoding raises an error that says what is wrong.
+    if array[1] not in (b"", b"["):
         return [decode(data, list[int], "prompt")]
     num_prompts = data.count(b"[") - 1 if array[1] else 1
     if num_prompts > most:
@@ -63,10 +65,10 @@ def decode_prompts(raw: Raw, most: int, context_len: int) -> list[str] | list[li
 
 
 def check_num_strings(data: bytes, most: int, param: str) -> None:
-    """Refuse an array that surely holds more strings.
+    """Refuse an array that certainly contains more than ``most`` strings.
 
-    Each string begins with a quote that has no backslash before it, and ends with one; of those
-    within a string every quote has one.
+    Each string begins and ends with a quote that has no backslash before it. Every quote within a
+    string has a backslash before it.
     """
     if data.count(b'"') - data.count(b'\\"') > 2 * most:
         raise InvalidParameterError(f"{param} has more than {most} strings", param)

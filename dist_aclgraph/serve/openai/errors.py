@@ -1,4 +1,4 @@
-"""Our errors as HTTP statuses and OpenAI's error object: the one home of that rule.
+"""Our errors as HTTP statuses and OpenAI's error object: only this module has that rule.
 
 | error | status | type |
 | --- | --- | --- |
@@ -45,7 +45,7 @@ class BodyTimeoutError(RequestError):
 
 
 class GenerationTimeoutError(RequestError):
-    """The answer took longer than is allowed. A retry would take as long."""
+    """The answer took longer than is allowed. A retry would take as long again."""
 
     code = "generation_timeout"
 
@@ -57,7 +57,7 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The request comes from a page of another site, or for another host."""
+    """The request comes from a page of another site, or names another host."""
 
     code = "forbidden"
 
@@ -105,7 +105,7 @@ def _of_kind(table: Mapping[type[DistAclGraphError], T], error: BaseException, o
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """Return ``{"error": {...}}``; of an error that is not ours it shows no detail."""
+    """Return ``{"error": {...}}``; if the error is not one of ours, no details are shown."""
     status = status_of(error)
     ours = isinstance(error, DistAclGraphError)
     return {
@@ -123,7 +123,7 @@ def error_response(error: BaseException) -> Response:
 
 
 def plain_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an error of the HTTP layer, such as an unknown path or method."""
+    """Return an error of the HTTP layer, e.g. for an unknown path or method."""
     kind = TYPE_OF.get(status, "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return json_response(body, status, headers)

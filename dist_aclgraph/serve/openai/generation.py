@@ -1,4 +1,4 @@
-"""Generation: the choices of one HTTP request, from submission to their last piece of text."""
+"""Generation: the choices of one HTTP request, from submission to the last piece of their text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it had the answer."""
+    """The client closed its connection before it got the answer."""
 
 
 class ChoicePiece(msgspec.Struct, frozen=True):
@@ -35,9 +35,9 @@ class ChoicePiece(msgspec.Struct, frozen=True):
 
     Attributes:
         token_ids: the new tokens.
-        token_texts: the text of each token that ``logprobs`` are of.
-        prompt_logprobs: of the tokens of the prompt but for the first, if requested; once.
-        has_end_token: whether the last of ``logprobs`` is of an end token, which has no text.
+        token_texts: the text of each token that has an entry in ``logprobs``.
+        prompt_logprobs: rows of the prompt's tokens but the first, if requested; in one piece only.
+        has_end_token: whether the last of ``logprobs`` is for an end token, which has no text.
     """
 
     index: int
@@ -51,18 +51,18 @@ class ChoicePiece(msgspec.Struct, frozen=True):
 
 
 class Sink(Protocol):
-    """Takes the pieces of a generation, on the event loop's thread."""
+    """Receives the pieces of a generation, on the event loop's thread."""
 
     def add_piece(self, piece: ChoicePiece) -> None:
-        """Take what one delta brought to one choice; the last piece has a finish reason.
+        """Accept the piece that one delta gives one choice; the last piece has a finish reason.
 
-        A delta whose tokens have no text (yet) brings a piece, too: it shows clients that the
-        generation goes on.
+        A delta whose tokens have no text (yet) also gives a piece: it shows clients that the
+        generation continues.
         """
         ...
 
     def finish(self, error: Exception | None) -> None:
-        """Called once, after the last piece: all choices have ended, or one has failed."""
+        """End the generation: all choices have ended, or one has failed. Called only once."""
         ...
 
 
@@ -79,7 +79,8 @@ class _Choice:
     num_cached_tokens: int = 0
     is_done: bool = False
     has_prompt_logprobs: bool = False
-    tokens_before: bytearray = field(default_factory=bytearray)  # from another process; int32
+    # Tokens from another process; int32.
+    tokens_before: bytearray = field(default_factory=bytearray)
 
 
 @dataclass
@@ -101,23 +102,23 @@ class Usage:
 class Generation:
     """Owns the outstanding engine requests of one HTTP request, and its journal.
 
-    Choices are numbered prompt by prompt, ``num_choices`` each; choice j of a prompt is seeded
-    with seed + j. ``close`` aborts whatever still runs.
+    Choices are numbered prompt by prompt, with ``num_choices`` for each prompt. Choice j of a
+    prompt uses seed + j as its seed. ``close`` aborts all requests that still run.
     """
 
     state: ApiState
     prompts: Sequence[list[int]]
     params: Sequence[SamplingParams]  # one per prompt
     num_choices: int
-    cache_salt: str  # cached blocks are shared with requests of the same salt only
+    cache_salt: str  # only requests with the same salt share cached blocks
     journal: Journal
     _choices: list[_Choice] = field(default_factory=list)
-    _num_slots: int = 0  # besides the one that the HTTP request has
+    _num_slots: int = 0  # in addition to the slot that the HTTP request already has
     _num_open: int = 0  # choices that have not ended
-    _timer: asyncio.TimerHandle | None = None  # of ``serve.generation_s``
+    _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
 
     def start(self, sink: Sink) -> None:
-        """Submit all choices. ``sink`` first gets the pieces of the journal, then the new ones."""
+        """Submit all choices. ``sink`` first gets the journal's pieces, then the new pieces."""
         inbox = self.state.inbox()
         now_s = time.monotonic()
         num_others = len(self.prompts) * self.num_choices - 1
@@ -140,7 +141,7 @@ class Generation:
         self._limit_time(sink)
 
     def close(self) -> None:
-        """Abort what still runs; the sink gets nothing more. Idempotent."""
+        """Abort all requests that still run; the sink gets no more pieces. Idempotent."""
         self._num_open = 0
         if self._timer is not None:
             self._timer.cancel()
@@ -167,7 +168,7 @@ class Generation:
         if limit_s is None:
             return
         passed_s = 0.0
-        if self.journal.is_resumed:  # by the wall clock, which the previous process had, too
+        if self.journal.is_resumed:  # use the wall clock, because the previous process used it, too
             passed_s = time.time() - self.journal.chance.created_s
 
         def overrun() -> None:
@@ -209,7 +210,7 @@ class Generation:
     def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         try:
             sink.add_piece(self._advance(choice, delta, now_s))
-        except Exception as e:  # of any kind: the client waits for the end
+        except Exception as e:  # any exception: the client waits for the end
             self._num_open = 0
             sink.finish(e)
             return
@@ -219,7 +220,7 @@ class Generation:
                 sink.finish(None)
 
     def _advance(self, choice: _Choice, delta: RequestDelta, now_s: float) -> ChoicePiece:
-        """Return what a delta brings.
+        """Return the piece that a delta gives.
 
         Raises:
             DistAclGraphError: the choice has failed.
@@ -235,14 +236,16 @@ class Generation:
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:
-            if reason is None:  # a stop string, of which the engine knows nothing
+            # A stop string has ended the choice; the engine does not know stop strings.
+            if reason is None:
                 self.state.client.abort(choice.request_id)
             choice.is_done = True
             self._finish(choice, piece.finish_reason, now_s)
         has_end_token = piece.has_end_token and bool(piece.logprobs)
         texts = (*piece.token_texts, "") if has_end_token else piece.token_texts
         prompt: tuple[RowLogprobs, ...] = ()
-        if delta.prompt_logprobs and not choice.has_prompt_logprobs:  # again after a preemption
+        # The engine sends them again after a preemption.
+        if delta.prompt_logprobs and not choice.has_prompt_logprobs:
             choice.has_prompt_logprobs = True
             prompt = tuple(row for part in delta.prompt_logprobs for row in part.rows())
         return ChoicePiece(
@@ -273,12 +276,12 @@ class Generation:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return what ``work`` gives, unless the client goes away first.
+    """Return the result of ``work``, unless the client disconnects first.
 
-    The body must have been read, so that only the end of the connection can come next.
+    The request's body must have been read, so that only the end of the connection can come next.
 
     Raises:
-        ClientGoneError: the client closed the connection; the work is cancelled.
+        ClientGoneError: the client closed the connection; ``work`` is cancelled.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""Inbox: deltas on their way from the engine client's thread to the event loop."""
+"""Inbox: passes deltas from the engine client's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 from dist_aclgraph.steps.delta import RequestDelta
 
-Take = Callable[[RequestDelta, float], None]  # with the time, on the monotonic clock
+# Called with the delta and the time on the monotonic clock.
+Take = Callable[[RequestDelta, float], None]
 
 
 class Inbox:
-    """Wakes the loop once for all deltas of a step, without a task for each."""
+    """Wakes the loop once for all deltas of a step, and starts no task for a delta."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -22,9 +23,9 @@ class Inbox:
         self._is_called = False
 
     def put(self, take: Take, delta: RequestDelta) -> None:
-        """Have ``take`` called with ``delta`` on the loop, in the order of calls of ``put``.
+        """Call ``take`` with ``delta`` on the loop, in the order of the calls of ``put``.
 
-        For the client's thread. ``take`` must not raise.
+        For the engine client's thread. ``take`` must not raise.
         """
         self._arrived.append((take, delta))
         if not self._is_called:
@@ -33,7 +34,7 @@ class Inbox:
                 self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        # Cleared first: a delta that comes from now on needs another wake-up.
+        # Cleared first, because a delta that arrives from now on needs another wake-up.
         self._is_called = False
         now_s = time.monotonic()
         for _ in range(len(self._arrived)):

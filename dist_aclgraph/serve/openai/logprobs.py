@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that the OpenAI API knows."""
+"""Log-probabilities in the two forms of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LOWEST = -9999.0  # JSON has no -Infinity
 def chat_logprobs(
     tokenizer: Tokenizer, rows: Sequence[RowLogprobs], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """``choices[].logprobs`` of a chat completion: the chosen token and the best ones.
+    """Return ``choices[].logprobs`` of a chat completion: the chosen and the most probable tokens.
 
     Args:
-        texts: what each chosen token adds to the text.
+        texts: the text that each chosen token adds.
     """
     content = []
     for row, text in zip(rows, texts, strict=True):
@@ -41,12 +41,12 @@ def completion_logprobs(
     texts: Sequence[str],
     offset: int,
 ) -> dict[str, Any]:
-    """``choices[].logprobs`` of a text completion.
+    """Return ``choices[].logprobs`` of a text completion.
 
     Args:
-        rows: of each token; None for the first token of a prompt.
-        texts: what each token adds to the text.
-        offset: where the text begins.
+        rows: one row for each token; None for the first token of a prompt.
+        texts: the text that each token adds.
+        offset: position at which the text begins.
     """
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -68,7 +68,7 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, rows: Sequence[RowLogprobs]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """``prompt_logprobs`` as vLLM has it: of each token, by token ids; None for the first one."""
+    """Return vLLM's ``prompt_logprobs``: for each token a dict by token id; None for the first."""
     listed: list[dict[str, dict[str, Any]] | None] = [None]
     for row in rows:
         ranks = [row.rank, *range(1, len(row.logprobs))]
@@ -81,7 +81,7 @@ def prompt_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:
-    """Return the best tokens by their texts; those that share one text by their ids."""
+    """Return the best tokens by text; if the text is used already or incomplete, by token id."""
     found: dict[str, float] = {}
     for token_id, value in best:
         text = tokenizer.own_text(token_id)

@@ -1,4 +1,4 @@
-"""The smaller endpoints: models, health, readiness, version, metrics, status, tokens of texts."""
+"""The smaller endpoints: models, health, readiness, version, metrics, status, tokenization."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import DetokenizeRequest, TokenizeRequest
 from dist_aclgraph.version import VERSION
 
-MAX_TOKENS = 1 << 16  # that one request may tokenize, or turn into text
+MAX_TOKENS = 1 << 16  # maximum number of tokens that one request may tokenize, or turn into text
 
 
 async def list_models(state: ApiState, request: Request) -> Response:
-    """The one model that is served here, once for each of its names."""
+    """The one model that this server has, listed once for each of its names."""
     models = [_model(state, name) for name in state.config.names]
     return json_response({"object": "list", "data": models})
 
 
 async def show_model(state: ApiState, request: Request) -> Response:
-    """One model by its name."""
+    """One model, found by its name."""
     name = request.path_params["model_id"]
     if not name:  # /v1/models/
         return await list_models(state, request)
@@ -37,7 +37,7 @@ async def show_model(state: ApiState, request: Request) -> Response:
 
 
 async def health(state: ApiState, request: Request) -> Response:
-    """200 while a group lives or is being replaced, with the progress; 503 once all are dead."""
+    """200 while a group is alive or is being replaced, with the progress; 503 if all are dead."""
     state.raise_if_dead()
     if outage := state.client.outage():
         return json_response({"status": "recovering", "reason": outage})
@@ -45,12 +45,12 @@ async def health(state: ApiState, request: Request) -> Response:
 
 
 async def ping(state: ApiState, request: Request) -> Response:
-    """The same as /health, under the name that some balancers use."""
+    """The same as /health, under the name that some load balancers use."""
     return await health(state, request)
 
 
 async def ready(state: ApiState, request: Request) -> Response:
-    """200 if a request would run at once, with the free capacity."""
+    """200 if a request would run at once, with the number of groups by state."""
     state.raise_if_dead()
     if state.is_draining:
         raise EngineUnavailableError("the server is stopping")
@@ -73,18 +73,18 @@ async def metrics(state: ApiState, request: Request) -> Response:
 
 
 async def status_page(state: ApiState, request: Request) -> Response:
-    """A page for people: groups, plan, streams, caches, rates and latencies, live."""
+    """A page for people: groups, plan, streams, caches, rates and latencies, updated live."""
     return page_response()
 
 
 async def status_numbers(state: ApiState, request: Request) -> Response:
-    """What the status page shows: the numbers of /metrics, and the last ten minutes."""
+    """The numbers that the status page shows: those of /metrics, and the last ten minutes."""
     answer = await state.status.current()
     return Response(answer, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
 async def tokenize(state: ApiState, request: Request) -> Response:
-    """Token ids of a prompt, or of messages after the chat template."""
+    """The token ids of a prompt, or of messages after the chat template was applied."""
 
     def convert(
         body: TokenizeRequest,

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies from the structs that read them, replies and errors by hand."""
+"""The OpenAPI document: bodies from the structs that read them; replies and errors by hand."""
 
 from __future__ import annotations
 
@@ -99,9 +99,10 @@ def document(
     """Return the OpenAPI document.
 
     Args:
-        endpoints: by method and path; a path is described by the docstring of its endpoint.
+        endpoints: endpoint functions by method and path; a path's description is its endpoint's
+            docstring.
         is_strict: whether unknown request fields are refused.
-        open_paths: those that need no key; None if there are no keys.
+        open_paths: the paths that need no key; None if there are no keys.
     """
     paths: Json = {}
     for method, endpoints_of in endpoints.items():
@@ -132,7 +133,7 @@ def _schemas(is_strict: bool) -> dict[str, Json]:
 
 
 def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
-    """Return what the document says of a path: its parameters, its body and its replies."""
+    """Return the document's entry for a path: its parameters, its body and its replies."""
     errors = {
         str(status): {"description": text, "content": _json({"$ref": REF.format(name="Error")})}
         for status, text in ERRORS.items()

@@ -1,4 +1,4 @@
-"""One generation as one HTTP response, whole or streamed; a client that leaves ends it."""
+"""One generation as one HTTP response, whole or streamed; if the client disconnects, it ends."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from dist_aclgraph.serve.openai.types import StreamOptions
 from dist_aclgraph.serve.resume.journal import Chance
 
 _json = msgspec.json.Encoder()
-CLIENT_GONE = 499  # appears in logs only: the client has gone
+CLIENT_GONE = 499  # only in logs: the client has disconnected
 
 
 class Reply(ABC):
-    """How an endpoint shapes pieces of text into the objects of one reply.
+    """How an endpoint turns pieces of text into the objects of one reply.
 
     Args:
-        prefix: of the reply's id.
-        kind: of a whole reply, and of a chunk of one that is streamed.
+        prefix: prefix of the reply's id.
+        kind: object type of a whole reply, and of a chunk of a streamed reply.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Reply(ABC):
             "model": state.config.name,
             "system_fingerprint": None,
         }
-        # What all chunks share is encoded once: a token's frame is made of its choice alone.
+        # The common part of all chunks is encoded once; for each token only its choice is encoded.
         head = _json.encode({**self._common, "object": chunk_kind})
         self._chunk_begin = b"data: " + head[:-1] + b',"choices":['
         self._chunk_end = b'],"usage":null}\n\n' if self._shows_usage else b"]}\n\n"
@@ -71,7 +71,7 @@ class Reply(ABC):
         return self._chunk_begin + _json.encode(choice) + end
 
     def last_frames(self, generation: Generation) -> bytes:
-        """Return the frames behind those of the last piece."""
+        """Return the frames that follow the frames of the last piece."""
         if not self._shows_usage:
             return sse.DONE
         usage = _json.encode(generation.usage.as_json())
@@ -83,16 +83,16 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
-        """Return the body of a reply that is not streamed; there is one piece for each choice."""
+        """Return the body of a reply that is not streamed; each choice has exactly one piece."""
 
 
 async def reply(
     request: Request, generation: Generation, shape: Reply, *, stream: bool
 ) -> Response:
-    """Run a generation and answer with it.
+    """Run a generation and answer the request with its text.
 
-    A stream begins with its first piece. So a request that the engine refuses gets the status of
-    its error, not a broken stream.
+    A stream begins with its first piece. So if the engine refuses the request, the response has the
+    status of the error, and is not a broken stream.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(generation.close)
@@ -111,7 +111,7 @@ async def reply(
 
 
 class _Gathered:
-    """Takes the pieces of a reply that is not streamed."""
+    """Receives the pieces of a reply that is not streamed."""
 
     def __init__(self) -> None:
         self._of_choice: dict[int, list[ChoicePiece]] = {}
@@ -149,7 +149,7 @@ def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
 
 
 class _Frames:
-    """Takes the pieces of a stream, and puts their frames out."""
+    """Receives the pieces of a stream, and sends their frames."""
 
     def __init__(self, shape: Reply, generation: Generation) -> None:
         self.outlet = sse.Outlet()
@@ -164,7 +164,7 @@ class _Frames:
             self._begin(None)
 
     def finish(self, error: Exception | None) -> None:
-        """Put the stream's end out; after a failure one error frame and no [DONE]."""
+        """Send the stream's end; after a failure, send one error frame and no [DONE]."""
         if error is None:
             self.outlet.put(self._shape.last_frames(self._generation))
         elif self._is_begun:
@@ -173,10 +173,10 @@ class _Frames:
         self.outlet.end()
 
     async def begun(self) -> None:
-        """Return once there is a first piece.
+        """Wait until there is a first piece.
 
         Raises:
-            DistAclGraphError: the generation failed before it.
+            DistAclGraphError: the generation failed before its first piece.
         """
         if (error := await self._first) is not None:
             raise error
@@ -188,7 +188,7 @@ class _Frames:
 
 
 class _Held(Response):
-    """A response that holds its generation until it has been sent."""
+    """A response that owns its generation until the response has been sent."""
 
     def __init__(self, response: Response, held: contextlib.ExitStack) -> None:
         self.status_code = response.status_code
@@ -203,12 +203,12 @@ class _Held(Response):
 
 
 class _Stream(Response):
-    """A stream that holds its generation: it ends with the response, however that ends."""
+    """A stream that owns its generation: when the response ends, the generation ends, too."""
 
     media_type = "text/event-stream"
 
     def __init__(self, outlet: sse.Outlet, held: contextlib.ExitStack) -> None:
-        # Response.__init__ would announce the length of a body.
+        # Response.__init__ would set the length of a body.
         self.status_code = 200
         self.background = None
         self.init_headers(sse.HEADERS)

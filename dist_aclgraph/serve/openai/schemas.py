@@ -14,9 +14,9 @@ from dist_aclgraph.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 
-MAX_PROMPTS = 64  # completions of one request
+MAX_PROMPTS = 64  # maximum number of completions in one request
 MAX_MESSAGES = 1024
-MAX_PARTS = 1024  # of a message
+MAX_PARTS = 1024  # maximum number of parts of one message
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}

@@ -1,9 +1,9 @@
-"""Server-sent events: one ``data:`` frame per chunk, out to a client as it comes.
+"""Server-sent events: one ``data:`` frame per chunk, sent to the client as soon as it exists.
 
-A server may offer ``WRITE`` among the extensions of its scope, as ours does: a function that writes
-a part of the response's body at once, and returns whether the connection took it. Such a write
-wakes no task. Frames that the connection did not take are sent by the response's task through
-ASGI's ``send``, as are all frames on other servers.
+A server may offer ``WRITE`` in the extensions of a request's scope; our server does. ``WRITE`` is a
+function that writes a part of the response's body at once, and returns whether the connection
+accepted it. Such a write wakes no task. Frames that the connection did not accept are sent by the
+response's task with ASGI's ``send``. Other servers get all frames by ``send``.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ def frame(body: Any) -> bytes:
 
 
 def error_frame(error: Exception) -> bytes:
-    """Return what a client is told in place of [DONE]."""
-    if not isinstance(error, DistAclGraphError):  # a bug of ours: the stream must not seem complete
+    """Return the frame that a client gets in place of [DONE]."""
+    # A bug in our code: the stream must not seem complete.
+    if not isinstance(error, DistAclGraphError):
         log.error("a stream failed", exc_info=error)
     return frame(error_body(error))
 
 
 class Outlet:
-    """The frames of one response, in order. For the event loop's thread alone.
+    """The frames of one response, in order. Only for the event loop's thread.
 
-    Each call of ``put`` makes one part of the body, however it is sent. So the bytes on the wire do
-    not depend on timing, and another process can continue them (``journal.py``).
+    Each call of ``put`` makes one part of the body, whether it is written or sent. So the bytes
+    that the client gets do not depend on timing, and another process can continue them
+    (``journal.py``).
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,12 @@ class Outlet:
             self._wake()
 
     def end(self) -> None:
-        """Nothing comes after this."""
+        """Say that no more frames will follow."""
         self._is_over = True
         self._wake()
 
     async def send_to(self, scope: Scope, send: Send) -> None:
-        """Send the response's body, to its end. The response must have begun."""
+        """Send the response's body until its end. The response's head must have been sent."""
         write: Write | None = scope.get("extensions", {}).get(WRITE)
         while True:
             if self._waiting:

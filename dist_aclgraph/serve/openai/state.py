@@ -29,15 +29,16 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-MAX_PROMPT_LOGPROBS = 1 << 20  # of one answer
+MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number in one answer
 
 
 class ApiState:
-    """Owns the ingress's metrics, their history, and its source of seeds; borrows client and
-    tokenizer.
+    """Owns the ingress's metrics, their history, and its source of seeds.
+
+    Borrows the client and the tokenizer.
 
     Args:
-        replica: the number of this ingress among the replicas.
+        replica: index of this ingress among the replicas.
     """
 
     def __init__(
@@ -60,20 +61,20 @@ class ApiState:
         self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
         self.status = StatusNumbers(config.name, self.metrics, client)
-        # None: from the entropy of the system. Seeds of a configuration are below 2**31.
+        # None: seed from the system's entropy. Seeds in configurations are below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
         self._inbox: Inbox | None = None
 
     def inbox(self) -> Inbox:
-        """Return what brings deltas to the event loop that runs."""
+        """Return the inbox that passes deltas to the running event loop."""
         loop = asyncio.get_running_loop()
         if self._inbox is None or self._inbox.loop is not loop:
             self._inbox = Inbox(loop)
         return self._inbox
 
     def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait until the others have ended, for so long at most."""
+        """Refuse new requests, and wait at most ``seconds`` until running requests have ended."""
         self.is_draining = True
         deadline_s = time.monotonic() + seconds
         while self.slots.taken and time.monotonic() < deadline_s:
@@ -84,7 +85,7 @@ class ApiState:
         self.client.raise_if_dead()
 
     def admit(self, model: str | None) -> None:
-        """Raise if a request for ``model`` cannot be taken now."""
+        """Raise if a request for ``model`` cannot be accepted now."""
         if model is not None and model not in self.config.names:
             raise UnknownModelError(
                 f"the model {model[:200]!r} does not exist; this server has {self.config.name!r}",
@@ -99,7 +100,8 @@ class ApiState:
         """Return how many tokens a request may generate.
 
         Raises:
-            RequestTooLongError: prompt and asked tokens exceed the context; names both numbers.
+            RequestTooLongError: the prompt and the requested tokens exceed the context; names both
+                numbers.
         """
         room = self.context_len - num_prompt_tokens
         wanted = asked if asked is not None else min(default or room, max(room, 1))
@@ -114,7 +116,7 @@ class ApiState:
         return wanted
 
     def check_prompt_logprobs(self, asked: int | None, prompts: Sequence[list[int]]) -> None:
-        """Raise if log-probabilities of prompts are asked for that the service does not give."""
+        """Raise if the request asks for prompt log-probabilities that are not offered."""
         if asked is None:
             return
         if self.config.parallel.pcp > 1:
@@ -149,11 +151,11 @@ def open_state(
     ask: AskOutlook,
     replica: int = 0,
 ) -> ApiState:
-    """Connect to a deployment's engines; ``client.close`` of the state ends it.
+    """Connect to a deployment's engines; ``client.close`` of the returned state disconnects.
 
     Args:
-        reach: its ``node_id`` is this process's node.
-        ask: the deployment's controller, what becomes of it.
+        reach: must have this process's node as ``node_id``.
+        ask: asks the deployment's controller for its outlook.
         replica: see ``ApiState``.
     """
     client = EngineClient(

@@ -1,9 +1,9 @@
-"""Request bodies of the OpenAI API: shapes, limits, and features that are refused.
+"""Request bodies of the OpenAI API: their fields and limits, and features that are refused.
 
-Sampling ranges live in ``SamplingParams``. ``user``, ``metadata``, ``store``, ``service_tier``,
-``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
+``SamplingParams`` has the ranges of sampling parameters. ``user``, ``metadata``, ``store``,
+``service_tier``, ``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
 
-A field of type ``Raw`` may hold any number of items, which are counted before they are decoded.
+A field of type ``Raw`` may have any number of items; they are counted before they are decoded.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from dist_aclgraph.text.chat_template import ChatOptions
 MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
-MAX_PROMPT = 1 << 17  # tokens of a prompt before it is truncated
-MAX_VARIABLES = 1024  # texts in ``chat_template_kwargs``, names included
+MAX_PROMPT = 1 << 17  # maximum number of tokens of a prompt before it is truncated
+MAX_VARIABLES = 1024  # maximum number of texts in ``chat_template_kwargs``, with names
 ABSENT: Raw = field(default_factory=Raw)
 
 
@@ -49,14 +49,14 @@ class StreamOptions(Body):
 
 
 class _Typed(Body):
-    """The type of a content part or a response format; its other fields are ignored."""
+    """The type of a content part or of a response format; other fields are ignored."""
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(Body):
-    """A message, with the fields that a client's ``message.model_dump()`` brings back."""
+    """A message; it also has the fields that a client's ``message.model_dump()`` contains."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Raw, schemas.CONTENT] = ABSENT
@@ -71,10 +71,10 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def for_template(self, param: str) -> dict[str, str | None]:
-        """Return what chat templates take: a role, one text, and what else they may read.
+        """Return the fields for chat templates: a role, one text, and optional fields.
 
         Args:
-            param: where the message stands in the body, for errors.
+            param: the message's place in the body, for error messages.
         """
         if self.role == "tool" or not _is_empty(self.tool_calls):
             raise InvalidParameterError(f"{param}: tool calls are not offered", param)
@@ -89,7 +89,7 @@ class ChatMessage(Body):
         }
 
     def _text(self, param: str) -> str | None:
-        """Return the content; None, where an assistant has said nothing."""
+        """Return the content; None if an assistant's message has none."""
         data = bytes(self.content)
         if data in (b"", b"null"):
             if self.role == "assistant":
@@ -97,7 +97,7 @@ class ChatMessage(Body):
             raise InvalidParameterError(f"{param} is missing", param)
         if not data.startswith(b"["):
             return str(decode(data, str, param))
-        check_num_strings(data, 4 * MAX_PARTS, param)  # two keys and two values of each part
+        check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
         parts = decode(data, list[_Typed], param)
         if not 1 <= len(parts) <= MAX_PARTS:
             raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
@@ -112,7 +112,7 @@ class ChatMessage(Body):
 class GenerateRequest(Body, kw_only=True):
     """The fields that chat and text completions share.
 
-    ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are other servers' names of fields.
+    ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are names that other servers use.
     """
 
     model: str
@@ -184,13 +184,13 @@ class GenerateRequest(Body, kw_only=True):
         return self._first("max_tokens", "max_new_tokens", "n_predict")
 
     def _first(self, *names: str) -> str:
-        """Return the first of several names of a field that has a value, or the first name."""
+        """Return the first of a field's several names that has a value; else the first name."""
         return next((name for name in names if getattr(self, name) is not None), names[0])
 
     def truncated(self, ids: list[int], context_len: int) -> list[int]:
         """Return the last ids of a prompt, as many as ``truncate_prompt_tokens`` says.
 
-        -1 keeps as many as leave room for the answer.
+        -1 keeps as many ids as possible while the context still has room for the answer.
         """
         most = self.truncate_prompt_tokens
         if most is None:
@@ -208,7 +208,7 @@ class GenerateRequest(Body, kw_only=True):
         return self.prompt_logprobs
 
     def streaming(self) -> StreamOptions:
-        """Return the options of a stream, the defaults where there are none."""
+        """Return the options of a stream; the defaults if there are none."""
         if _is_empty(self.stream_options):
             return StreamOptions()
         kind = self.kind_of_part(StreamOptions)
@@ -295,16 +295,16 @@ class ChatRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
 
     def for_template(self) -> list[dict[str, str | None]]:
-        """Return the messages as chat templates take them."""
+        """Return the messages in the form that chat templates need."""
         return _for_template(self, self.messages)
 
     def chat_options(self) -> ChatOptions:
-        """Return how the messages become a prompt."""
+        """Return the options with which the messages become a prompt."""
         own = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
         given = {name: value for name, value in own.items() if value is not None}
         return ChatOptions(
             documents=_documents(self.documents),
-            # A client that asks to continue a message need not say that no new one begins.
+            # If a client asks to continue the last message, the default is to begin no new message.
             add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
             continue_final_message=bool(self.continue_final_message),
             template=self.chat_template,
@@ -316,7 +316,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         return self._first("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict")
 
     def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters, ``defaults`` where the request gives none."""
+        """Return the sampling parameters, with ``defaults`` for those that the request omits."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._sampling(max_tokens, logprobs, defaults)
 
@@ -342,11 +342,11 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         return self.prompt_logprobs
 
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
-        """Return one entry per prompt.
+        """Return a list with one entry per prompt.
 
         Raises:
-            InvalidParameterError: there is none, or one is empty, or there are too many.
-            RequestTooLongError: there are more token ids than the context takes.
+            InvalidParameterError: there is no prompt, or an empty one, or there are too many.
+            RequestTooLongError: there are more token ids than the context allows.
         """
         found = decode_prompts(self.prompt, MAX_PROMPTS, self.most_prompt_tokens(context_len))
         if len(found) * self.num_choices > MAX_PROMPTS:
@@ -358,7 +358,7 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         return found
 
     def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters, ``defaults`` where the request gives none."""
+        """Return the sampling parameters, with ``defaults`` for those that the request omits."""
         return self._sampling(max_tokens, self.logprobs, defaults)
 
 
@@ -377,11 +377,11 @@ class TokenizeRequest(Body):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
     def for_template(self) -> list[dict[str, str | None]] | None:
-        """Return the messages as chat templates take them, None where there is a prompt."""
+        """Return the messages in the form that chat templates need; None if there is a prompt."""
         return None if _is_empty(self.messages) else _for_template(self, self.messages)
 
     def chat_options(self) -> ChatOptions:
-        """Return how the messages become a prompt."""
+        """Return the options with which the messages become a prompt."""
         return ChatOptions(
             add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
             continue_final_message=self.continue_final_message,

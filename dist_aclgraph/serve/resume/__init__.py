@@ -1,1 +1,1 @@
-"""Connections that outlive the process which answers on them (ADR 27)."""
+"""Connections that outlive the process that answers requests on them (ADR 27)."""

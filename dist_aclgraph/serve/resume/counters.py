@@ -1,4 +1,4 @@
-"""Counters of a TCP connection: how much of it has been read, and how much has been sent."""
+"""Counters of a TCP connection: how many bytes have been read, and how many have been sent."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _INT = struct.Struct("=i")
 
 
 class Counters(NamedTuple):
-    """The kernel's counts of a connection. Only differences of two counts have a meaning.
+    """The kernel's counts of a connection. Only the difference of two counts has a meaning.
 
     Attributes:
-        num_read: bytes that have been read of the connection; its end may count as one.
-        num_sent: bytes that the kernel has taken. Bytes that wait in this process are not counted.
+        num_read: bytes that have been read from the connection; its end may count as one byte.
+        num_sent: bytes that were given to the kernel, without bytes that wait in this process.
         is_open: whether neither side has ended the connection.
     """
 
@@ -30,10 +30,10 @@ class Counters(NamedTuple):
 
 
 def read_counters(connection: int) -> Counters:
-    """Return the counters of a descriptor, all of one moment.
+    """Return the counters of a descriptor, all at one moment.
 
     Raises:
-        OSError: the descriptor is no TCP connection.
+        OSError: the descriptor is not a TCP connection.
     """
     own = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, connection)
     try:
@@ -42,7 +42,7 @@ def read_counters(connection: int) -> Counters:
         while True:
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
             state, num_acked, num_received = found = _COUNTS.unpack_from(info)
-            # A byte that moves between the three calls would be counted twice, or not at all.
+            # A byte that moves between the three calls would be counted twice or not at all.
             if found == before:
                 return Counters(
                     num_received - num_unread, num_acked + num_unacked, state == _ESTABLISHED
@@ -55,11 +55,11 @@ def read_counters(connection: int) -> Counters:
 
 
 def hang_up(connection: int) -> None:
-    """End a connection for its client, though another process holds a descriptor of it."""
+    """End a connection for its client, even if another process holds a descriptor of it."""
     own = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, connection)
     try:
         own.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # the client has ended it
+        pass  # the client has ended the connection
     finally:
         own.detach()

@@ -1,9 +1,9 @@
-"""Connections, with their journals, that are held by two processes, so that they outlive one.
+"""Connections and their journals, held by two processes, so that they outlive one of them.
 
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. That process
 (``HolderLink``) sends the supervisor the descriptors of each connection and of its journal, and
-says when the connection has ended. When the process is killed, only its own descriptors are closed.
-The next process inherits the descriptors of the supervisor, and goes on with the connections.
+reports when a connection has ended. If the process is killed, only its own descriptors are closed.
+The next process inherits the supervisor's descriptors, and continues the connections.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from dist_aclgraph.serve.resume.memory import is_void
 
 NUM_DESCRIPTORS = 2
 MESSAGE_BYTES = 64 << 10
-MAX_ENDED = 4096  # in one message
+MAX_ENDED = 4096  # maximum number in one message
 
 
 class HolderMessage(msgspec.Struct, frozen=True):
-    """What a process says of its connections, by their numbers.
+    """A process's report about its connections; each connection has a number.
 
     Attributes:
-        begun: a new connection, whose two descriptors come with the message; 0 for none.
+        begun: number of a new connection, whose two descriptors are sent with the message; 0 for
+            none.
     """
 
     ended: tuple[int, ...] = ()
@@ -55,17 +56,17 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The end of the process that answers; for one thread.
+    """The end of the process that answers requests; for one thread.
 
     Attributes:
-        left: connections that the previous process has left, by their numbers.
-        max_held: how many connections may be held at once.
+        left: connections that the previous process has left, by number.
+        max_held: maximum number of connections that may be held at once.
     """
 
     link: socket.socket | None = None
     left: dict[int, HeldConnection] = field(default_factory=dict)
     max_held: int = sys.maxsize
-    _ended: list[int] = field(default_factory=list)  # not sent yet
+    _ended: list[int] = field(default_factory=list)  # ended connections that are not reported yet
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count(max(self.left, default=0) + 1)
@@ -77,7 +78,7 @@ class HolderLink:
         return self.link is not None and self._num_held < self.max_held
 
     def begin(self, connection: int, journal: int) -> int | None:
-        """Have a connection held; return its number, or None where that is impossible."""
+        """Let the supervisor hold a connection; return its number, None if that is impossible."""
         if not self.has_room:
             return None
         number = next(self._numbers)
@@ -87,13 +88,13 @@ class HolderLink:
         return number
 
     def end(self, number: int) -> None:
-        """Say that a connection has ended."""
+        """Report that a connection has ended."""
         self._num_held -= 1
         self._ended.append(number)
         self.flush()
 
     def flush(self) -> None:
-        """Send the numbers of ended connections that have not been sent."""
+        """Report the ended connections that are not reported yet."""
         while self._ended and self._tell(0, []):
             pass
 
@@ -105,14 +106,14 @@ class HolderLink:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
         try:
             self.link.sendmsg([_encode(HolderMessage(ended, begun))], ancillary)
-        except OSError:  # the socket is full or closed, or too many descriptors are in it
+        except OSError:  # the socket is full or closed, or contains too many descriptors
             return False
         del self._ended[: len(ended)]
         return True
 
 
 class ConnectionHolder:
-    """The end of the supervisor. Owns the descriptors that it holds."""
+    """The supervisor's end. Owns the descriptors that it holds."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}
@@ -124,7 +125,7 @@ class ConnectionHolder:
     def open(self) -> socket.socket:
         """Return the other end of a new link, for a process that is forked next.
 
-        SIGIO tells this process that a message has come; the signal must not end the process.
+        The signal SIGIO tells this process that a message has arrived; SIGIO must not end it.
         """
         self._lose()
         mine, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,13 +137,13 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """Return the link of a process that was forked. This object then holds nothing."""
+        """Return the link, in a process that was forked. After that, this object holds nothing."""
         self._close_link()
         left, self._held = self._held, {}
         return HolderLink(others, left)
 
     def take_in(self) -> None:
-        """Apply all messages that the link has."""
+        """Read all messages that wait in the link, and apply them."""
         while self._link is not None:
             try:
                 text, ancillary, flags, _ = self._link.recvmsg(
@@ -168,19 +169,21 @@ class ConnectionHolder:
                 and not flags & socket.MSG_CTRUNC
             ):
                 self._held[message.begun] = HeldConnection(*descriptors)
-            else:  # this process may not open more: the connection ends with its process
+            # This process may open no more files: the connection ends with the process that serves
+            # it.
+            else:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
     def close(self) -> None:
-        """Hold nothing. Idempotent."""
+        """Close the link and all held descriptors. Idempotent."""
         self._close_link()
         for held in self._held.values():
             held.close()
         self._held.clear()
 
     def _lose(self) -> None:
-        """Apply the last messages of a process that has exited; end connections that it voided."""
+        """Apply the last messages of a process that has ended; end connections that it voided."""
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):

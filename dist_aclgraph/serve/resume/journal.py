@@ -1,9 +1,9 @@
-"""Journal: all that another process needs to continue the answer to a request.
+"""Journal: everything that another process needs to continue the answer to a request.
 
-An answer is a function of the request, of random values, and of the deltas. The request is in the
-journal's memory as it came (``memory.py``). The random values are written down when the request is
-accepted, and each delta before its text is sent. Another process makes the same bytes again, leaves
-out those that have been sent, and continues.
+An answer is a function of the request, of random values, and of the deltas. The journal's memory
+has the request as it arrived (``memory.py``). The random values are written when the request is
+accepted, and each delta is written before its text is sent. Another process computes the same bytes
+again, leaves out the bytes that were sent, and continues.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dist_aclgraph.serve.resume.memory import JournalMemory
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 
-JOURNAL = "dist_aclgraph.journal"  # an extension that our server offers in its scope
-RESUMED = "dist_aclgraph.resumed"  # likewise, if another process has accepted the request
+JOURNAL = "dist_aclgraph.journal"  # an extension that our server offers in the request's scope
+RESUMED = "dist_aclgraph.resumed"  # likewise, present if another process has accepted the request
 
 
 class Chance(msgspec.Struct, frozen=True):
     """The random parts of an answer, drawn once."""
 
-    name: str  # of the reply, behind its prefix
+    name: str  # name of the reply, without its prefix
     created_s: int
-    seed: int  # if the request has none
+    seed: int  # used if the request has no seed
 
     @classmethod
     def draw(cls, seed: int) -> Chance:
@@ -35,10 +35,10 @@ class Chance(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The first record of a request: it has been accepted.
+    """The first record of a request: the request has been accepted.
 
     Attributes:
-        num_sent: bytes that the connection had been given before the response.
+        num_sent: bytes that were sent over the connection before this response.
     """
 
     num_sent: int
@@ -46,9 +46,9 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """A record behind the first one: what one delta brought to one choice."""
+    """A record after the first one: the content of one delta for one choice."""
 
-    index: int  # of the choice
+    index: int  # index of the choice
     token_ids: bytes
     finish_reason: FinishReason | None
     logprobs: tuple[RowLogprobs | None, ...]
@@ -92,9 +92,9 @@ class Journal:
     """The journal of one accepted request.
 
     Args:
-        entries: what a previous process has written down.
+        entries: records that a previous process has written.
         is_resumed: whether a previous process has accepted the request.
-        memory: what entries are written to; without it nothing is kept.
+        memory: where entries are written; without it, nothing is stored.
         on_end: called once, after the last write.
     """
 
@@ -114,31 +114,31 @@ class Journal:
         self._on_end = on_end
 
     def take_entries(self) -> tuple[Entry, ...]:
-        """Return what a previous process has written down; once, as it may be large."""
+        """Return a previous process's entries, and forget them, because they may be large."""
         entries, self._entries = self._entries, ()
         return entries
 
     def note(self, index: int, delta: RequestDelta) -> None:
-        """Write down what a choice gets, before it is sent."""
+        """Write a choice's delta, before its text is sent."""
         if self._memory is not None:
             entry = Entry.of_delta(index, delta)
             if not self._memory.append(_encode(entry)):
                 self.end()
 
     def end(self) -> None:
-        """Write nothing any more. Idempotent."""
+        """Stop writing. Idempotent."""
         if self._memory is not None:
             self._memory = None
             self._on_end()
 
 
 def write_opening(memory: JournalMemory, opening: Opening) -> bool:
-    """Write down that a request has been accepted; return whether there was room."""
+    """Write that a request has been accepted; return whether there was room."""
     return memory.append(_encode(opening))
 
 
 def read_records(memory: JournalMemory) -> tuple[Opening | None, tuple[Entry, ...]]:
-    """Return what a journal holds beside the request; None before the request was accepted."""
+    """Return the records of a journal; (None, ()) if the request was not accepted yet."""
     records = memory.records()
     if not records:
         return None, ()

@@ -2,17 +2,17 @@
 
 | offset | content |
 | --- | --- |
-| 0 | the slot in force, 1 or 2; 0 says that the journal is void |
-| 8 | slot 1, then slot 2, of four words each: see ``_NUM_READ`` and the names behind it |
+| 0 | number of the current slot, 1 or 2; 0 if the journal is void |
+| 8 | slot 1, then slot 2; each has four words: see ``_NUM_READ`` and the following names |
 | ``REQUEST_AT`` | the request |
-| ``RECORDS_AT`` | the records, each behind its length |
+| ``RECORDS_AT`` | the records; each record follows its length |
 
-The kernel reads a connection straight into the part of the request, so that no byte is read and
-missing here. The kernel also says how many bytes there are (``counters.py``): those that have been
-read of the connection, less those that had been read when the journal was cleared.
+The kernel reads a connection directly into the request's part of this memory, so no byte can be
+read without being here. The kernel also says how many bytes the request has (``counters.py``): the
+bytes read from the connection until now, minus the bytes read until the journal was cleared.
 
-A process may be killed between any two instructions. Each change therefore takes effect with one
-store of one word.
+A process may be killed between any two instructions. Each change therefore takes effect by storing
+one word.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import mmap
 import os
 import struct
 
-READ_BYTES = 64 << 10  # of one connection, at once
-REQUEST_BYTES = RECORD_BYTES = 8 << 20  # an answer that needs more ends with its process
+READ_BYTES = 64 << 10  # bytes that are read from one connection at once
+REQUEST_BYTES = RECORD_BYTES = 8 << 20  # if an answer needs more, it ends with its process
 REQUEST_AT = mmap.PAGESIZE
 RECORDS_AT = REQUEST_AT + REQUEST_BYTES
 SIZE = RECORDS_AT + RECORD_BYTES
-STAYING_BYTES = 16 << 10  # a journal that has used more gives its memory back when it is cleared
+STAYING_BYTES = 16 << 10  # a cleared journal that used more gives its memory back
 _LENGTH = struct.Struct("=I")
 _WORD = struct.Struct("=Q")
 _VOID = 0
 _SLOT_WORDS = 4
-# The words of a slot: bytes of the connection that had been read, and sent, when the journal was
-# cleared; where the next record begins; processes that died with the request.
+# The words of a slot: number of bytes read from the connection, and sent, when the journal was
+# cleared; offset of the next record; number of processes that died with the request.
 _NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES = range(_SLOT_WORDS)
 
 
 class JournalMemory:
-    """One connection's journal. Owns the mapping, and with it a descriptor.
+    """One connection's journal. Owns the memory mapping, which includes a descriptor.
 
     Args:
-        descriptor: of memory that ``create`` has made; the caller closes it.
+        descriptor: descriptor of memory that ``create`` has made; the caller closes it.
 
     Attributes:
-        num_read: bytes of the connection that had been read when the journal was cleared.
-        num_sent: bytes of the connection that had been sent then.
-        is_void: whether the journal lacks something that was read or sent.
+        num_read: bytes read from the connection until the journal was cleared.
+        num_sent: bytes sent over the connection until the journal was cleared.
+        is_void: whether bytes that were read or sent are missing in the journal.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -67,13 +67,13 @@ class JournalMemory:
 
     @classmethod
     def create(cls, num_read: int, num_sent: int) -> tuple[JournalMemory, int]:
-        """Return an empty journal, and a descriptor of its memory, which the caller closes.
+        """Return an empty journal, and a descriptor of its memory, which the caller must close.
 
         Args:
-            num_read, num_sent: bytes of the connection so far.
+            num_read, num_sent: bytes read from and sent over the connection until now.
 
         Raises:
-            OSError: the system has no room for it.
+            OSError: the system has no memory for the journal.
         """
         descriptor = os.memfd_create("journal", os.MFD_CLOEXEC)
         try:
@@ -85,7 +85,7 @@ class JournalMemory:
             raise
 
     def request_buffer(self, start: int) -> memoryview:
-        """Return where more of the request is read to; it is empty where no room is left."""
+        """Return the memory into which more of the request is read; empty if there is no room."""
         return self._request[start : start + READ_BYTES]
 
     def request(self, start: int, end: int) -> bytes:
@@ -93,7 +93,7 @@ class JournalMemory:
         return self._map[REQUEST_AT + start : REQUEST_AT + end]
 
     def append(self, record: bytes) -> bool:
-        """Add a record and return True; where it has no room, the journal becomes void."""
+        """Add a record and return True; if there is no room, make the journal void."""
         end = self._records_end + _LENGTH.size + len(record)
         if end > RECORD_BYTES:
             self.void()
@@ -117,23 +117,23 @@ class JournalMemory:
         return found
 
     def count_loss(self) -> int:
-        """Count a process that died with the request; return how many did so far."""
+        """Count one more process that died with the request; return the new count."""
         at = self._slot_at + _NUM_LOSSES
         self._words[at] += 1
         return self._words[at]
 
     def void(self) -> None:
-        """Let no process go on from the journal until it is cleared. Idempotent."""
+        """Mark the journal: no process may continue from it until it is cleared. Idempotent."""
         if not self.is_void:
             self.is_void = True
             self._words[0] = _VOID
             self._give_back()
 
     def clear(self, num_read: int, num_sent: int) -> None:
-        """Begin anew: all requests have been answered.
+        """Clear the journal after all requests have been answered.
 
         Args:
-            num_read, num_sent: bytes of the connection so far.
+            num_read, num_sent: bytes read from and sent over the connection until now.
         """
         num_used = max(num_read - self.num_read, self._records_end)
         slot = 3 - self._slot
@@ -147,10 +147,10 @@ class JournalMemory:
             self._give_back()
 
     def close(self) -> None:
-        """End the mapping; the memory stays for as long as another process has it."""
+        """Close the mapping; the memory stays while another process has it open."""
         self._words.release()
         self._request.release()
-        with contextlib.suppress(BufferError):  # the event loop is reading into it
+        with contextlib.suppress(BufferError):  # the event loop is reading into the mapping
             self._map.close()
 
     def _use_slot(self, slot: int) -> None:
@@ -160,7 +160,7 @@ class JournalMemory:
         self._records_end = self._words[at + _RECORDS_END]
 
     def _give_back(self) -> None:
-        """Give memory back to the system; it reads as zeros then."""
+        """Give memory back to the system; after that it reads as zeros."""
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE, REQUEST_AT, SIZE - REQUEST_AT)
 

@@ -1,4 +1,4 @@
-"""ConnectionRecord: what another process needs to go on with one connection."""
+"""ConnectionRecord: everything that another process needs to continue one connection."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from dist_aclgraph.serve.resume.journal import (
 )
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
-MAX_LOSSES = 3  # processes that died with one request: it may be the cause
+MAX_LOSSES = 3  # if so many processes died with one request, the request may be the cause
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_scratch = memoryview(bytearray(READ_BYTES))  # what comes over a connection that is not held
+# Buffer for the bytes of connections that are not held.
+_scratch = memoryview(bytearray(READ_BYTES))
 
 
 class ResumedRequest(NamedTuple):
-    """What a previous process has done with a request.
+    """What a previous process has done for a request.
 
     Attributes:
-        journal: of the answer; None where the request had not been accepted.
-        may_send_body: whether the client has been told to send its body.
+        journal: journal of the answer; None if the request was not accepted.
+        may_send_body: whether the client was told to send its body.
     """
 
     journal: Journal | None
@@ -35,17 +36,17 @@ class ResumedRequest(NamedTuple):
 
 
 class ConnectionRecord:
-    """The record of one connection. Owns its journal's memory, and counts what is read and sent.
+    """The record of one connection. Owns its journal's memory, and counts bytes read and sent.
 
-    The journal holds one request and its answer. Where more than these is under way, or where the
-    memory has no room, the journal is void, and the connection ends with this process.
+    The journal has room for one request and its answer. If more is in progress on the connection,
+    or if the memory is full, the journal is void, and the connection ends with this process.
 
     Args:
-        link: to the process that holds connections; None where no connection outlives this one.
+        link: link to the holder of connections; None if no connection outlives this process.
 
     Attributes:
         is_spent: whether a request in the journal has been answered.
-        num_omitted: bytes of the answer that a previous process has sent.
+        num_omitted: bytes of the answer that a previous process has sent and we must leave out.
     """
 
     def __init__(self, link: HolderLink | None) -> None:
@@ -53,10 +54,10 @@ class ConnectionRecord:
         self.num_omitted = 0
         self._link = link
         self._descriptor = -1
-        self._number = 0  # by which the connection is held
+        self._number = 0  # the holder's number of the connection
         self._memory: JournalMemory | None = None
         self._num_read = self._num_sent = 0
-        self._journal: Journal | None = None  # of the request that is being answered
+        self._journal: Journal | None = None  # journal of the request that is being answered
         self._resumed: ResumedRequest | None = None
 
     @classmethod
@@ -64,7 +65,7 @@ class ConnectionRecord:
         """Return the record of a connection that a previous process has left.
 
         Raises:
-            OSError, ValueError: no process can go on with the connection.
+            OSError, ValueError: no process can continue the connection.
         """
         record = cls(link)
         record._number = number
@@ -97,16 +98,16 @@ class ConnectionRecord:
 
     @property
     def is_held(self) -> bool:
-        """Whether the connection outlives this process, with what is under way."""
+        """Whether the connection and the request on it outlive this process."""
         return self._memory is not None and not self._memory.is_void
 
     @property
     def is_owed(self) -> bool:
-        """Whether a previous process has accepted a request whose answer has not begun again."""
+        """Whether a previous process accepted a request that this process must still answer."""
         return self._resumed is not None and self._resumed.journal is not None
 
     def hold(self, descriptor: int) -> None:
-        """Have the connection held, if there is room. Nothing may be under way on it."""
+        """Let the supervisor hold the connection, if there is room. No request may be running."""
         self._descriptor = descriptor
         if self._memory is not None or self._link is None or not self._link.has_room:
             return
@@ -123,7 +124,7 @@ class ConnectionRecord:
             self._number, self._memory = number, memory
 
     def close(self) -> None:
-        """The connection has ended."""
+        """Free everything, because the connection has ended."""
         if self._journal is not None:
             self._journal.end()
         if self._memory is not None:
@@ -136,7 +137,7 @@ class ConnectionRecord:
     # -- bytes -----------------------------------------------------------------------------------
 
     def read_buffer(self) -> memoryview:
-        """Return where the next bytes of the connection are to be read to."""
+        """Return the memory into which the connection's next bytes must be read."""
         if self._memory is not None and not self._memory.is_void:
             if buffer := self._memory.request_buffer(self._num_request):
                 return buffer
@@ -144,7 +145,7 @@ class ConnectionRecord:
         return _scratch
 
     def take_read(self, num_bytes: int) -> bytes:
-        """Count bytes that have been read to ``read_buffer``, and return them."""
+        """Count the bytes that were read into ``read_buffer``, and return them."""
         begin = self._num_request
         self._num_read += num_bytes
         if self._memory is None or self._memory.is_void:
@@ -152,11 +153,11 @@ class ConnectionRecord:
         return self._memory.request(begin, begin + num_bytes)
 
     def all_read(self) -> bytes:
-        """Return all that has been read of a request, by this process and the previous one."""
+        """Return all bytes of the request, read by this process and the previous one."""
         return b"" if self._memory is None else self._memory.request(0, self._num_request)
 
     def take_unsent(self, data: bytes) -> bytes:
-        """Count bytes that are to be sent; return them without those sent by a previous process."""
+        """Count bytes to send; return them without the bytes that a previous process has sent."""
         if self.num_omitted:
             unsent = data[self.num_omitted :]
             self.num_omitted -= len(data) - len(unsent)
@@ -167,15 +168,15 @@ class ConnectionRecord:
     # -- requests --------------------------------------------------------------------------------
 
     def take_resumed(self) -> ResumedRequest | None:
-        """Return what a previous process has done with the first request; None for all others."""
+        """Return what a previous process did for the first request; None for all later requests."""
         resumed, self._resumed = self._resumed, None
         return resumed
 
     def open_journal(self, chance: Chance, *, is_alone: bool) -> Journal:
-        """Begin the journal of a request that is accepted.
+        """Begin the journal of a request that was accepted.
 
         Args:
-            is_alone: whether nothing else is under way on the connection.
+            is_alone: whether no other request is in progress on the connection.
         """
         memory = self._memory
         if memory is None or memory.is_void or self.is_spent or not is_alone:
@@ -185,14 +186,14 @@ class ConnectionRecord:
         return self._begin_journal(chance)
 
     def spend(self) -> None:
-        """A request in the journal has been answered: nothing can be added."""
+        """Record that a request in the journal was answered: no entry can be added."""
         self.is_spent = True
         journal, self._journal = self._journal, None
         if journal is not None:
             journal.end()
 
     def clear(self) -> None:
-        """Begin anew: all requests have been answered, and all answers sent."""
+        """Clear the journal, because all requests have been answered and all answers sent."""
         self.is_spent = False
         if self._memory is None:
             self.hold(self._descriptor)
@@ -200,7 +201,7 @@ class ConnectionRecord:
             self._memory.clear(self._num_read, self._num_sent)
 
     def void(self) -> None:
-        """Mark the journal as void: no process can go on with the connection's request."""
+        """Mark the journal as void: no process can continue the connection's request."""
         if self._memory is not None:
             self._memory.void()
         if self._journal is not None:
@@ -208,14 +209,14 @@ class ConnectionRecord:
 
     @property
     def _num_request(self) -> int:
-        """Bytes of the journal's request."""
+        """Number of bytes of the request in the journal."""
         return 0 if self._memory is None else self._num_read - self._memory.num_read
 
     def _begin_journal(
         self, chance: Chance, entries: tuple[Entry, ...] = (), *, is_resumed: bool = False
     ) -> Journal:
         def end() -> None:
-            if self._journal is journal:  # its answer is not complete
+            if self._journal is journal:  # the journal's answer is not complete
                 self._journal = None
                 self.void()
 
