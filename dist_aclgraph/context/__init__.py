@@ -1,1 +1,1 @@
-"""Context parallelism as arithmetic: the owner of each token, and the rank that computes it."""
+"""The arithmetic of context parallelism: which rank keeps each token, and which rank computes it."""
