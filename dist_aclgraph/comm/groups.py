@@ -94,7 +94,7 @@ class CommGroup:
         return str(self.backend.get_hccl_comm_name(self.rank))
 
     def become(self, other: CommGroup) -> None:
-        """Use the process group of ``other`` from now on; it has the same ranks in new processes."""
+        """Use the process group of ``other`` from now on: the same ranks in new processes."""
         assert (self.ranks, self.rank) == (other.ranks, other.rank)
         self.handle = other.handle
         self.__dict__.pop("hccl_name", None)
@@ -126,7 +126,7 @@ class RankGroups:
     dcp: CommGroup = ALONE
 
     def become(self, other: RankGroups) -> None:
-        """Use the process groups of ``other`` from now on; references to these groups stay valid."""
+        """Use the process groups of ``other`` from now on; objects may keep their references."""
         for mine, its in (
             (self.tp, other.tp),
             (self.ep, other.ep),

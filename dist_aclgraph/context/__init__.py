@@ -1,1 +1,1 @@
-"""The arithmetic of context parallelism: which rank keeps each token, and which rank computes it."""
+"""The arithmetic of context parallelism: which ranks keep and which ranks compute each token."""
