@@ -22,11 +22,12 @@ QUEUE_ENTRIES = 2016  # entries of one queue: 2048 minus 32 that CANN reserves
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
 # Operators of a layer of experts, instead of the three products and activation of a dense layer:
-# router, routing, products and shared experts. Two further numbers are for exchanges: gathered
-# tokens, and an all-to-all with its indices.
+# router, routing, products and shared experts. Gathering tokens adds six operators, an all-to-all
+# with its indices adds thirty-five.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
-# The cache write, attention, and the wait for attention's parameters and its reset.
+# The cache write and attention need one entry each; the wait for attention's parameters and the
+# reset of its event need four entries each.
 ATTENTION = 10
 # Upper limit of the additional operators if the cache is sharded (reached with latent attention and
 # ranks that repeat heads): queries are joined; results are converted to float32, masked, sent and
@@ -139,12 +140,12 @@ def _experts(workload: Workload) -> int:
 
 
 def _is_spread(domain: Domain) -> bool:
-    """Whether tokens must be sent to experts over this domain, because no TP group has all experts."""
+    """Whether experts are spread over this domain, so that tokens must be sent to experts."""
     return "ep" in domain.kinds and "tp" not in domain.kinds
 
 
 def _after_attention(domain: Domain) -> int:
-    """Return a layer's collectives outside attention: two sums over TP, and two exchanges over EP."""
+    """Return a layer's collectives outside attention: two sums over TP, two exchanges over EP."""
     return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
@@ -160,7 +161,7 @@ def in_sharded_attention(workload: Workload) -> int:
 
 
 def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
-    """Return the collectives of a full graph; TP adds one for the embedding and one for the head."""
+    """Return the collectives of a full graph; with TP, embedding and head have one each."""
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     return layers * (_after_attention(domain) + in_attention) + ends

@@ -61,7 +61,7 @@ class LegacyInputs:
 
     @property
     def num_graphs(self) -> int:
-        """Number of piecewise graphs of one bucket, drafts included: one more than layers each."""
+        """Number of piecewise graphs of one bucket: layers + 1, for the model and for drafts."""
         graphs = self.num_hidden_layers + 1
         return graphs + self.draft_layers + 1 if self.draft_layers else graphs
 
