@@ -1,4 +1,4 @@
-"""The ledger of one rank: its offer, and the predicted and the measured cost of the plan's graphs."""
+"""The ledger of one rank: its offer, and the predicted and the measured cost of graphs."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def normalise_mode(
             the device.
 
     Raises:
-        ConfigError: launches wait for the device, so a capture would wait for ever.
+        ConfigError: the mode has graphs and launches wait for the device; a capture would wait for
+            ever.
     """
     mode, reasons = wanted, []
     while True:

@@ -155,7 +155,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield the limits that failed captures have shown, in addition to those of the budget model."""
+    """Yield the limits that failed captures have shown; they add to the budget model's limits."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -301,7 +301,7 @@ def _shortfalls(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> str:
-    """Return an error message with the ranks that cannot capture any bucket, and a bucket's cost."""
+    """Return an error message: the ranks that cannot capture any bucket, and a bucket's cost."""
     lines = []
     for offer in offers:
         limits = budget_model.limits(families, offer)

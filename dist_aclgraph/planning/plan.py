@@ -53,7 +53,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
     def without(self, failure: CaptureFailure) -> GraphPlan:
-        """Return the next version of the plan, without a graph whose capture failed while serving."""
+        """Return the plan's next version, without a graph whose capture failed while serving."""
         families = [f.keep(failure.graph) if f.has(failure.graph) else f for f in self.families]
         reason = f"capture of {failure.graph} failed on rank {failure.rank} ({failure.cause})"
         return msgspec.structs.replace(
