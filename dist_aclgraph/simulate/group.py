@@ -339,7 +339,7 @@ class SimulatedGroup:
 
 
 def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers with the probes that real ranks would have measured for a calibrated budget.
+    """Return the offers with the probes that real ranks would measure for a calibrated budget.
 
     With these probes, buckets are chosen again by the times of steps; without probes, by the tokens
     of steps.

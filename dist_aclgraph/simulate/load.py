@@ -1,4 +1,4 @@
-"""The load of a simulation: batches or requests, read line by line from a trace, or drawn at random.
+"""The load of a simulation: batches or requests, read line by line from a trace, or drawn randomly.
 
 A trace is a file of JSON lines, or of CSV with a header. Each line is either
 
@@ -42,8 +42,9 @@ Kind = Literal["batches", "requests"]
 
 
 class Batch(NamedTuple):
-    """One step: number of live tokens, number of requests, and tokens of each request (0 if requests
-    differ).
+    """One step: numbers of live tokens and of requests, and the tokens of each request.
+
+    ``query_len`` is 0 if requests have different numbers of tokens.
     """
 
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Predicts the streams of graphs with the budget model, on the rank with the fewest free streams."""
+"""Predicts the streams of graphs by the budget model, on the rank with the fewest free streams."""
 
 from __future__ import annotations
 

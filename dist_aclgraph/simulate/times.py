@@ -120,7 +120,7 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
     """Return the times in the report of a deployment, ``LLM.report()`` as JSON.
 
     Raises:
-        ConfigError: the file cannot be read or is not a report, or the deployment replayed no graph.
+        ConfigError: the file cannot be read, is not a report, or contains no replayed graph.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
