@@ -122,7 +122,7 @@ class Drafter:
             accepted: [num_reqs] int32, the result of ``count``.
         """
         num_reqs, num_places = sampled.shape
-        if num_reqs == 0:  # the step has only chunks of prompts
+        if num_reqs == 0:  # All requests of the step are in the middle of prompts.
             assert next_tokens is not None
             run(DraftPass(0, next_tokens, positions, slots, slots, hidden))
             return

@@ -122,8 +122,8 @@ class InputBatch:
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
-            moves: whether only the device knows how many drafts were accepted, and therefore the
-                positions at which requests with tokens in flight begin.
+            moves: whether requests with tokens in flight begin at positions that only the device
+                knows, because the number of their accepted drafts is not on the host yet.
         """
         last, self._last = self._last, None
         if not len(records):
@@ -234,8 +234,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens that are not on the host yet, of some of a step's requests; None
-        if all are on the host.
+        """Return the last tokens of a step's requests that are wanted and not on the host yet; None
+        if there are no such tokens.
 
         Args:
             is_wanted: [max_rows], whether the row's token is wanted.

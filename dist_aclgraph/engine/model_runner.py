@@ -150,7 +150,7 @@ class ModelRunner:
         # tokens without room.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
-        self._num_unplaced = 0  # tokens without room, in all steps so far
+        self._num_unplaced = 0  # number of tokens without room, in all steps until now
         self._buffers = StepBuffers(
             npu,
             buffer_sizes(graphs, max_rows),
@@ -604,7 +604,7 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits of the places, the most probable token of each, and its logit."""
         n = len(places)
-        if size.num_samples == 0:  # chunks of prompts only: no request gets a token
+        if size.num_samples == 0:  # All requests are in the middle of prompts.
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
             return hidden[:0], empty, hidden[:0, 0]
         if n == 0:  # Other ranks have places, and all ranks must run the same collectives.

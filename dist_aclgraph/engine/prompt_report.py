@@ -18,7 +18,7 @@ from dist_aclgraph.steps.step import PromptLogprobs
 
 @dataclass(frozen=True)
 class ComingPrompt:
-    """The report of some tokens of a prompt, on its way to the host.
+    """The report of some tokens of a prompt, whose copy to the host is queued.
 
     Attributes:
         place: index of the request in the step; first: position of the first token.

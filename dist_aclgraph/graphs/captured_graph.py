@@ -55,7 +55,8 @@ class CapturedGraph:
 
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
-            lens: the step's lengths, padding included; ``update`` must get the same lengths.
+            lens: the step's lengths, padding included. If lengths were sent ahead, ``update`` must
+                get the same lengths; otherwise the lengths may still change before ``update``.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.

@@ -47,7 +47,7 @@ class CapturedPieces:
         return made[0]
 
     def begin(self) -> None:
-        """Start over at the first piece."""
+        """Begin again with the first piece."""
         self._next = 0
 
     def replay(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Chooses the sizes to capture that have exactly the lowest cost for the traffic."""
+"""Chooses the sizes to capture: the set with the lowest cost for the traffic, found exactly."""
 
 from __future__ import annotations
 

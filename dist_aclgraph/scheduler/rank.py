@@ -65,8 +65,8 @@ class RankScheduler:
         index: index of this data-parallel rank in the group.
         num_drafts: number of drafts that workers have for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether existing output of a request is computed token by token in decode steps, in
-            the way in which it was sampled.
+        exact: whether existing output of a request is computed again token by token in decode
+            steps, because it was also sampled in decode steps.
     """
 
     def __init__(
@@ -550,7 +550,7 @@ class RankScheduler:
         return Lack(short, -(-(ends[short] - rows.covered[short]) // size))
 
     def _store_full_blocks(self, indices: Indices) -> None:
-        """Store the blocks that the step has filled in the prefix cache."""
+        """Add the full blocks of the step's requests to the prefix cache."""
         rows, size = self.rows, self.pool.block_size
         computed = rows.computed[indices] - rows.flying[indices]
         is_full = np.flatnonzero(computed >= rows.next_full[indices])

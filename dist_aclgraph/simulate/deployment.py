@@ -148,7 +148,7 @@ class AssumedDeployment:
 
         Args:
             pool_bytes: bytes of a rank's graphs; 0 means unknown.
-            request_tokens: length of the requests that ``requests`` counts.
+            request_tokens: length of a request, for ``ContextRoom.requests``.
 
         Raises:
             ConfigError: fewer than two blocks fit.
