@@ -163,7 +163,7 @@ def join_lockstep_group(
         buffer_mb: see ``make_groups``.
 
     Raises:
-        DeviceError: a member did not arrive, or HCCL refused.
+        DeviceError: a member did not join in time, or HCCL reported an error.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     with translated(f"joining the HCCL world as rank {rank} of {size}"):
@@ -185,7 +185,7 @@ def leave_lockstep_group() -> None:
     Objects that use groups of this world need new groups afterwards, see ``RankGroups.become``.
 
     Raises:
-        DeviceError: HCCL refused.
+        DeviceError: HCCL reported an error.
     """
     if dist.is_initialized():
         with translated("leaving the HCCL world"):

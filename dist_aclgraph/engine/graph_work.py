@@ -1,4 +1,4 @@
-"""The work that the graphs of a rank contain: it runs once on padding, then it is recorded."""
+"""The functions that become the graphs of a rank: each runs once on padding, then is recorded."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class ModelRunner:
         )
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
         self._flights: deque[_Flight] = deque()  # queued steps, oldest first
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, in the last step
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, in its last step
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
@@ -451,7 +451,7 @@ class ModelRunner:
         Waits for the device. The next plan must contain all rows again.
 
         Raises:
-            DeviceError: the device does not work again.
+            DeviceError: the device does not work after the abort.
         """
         self._flights.clear()
         self._num_passed[:] = 0
@@ -468,7 +468,7 @@ class ModelRunner:
         """Release graphs and caches after the last step. The device was aborted and works again.
 
         Raises:
-            DeviceError: the device does not work again.
+            DeviceError: the device does not work after the abort.
         """
         self._flights.clear()
         self._replays.forget()

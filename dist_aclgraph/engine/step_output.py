@@ -306,7 +306,7 @@ class StepOutput:
         )
 
     def _non_finite(self, coming: ComingOutput, counts: IntArray) -> IntArray:
-        """Return the requests with a new token that was chosen from logits with NaN or infinity."""
+        """Return the requests for which a new token was chosen from NaN or infinite logits."""
         num_places = coming.num_samples * self._num_places
         is_bad = coming.landing.bits[:num_places] & self._exponent == self._exponent
         if not is_bad.any():

@@ -39,7 +39,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out], written to ``out`` if given."""
+        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
         if self.bias is None:
             return torch.mm(x, self.weight, out=out)
         return torch.addmm(self.bias, x, self.weight, out=out)

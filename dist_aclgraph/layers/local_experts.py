@@ -56,7 +56,8 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: A
         [rows],
         [weight],
         group_list=counts,
-        # The operator refuses a list of one count. The end of the only group is the same number.
+        # The operator refuses a list with one count. So the list contains the end of the only
+        # group, which is the same number.
         group_list_type=COUNTS if len(counts) > 1 else CUMULATIVE,
         group_type=0,
         split_item=3,

@@ -61,8 +61,7 @@ class LazyGraphs:
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
-        """Return the configured policy with room for ``capacity`` graphs; None for a capacity of 0.
-        """
+        """Return the configured policy with room for ``capacity`` graphs; None if this is 0."""
         if not capacity:
             return None
         return cls(

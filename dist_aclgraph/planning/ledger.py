@@ -32,8 +32,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     def describe(self) -> str:
         """Return prediction and measurement in words, and the part closest to their difference.
 
-        The part is only a guess at the cause, because devices report the number of free streams,
-        but not who uses the others.
+        The part is only a guess at the cause: devices report how many streams are free, but not
+        the owners of used streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:

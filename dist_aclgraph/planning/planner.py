@@ -106,7 +106,7 @@ class Planner:
         """Choose one plan from the offers of all ranks, and reserve streams for lazy graphs.
 
         Raises:
-            StreamBudgetError: a rank cannot afford a single bucket.
+            StreamBudgetError: a rank has too few streams or bytes for a single bucket.
         """
         # Equal offers limit a plan equally, so only the first of equal offers is used.
         first_of = {content_of(offer): offer for offer in reversed(offers)}

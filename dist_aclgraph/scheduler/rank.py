@@ -114,12 +114,12 @@ class RankScheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Number of further requests that could run."""
+        """Number of additional requests that could run."""
         return len(self._free_rows)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """Number of times the first, the second, ... draft token of a request was accepted."""
+        """How often the first, the second, ... draft of a request was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()
         return at_least[1:]
 
@@ -221,7 +221,8 @@ class RankScheduler:
     def match(self, request: Request) -> list[int]:
         """Return the cached blocks of a waiting request's prefix.
 
-        The last token is never matched: it must be computed, because its logits choose the next.
+        The last token is never matched, because it must be computed: its logits choose the next
+        token.
         """
         if not self.pool.prefix_cache or request.is_suspect:
             return []

@@ -1,7 +1,6 @@
 """RunningRows: the requests that have a row on one data-parallel rank, as columns of integers.
 
-Values that change in every step are stored in columns, so a step needs no Python loop over
-requests.
+Values that change in every step are stored in columns, so a step needs no Python loop.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import msgspec
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 
-ASCEND_950_PIECEWISE_SIZES = 4  # limit of its driver (vllm-ascend: MAX_CAPTURE_SIZES_FOR_950)
+ASCEND_950_PIECEWISE_SIZES = 4  # the driver's limit (vllm-ascend: MAX_CAPTURE_SIZES_FOR_950)
 ANY_BYTES = 1 << 62
 
 
