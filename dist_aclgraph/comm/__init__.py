@@ -1,1 +1,1 @@
-"""HCCL groups from the layout, and collectives with shape contracts."""
+"""HCCL groups of the parallel layout, and collectives with documented shapes."""

@@ -1,7 +1,7 @@
 """HCCL groups of a worker, and the collectives that layers call.
 
-A ``CommGroup`` with one member does not communicate: its collectives return their input, so layers
-need no case for a single rank.
+A ``CommGroup`` with one member does not communicate: its collectives return their input. So layers
+need no special case for a single rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _reduce_scatter = getattr(dist, installed_line().reduce_scatter)
 
 @dataclass(eq=False)
 class CommGroup:
-    """Ranks that communicate. Layers hold it for as long as they live.
+    """Ranks that communicate. Layers keep the object until they are deleted.
 
     Attributes:
-        ranks: members, in group order, as ranks of the lockstep group.
+        ranks: the members as ranks of the lockstep group, in group order.
         rank: this process's index in ``ranks``.
         handle: torch.distributed's process group; None for a group of one.
     """
@@ -45,7 +45,7 @@ class CommGroup:
         return len(self.ranks)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the group, in place; every member passes the same shape."""
+        """Sum ``x`` over the group, in place; all members must pass the same shape."""
         if self.size > 1:
             dist.all_reduce(x, group=self.handle)
         return x
@@ -72,7 +72,7 @@ class CommGroup:
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send each member its part of ``x``, and return the parts that this member receives.
 
-        [n * size, ...] -> [n * size, ...]: parts are equal, and in group order.
+        [n * size, ...] -> [n * size, ...]: the parts have equal size and are in group order.
         """
         if self.size == 1:
             return x
@@ -82,19 +82,19 @@ class CommGroup:
 
     @property
     def backend(self) -> Any:
-        """The backend object of torch_npu behind ``handle``."""
+        """The torch_npu object that implements ``handle``."""
         return self.handle._get_backend(torch.device("npu"))
 
     @cached_property
     def hccl_name(self) -> str:
-        """HCCL's name of the communicator, for operators that communicate by themselves.
+        """HCCL's name of the communicator, for operators that contain their own communication.
 
-        Makes the communicator. All members must call this, outside captures; nothing is sent.
+        Creates the communicator. All members must call this, outside captures; no data is sent.
         """
         return str(self.backend.get_hccl_comm_name(self.rank))
 
     def become(self, other: CommGroup) -> None:
-        """Use the groups of ``other`` from now on: the same ranks, in other processes."""
+        """Use the process group of ``other`` from now on: the same ranks in new processes."""
         assert (self.ranks, self.rank) == (other.ranks, other.rank)
         self.handle = other.handle
         self.__dict__.pop("hccl_name", None)
@@ -108,13 +108,14 @@ class RankGroups:
     """The groups of one rank.
 
     Attributes:
-        tp: ranks that share each layer; ``ep``: ranks that share the experts; a group of one if
-            every tensor parallel group has all of them.
-        mc2: the ranks of ``ep`` again, for operators that communicate inside their kernel; None
-            without such operators.
-        pcp: ranks that share the computation of prompts; ``dcp``: those that share the KV cache of
-            a request, where a rank's index is its shard.
-        dp_rank: index of the batch, in the lockstep group, that the rank runs.
+        tp: ranks among which each layer is split.
+        ep: ranks among which whole experts are divided; a group of one if every tensor parallel
+            group has all experts.
+        mc2: another group of the ranks of ``ep``, for operators that communicate inside their
+            kernel; None without such operators.
+        pcp: ranks that share the computation of prompts.
+        dcp: ranks that share the KV cache of a request; a rank's index is its shard.
+        dp_rank: index of this rank's batch in the lockstep group.
     """
 
     tp: CommGroup
@@ -125,7 +126,7 @@ class RankGroups:
     dcp: CommGroup = ALONE
 
     def become(self, other: RankGroups) -> None:
-        """Use the groups of ``other`` from now on; objects that hold these groups keep them."""
+        """Use the process groups of ``other`` from now on; objects may keep their references."""
         for mine, its in (
             (self.tp, other.tp),
             (self.ep, other.ep),
@@ -152,17 +153,17 @@ def join_lockstep_group(
     """Make this process a member of its lockstep group's HCCL world.
 
     Args:
-        rendezvous: ``file:///path`` where all members share a node (no port is opened), else
+        rendezvous: ``file:///path`` if all members share a node (no port is opened), else
             ``tcp://address:port`` of rank 0.
         rank: rank inside the lockstep group.
-        size: members of the lockstep group.
-        timeout_s: limit of joining.
-        meeting: rank 0's socket that listens at a TCP ``rendezvous``; torch owns it from here on. A
-            socket that torch opens itself would listen at every address of the machine.
+        size: number of members of the lockstep group.
+        timeout_s: maximum time for joining.
+        meeting: rank 0's socket that listens at a TCP ``rendezvous``; torch owns the socket after
+            this call. A socket opened by torch would listen at every address of the machine.
         buffer_mb: see ``make_groups``.
 
     Raises:
-        DeviceError: a member did not arrive, or HCCL refused.
+        DeviceError: a member did not join in time, or HCCL reported an error.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     with translated(f"joining the HCCL world as rank {rank} of {size}"):
@@ -178,13 +179,13 @@ def join_lockstep_group(
 
 
 def leave_lockstep_group() -> None:
-    """End this process's membership of its HCCL world, whichever other members still live.
+    """End this process's membership of its HCCL world, without waiting for other ranks.
 
-    Waits for no other rank. Graphs with collectives of the world must be released before. Objects
-    that use its groups need new ones afterwards, see ``RankGroups.become``.
+    Other members may have exited. Graphs with collectives of this world must be released before.
+    Objects that use groups of this world need new groups afterwards, see ``RankGroups.become``.
 
     Raises:
-        DeviceError: HCCL refused.
+        DeviceError: HCCL reported an error.
     """
     if dist.is_initialized():
         with translated("leaving the HCCL world"):
@@ -217,19 +218,20 @@ def make_groups(
     mc2_buffer_mb: int | None = None,
     watchdog_s: float | None = None,
 ) -> RankGroups:
-    """Return the groups of ``rank``; groups of the same ranks share one communicator, except MC2's.
+    """Return the groups of ``rank``. Groups of the same ranks share one communicator, except MC2's.
 
-    Collective: every rank of the world calls it.
+    Every rank of the world must call this.
 
     Args:
-        layout: of the lockstep group, see ``ParallelLayout.within_group``.
-        rank: within the lockstep group.
-        buffer_mb: HCCL's buffer of every domain but MC2's; None takes HCCL_BUFFSIZE.
-        mc2_buffer_mb: HCCL's buffer of MC2's domain, if ``layout`` has one; None likewise.
-        watchdog_s: limit of every eager collective; None takes the limit of joining.
+        layout: the layout of the lockstep group, see ``ParallelLayout.within_group``.
+        rank: rank within the lockstep group.
+        buffer_mb: HCCL's buffer of every domain except MC2's, in MB; None means HCCL_BUFFSIZE.
+        mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
+        watchdog_s: maximum time of every eager collective; None means the ``timeout_s`` of joining.
     """
     if mc2_buffer_mb is not None:
-        # By the variable, because some releases of MC2's operators do not read the domain's option.
+        # The size is set by the environment variable, because some releases of MC2's operators do
+        # not read the domain's option.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}
     shared = len(layout.domains) - len(layout.mc2_domains)
@@ -258,7 +260,7 @@ def make_groups(
         if watchdog_s is not None and group is not None and group.handle is not None:
             group.backend._set_default_timeout(datetime.timedelta(seconds=watchdog_s))
     if mc2 is not None:
-        assert mc2.hccl_name  # made here, where all members are
+        assert mc2.hccl_name  # All members are here, so the communicator is created now.
     return groups
 
 

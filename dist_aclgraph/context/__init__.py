@@ -1,1 +1,1 @@
-"""Context parallelism as arithmetic: the owner of each token, and the rank that computes it."""
+"""The arithmetic of context parallelism: which ranks keep and which ranks compute each token."""

@@ -12,8 +12,10 @@ class ContextPlace:
     """A rank's place.
 
     Attributes:
-        shards: how its requests' caches are divided; ``shard``: the shard of this rank.
-        num_prompt_ranks: ranks that split prompts; ``prompt_rank``: this rank's index among them.
+        shards: how the caches of requests are divided.
+        shard: index of this rank's shard.
+        num_prompt_ranks: number of ranks that split prompts.
+        prompt_rank: index of this rank among the ranks that split prompts.
     """
 
     shards: Shards

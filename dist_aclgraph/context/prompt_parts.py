@@ -1,10 +1,10 @@
-"""Attention of long queries to keys that are read from the caches of all shards, chunk by chunk.
+"""Plans the attention of requests with many queries, whose keys are read chunk by chunk.
 
-The KV tokens of a request are cut into chunks, the same on every rank, because ranks read them
-together. The queries of a rank are cut at the same places: a query attends causally in the chunk of
-its own position, and to the whole of each earlier chunk. So each launch is causal or sees
-everything, and a query's results from several chunks are merged. Requests that fit into one chunk
-share it.
+The keys come from the caches of all shards. The KV tokens of a request are cut into chunks, which
+are the same on every rank, because all ranks read a chunk together. The queries of a rank are cut
+at the same positions. A query attends causally in the chunk that contains its position, and to all
+keys of each earlier chunk. So a launch is either causal, or its queries see all keys. The results
+of a query from several chunks are merged. Several short requests share a chunk if they fit in it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dist_aclgraph.context.prompt_split import Piece, PromptSplit
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import IntArray
 
-MAX_CHUNK_TOKENS = 8192  # their keys and values exist at the same time
+MAX_CHUNK_TOKENS = 8192  # limits the number of keys and values that exist at the same time
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of attention over neighbouring keys.
+    """One launch of the attention operator.
 
     Attributes:
-        start, stop: range of its queries among the rank's tokens.
-        query_ends, kv_ends: cumulative lengths of its pieces.
-        kv: indices of its KV tokens in the chunk, in order.
-        is_causal: whether its last keys belong to the queries themselves; else all keys are
-            visible.
+        start, stop: range of the launch's queries among the rank's tokens.
+        query_ends, kv_ends: cumulative numbers of queries and of keys, by piece of a request.
+        kv: indices of the launch's KV tokens in the chunk, in order.
+        is_causal: whether the last keys are those of the queries, so that attention is causal; else
+            every query sees all keys.
     """
 
     start: int
@@ -47,7 +47,7 @@ class Chunk:
 
     Attributes:
         requests, positions: [num_kv], request and position of each KV token.
-        launches: this rank's launches; none if its queries see no key of the chunk.
+        launches: this rank's launches; empty if its queries see no key of the chunk.
     """
 
     requests: IntArray
@@ -57,10 +57,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """Requests that share a chunk, or one request with its chunks.
+    """Several requests that share one chunk, or one request with its chunks.
 
     Attributes:
-        start, stop: range of their queries among the rank's tokens.
+        start, stop: range of the part's queries among the rank's tokens.
     """
 
     start: int
@@ -89,13 +89,14 @@ def plan_parts(
     rank: int,
     max_tokens: int = MAX_CHUNK_TOKENS,
 ) -> tuple[Part, ...]:
-    """Return how one prefill rank attends for all requests that the ranks split.
+    """Return the parts of one prefill rank, for all requests that the ranks split.
 
-    Parts and chunks are the same on every rank; launches are not.
+    Parts and chunks are the same on every rank; launches differ.
 
     Args:
-        query_lens, kv_lens: [num_reqs], queries included in the latter.
-        max_tokens: KV tokens of a chunk.
+        query_lens: [num_reqs], number of queries of each request.
+        kv_lens: [num_reqs], KV length of each request, its queries included.
+        max_tokens: maximum number of KV tokens of a chunk.
     """
     first = int(np.searchsorted(np.cumsum(query_lens), split.num_whole_tokens, "right"))
     queries = _queries_of(split.pieces[rank], query_lens, kv_lens, split.num_whole_tokens)
@@ -126,7 +127,7 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield neighbouring requests whose keys share one chunk; a longer request alone."""
+    """Yield neighbouring requests that share one chunk; a request longer than that comes alone."""
     start, total = requests.start, 0
     for request in requests:
         length = int(kv_lens[request])
@@ -164,7 +165,7 @@ def _chunks_of_one(
             if (diagonal := _within(q, start, stop)) is not None
         ]
         later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
-        if later:  # neighbouring tokens: those between them are later, too
+        if later:  # Their tokens are neighbours, so one launch is enough.
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)
@@ -203,10 +204,10 @@ class Reads:
     """The slots from which the keys of a chunk are read.
 
     Attributes:
-        own: [m] slots that this shard reads for all, ``m`` the same on every shard; a shorter share
-            is filled up with slot 0. None with one shard.
-        launches: for each launch, rows of the gathered keys, [count * m] in the order of shards;
-            with one shard, slots.
+        own: [m], slots that this shard reads for all shards. ``m`` is the same on every shard; slot
+            0 fills a shorter share. None if there is only one shard.
+        launches: for each launch, indices of its keys among the gathered keys, [count * m] in the
+            order of shards; if there is only one shard, slots.
     """
 
     own: IntArray | None

@@ -1,9 +1,9 @@
-"""The tokens of a step that each prefill rank runs.
+"""Decides which tokens of a step each prefill rank runs.
 
-Requests with few tokens in the step, which come first, run on all ranks. Each later one is cut into
-twice as many chunks as there are ranks, and rank r runs chunks r and last - r: with causal
-attention, the two chunks together cost the same on every rank. Chunks differ by one token at most
-and may be empty; ranks pad their tokens to the largest share.
+Requests with few tokens come first in the step, and run on all ranks. Each later request is cut
+into twice as many chunks as there are ranks, and rank r runs chunk r and chunk last - r. With
+causal attention, two such chunks together cost the same on every rank. Chunk lengths differ by at
+most one token; a chunk may be empty. Ranks pad their tokens to the largest share.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 from dist_aclgraph.ints import IntArray
 
-MAX_WHOLE_QUERIES = 16  # a request with at most so many tokens in a step runs on all ranks
+MAX_WHOLE_QUERIES = 16  # A request with at most 16 tokens in a step runs on all ranks.
 
 
 def num_whole_requests(query_lens: IntArray, max_queries: int = MAX_WHOLE_QUERIES) -> int:
-    """Return how many requests precede the first one with more than ``max_queries``."""
+    """Return how many requests come before the first request with more than ``max_queries``."""
     too_long = np.flatnonzero(query_lens > max_queries)
     return int(too_long[0]) if len(too_long) else len(query_lens)
 
@@ -29,8 +29,8 @@ class Piece:
     """Neighbouring tokens of one request that one rank runs.
 
     Attributes:
-        request: its index in the batch.
-        start, stop: range of tokens of the step, over all requests.
+        request: index of the request in the batch.
+        start, stop: range of the tokens among all tokens of the step.
     """
 
     request: int
@@ -43,7 +43,7 @@ class PromptSplit:
     """The shares of all ranks in one step.
 
     Attributes:
-        num_whole_tokens: the first tokens of the step, which every rank runs.
+        num_whole_tokens: number of tokens that every rank runs; they are first in the step.
         pieces: the pieces of each rank, in the order in which it runs them.
     """
 
@@ -58,7 +58,7 @@ class PromptSplit:
 
         Args:
             query_lens: [num_reqs], tokens of each request in the step.
-            max_queries: largest number of tokens of a request that every rank runs.
+            max_queries: a request with more tokens is split, and so are all requests after it.
         """
         ends = np.cumsum(query_lens, dtype=np.int32)
         num_whole = num_whole_requests(query_lens, max_queries)
@@ -78,21 +78,22 @@ class PromptSplit:
         return len(self.pieces)
 
     def tokens_of(self, rank: int) -> IntArray:
-        """Return the tokens of the step that a rank runs, in its order."""
+        """Return the indices of the step's tokens that a rank runs, in the rank's order."""
         parts = [np.arange(self.num_whole_tokens, dtype=np.int32)]
         parts += [np.arange(p.start, p.stop, dtype=np.int32) for p in self.pieces[rank]]
         return np.concatenate(parts)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the largest share, to which all ranks pad theirs."""
+        """Number of tokens of the largest share; all ranks pad their tokens to this number."""
         shares = (sum(p.stop - p.start for p in share) for share in self.pieces)
         return self.num_whole_tokens + max(shares)
 
     def places(self, num_tokens: int) -> tuple[IntArray, IntArray]:
-        """Return, for each token of the step, a rank that runs it, and the token's index there.
+        """Return for each token of the step a rank that runs it, and the token's index on this
+        rank.
 
-        A token that all ranks run counts as rank 0's.
+        For a token that all ranks run, the rank is 0.
         """
         owners = np.zeros(num_tokens, np.int32)
         indices = np.arange(num_tokens, dtype=np.int32)
@@ -107,7 +108,7 @@ class PromptSplit:
 
 
 def largest_share(query_lens: IntArray, num_ranks: int) -> int:
-    """Return ``PromptSplit.of(query_lens, num_ranks).num_tokens``, without making the pieces."""
+    """Return ``PromptSplit.of(query_lens, num_ranks).num_tokens`` without computing the pieces."""
     if num_ranks == 1:
         return int(query_lens.sum())
     num_whole = num_whole_requests(query_lens)
@@ -123,7 +124,7 @@ def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return the pairs of query and key that pieces attend to.
+    """Return the number of pairs of query and key in the attention of pieces.
 
     Args:
         context: [num_reqs], tokens of each request before the step.

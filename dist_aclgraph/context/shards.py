@@ -1,8 +1,8 @@
-"""The shard of a request's KV cache that keeps a token, and the token's slot there.
+"""Computes which shard of a request's KV cache keeps a token, and the token's slot on this shard.
 
-Tokens go to shards by turns, ``interleave`` at a time. A block id names one block on every shard;
-together these blocks hold ``tokens_per_block`` neighbouring tokens. The layout is that of vLLM's
-decode context parallelism.
+Tokens are assigned to shards in turns, ``interleave`` tokens at a time. A block id means one block
+on every shard; together these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's
+decode context parallelism uses the same layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import IntArray
 
-PADDING_SLOT = -1  # slot of padding: never written, and the token runs no expert
+PADDING_SLOT = -1  # slot of padding: nothing is written, and no expert runs the token
 FOREIGN_SLOT = -2  # slot of a token that another shard keeps
 
 
@@ -23,9 +23,9 @@ class Shards:
     """How caches are divided between shards.
 
     Attributes:
-        block_size: tokens of a block on one shard.
-        count: number of shards; with 1, one shard keeps everything.
-        interleave: neighbouring tokens of one turn; divides ``block_size``.
+        block_size: number of tokens of a block on one shard.
+        count: number of shards; if it is 1, caches are not divided.
+        interleave: number of neighbouring tokens of one turn; divides ``block_size``.
     """
 
     block_size: int
@@ -39,7 +39,7 @@ class Shards:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a request that one block id holds on all shards together."""
+        """Number of a request's tokens in the blocks of one block id, all shards together."""
         return self.block_size * self.count
 
     def owners(self, positions: IntArray) -> IntArray:
@@ -57,17 +57,17 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position that a shard keeps; a shorter request has nothing there."""
+        """Return the first position that a shard keeps; a shorter request has no token there."""
         return shard * self.interleave
 
     def slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the slot of each position in the cache of its owner.
+        """Return the slot of each position, in the cache of the shard that keeps it.
 
-        If the row has no block there, the slot is in the dummy block.
+        If the row has no block for a position, the slot is in the dummy block.
 
         Args:
-            block_table: [max_rows, max_blocks]; block 0 is the dummy.
-            rows, positions: of one shape, or broadcastable.
+            block_table: [max_rows, max_blocks]; block 0 is the dummy block.
+            rows, positions: arrays of the same shape, or of shapes that can be broadcast.
         """
         places = self._places(positions)
         blocks, offsets = places // self.block_size, places % self.block_size
@@ -82,14 +82,14 @@ class Shards:
     def slots_of(
         self, shard: int, block_table: IntArray, rows: IntArray, positions: IntArray
     ) -> IntArray:
-        """Return the slots that one shard writes: ``FOREIGN_SLOT`` for tokens of other shards."""
+        """Return the slots in which one shard writes; ``FOREIGN_SLOT`` for other shards' tokens."""
         slots = self.slots(block_table, rows, positions)
         if self.count == 1:
             return slots
         return np.where(self.owners(positions) == shard, slots, FOREIGN_SLOT).astype(np.int32)
 
     def _places(self, positions: IntArray) -> IntArray:
-        """Return the index of each position among the tokens of its owner."""
+        """Return the index of each position among the tokens that its shard keeps."""
         if self.count == 1:
             return positions
         turn = self.interleave * self.count

@@ -1,1 +1,1 @@
-"""The work of a worker in a step, and the loop that decides steps."""
+"""The work of a worker in a step: inputs, graphs, sampling, drafts and results."""

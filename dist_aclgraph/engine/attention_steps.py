@@ -1,4 +1,4 @@
-"""Attention's metadata of a step, made once for all layers."""
+"""The attention metadata of a step, made once and used by all layers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: largest number of queries of a request that attends directly, if other requests
-            do not.
-        max_tokens: number of tokens whose keys are read together for other requests.
+        max_queries: a request with more queries does not attend directly if the cache is sharded or
+            if the kind of attention does not take long queries.
+        max_tokens: number of tokens whose keys are read together for requests that do not attend
+            directly.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class AttentionSteps:
         """Return the metadata of a full graph, from its static inputs.
 
         Args:
-            tasks: the graph under capture, None runs eagerly.
-            iteration: of drafting; each iteration makes all requests longer by one token.
-            written: [num_tokens] int32, slots, if they differ from those of the inputs.
+            tasks: records the operators of the captured graph; None runs them eagerly.
+            iteration: iteration of drafting; each iteration makes all requests one token longer.
+            written: [num_tokens] int32, slots of the cache write; None means the inputs' slots.
         """
         block_table, query_len = inputs.block_table, graph.query_len
         if self._place.is_sharded and query_len > 1:
@@ -81,7 +82,8 @@ class AttentionSteps:
         """Return the metadata of any mixture of live requests.
 
         Args:
-            step: the same on the device; tokens may be padded.
+            inputs: the step's arrays on the host.
+            step: the same arrays on the device; the tokens may be padded.
         """
         query_lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         place, prompts = self._place, inputs.prompts
@@ -127,14 +129,14 @@ class AttentionSteps:
     def of_drafts(
         self, positions: Tensor, written: Tensor, block_table: Tensor, inputs: HostStep, ahead: int
     ) -> AttentionMetadata:
-        """Return the metadata of an iteration of drafting behind a mixed step, over all sampled
+        """Return the metadata of an iteration of drafting after a mixed step, over all sampled
         places.
 
         Args:
-            positions: [num_samples, k + 1] int32 of live requests, ``ahead`` not added.
+            positions: [num_samples, k + 1] int32, the places of live requests, without ``ahead``.
             written: [num_samples * (k + 1)] int32, slots.
             block_table: [num_samples, max_blocks].
-            ahead: number of tokens by which requests are longer than after the step.
+            ahead: number of tokens by which drafting has made requests longer since the step.
         """
         assert inputs.drafts is not None
         at = inputs.drafts.positions
@@ -165,14 +167,14 @@ class AttentionSteps:
         return slots.to(self._kind.slot_dtype)
 
     def _is_empty(self, positions: Tensor, ahead: int = 0) -> Tensor | None:
-        """[n] -> [n, 1, 1], whether the shard has no key that the token sees."""
+        """[n] -> [n, 1, 1], whether a token sees no key of this shard."""
         if not self._place.is_sharded:
             return None
         first = self._place.shards.first_position(self._place.shard)
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _reads_of(self, parts: Sequence[Part], block_table: IntArray) -> list[Reads]:
-        """Return the places of the keys of each chunk, part by part."""
+        """Return where the keys of each chunk are; the chunks are in the order of the parts."""
         place = self._place
         return [
             find_keys(chunk, block_table, place.shards, place.shard)
@@ -188,7 +190,11 @@ def _arrays_of(reads: Reads) -> list[IntArray]:
 def _on_device(
     parts: Sequence[Part], reads: Sequence[Reads], sent: Iterator[Tensor]
 ) -> tuple[DevicePart, ...]:
-    """Join parts with the tensors of ``_arrays_of`` for all their reads, in order."""
+    """Return parts with their arrays on the device.
+
+    Args:
+        sent: for all reads in order, the arrays of ``_arrays_of`` as tensors.
+    """
     each = iter(reads)
     return tuple(
         DevicePart(

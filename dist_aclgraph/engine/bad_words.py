@@ -1,7 +1,7 @@
-"""Bad words of several tokens: the last token is forbidden behind the others.
+"""Bad words of several tokens: the last token of a word is forbidden after its other tokens.
 
-With two steps in flight, the host does not know the token before the next one. The host compares
-all others; the device compares this one.
+With two steps in flight, the host does not know the token before the next one. The device compares
+this token with the word; the host compares all earlier tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class Forbidden(NamedTuple):
-    """Tokens that are forbidden if another token comes before them, [n] each.
+    """Tokens that are forbidden if a certain token comes before them, [n] each.
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
-        before: the token that must come before it; -1 if the host has compared it.
-        coming: index, among the tokens that are coming, of the one that does come before it.
+        before: the token after which ``tokens`` is forbidden; -1 if the host has found it already.
+        coming: index of the actual previous token among the tokens that a step in flight samples.
     """
 
     places: IntArray
@@ -42,13 +42,13 @@ def find_forbidden(
     begins: IntArray,
     coming_rows: IntArray,
 ) -> Forbidden | None:
-    """Return what is forbidden at the places of a step; None if nothing can be.
+    """Return the forbidden tokens at the places of a step; None if no token can be forbidden.
 
     Args:
-        words: of rows, each of two tokens or more.
+        words: bad words by row; each word has two tokens or more.
         rows, positions: [n], row of each place, and position of its sampled token.
-        token_ids: [max_rows, max_len], tokens on the host; num_known: [max_rows], how many.
-        begins: [n], positions where outputs begin: words lie in the output.
+        token_ids: [max_rows, max_len], tokens on the host; num_known: [max_rows], their number.
+        begins: [n], position where the output begins; a word must lie completely in the output.
         coming_rows: [m], rows whose last token a step in flight samples.
     """
     found = []
@@ -74,7 +74,7 @@ def forbid(
     coming: Tensor | None,
     to_device: Callable[[np.ndarray], Tensor],
 ) -> Tensor:
-    """Return [n, vocab] logits with the forbidden ones at -inf.
+    """Return [n, vocab] logits; those of forbidden tokens are -inf.
 
     Args:
         coming: [m] int32, tokens that a step in flight has sampled; None if there are none.

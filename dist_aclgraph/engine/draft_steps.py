@@ -1,4 +1,4 @@
-"""The next-token module's part of a step: over static inputs in a graph, or over a mixed batch."""
+"""The drafting part of a step: on the static inputs of a graph, or on a mixed batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from dist_aclgraph.topology import ExchangeKind
 
 
 class DraftSteps:
-    """Owns the drafts of this rank, and the module's KV cache, which uses the decoder's block ids.
+    """Owns the drafts of this rank, and the KV cache of the next-token module. The cache uses the
+    decoder's block ids.
 
     Args:
-        k: drafts of each request.
-        max_rows: of the batch; one spare row is added.
-        vocab_size: of the decoder.
-        attention: makes the metadata of attention, for the module as for the decoder.
+        k: number of drafts of each request.
+        max_rows: maximum number of rows of the batch; one spare row is added.
+        vocab_size: size of the decoder's vocabulary.
+        attention: makes the attention metadata of the module; the decoder uses it, too.
         tally: [2] int64, the counters of the module's experts.
-        choose_exchange: how the tokens of an iteration travel to their experts.
+        choose_exchange: returns the exchange that sends an iteration's tokens to their experts.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class DraftSteps:
 
     @property
     def num_places(self) -> int:
-        """Tokens per decoding request: its last one, and its drafts."""
+        """Number of tokens of each decoding request: its last token and its drafts."""
         return self._drafter.k + 1
 
     def make_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
-        self._cache = None  # before the new one is made: there may be no room for both
+        self._cache = None  # Frees the old cache first: there may be no room for two caches.
         self._cache = self._module.make_cache(num_blocks, self._block_size, dtype)
 
     @property
@@ -70,12 +71,13 @@ class DraftSteps:
 
     @property
     def tokens(self) -> TokenTable:
-        """The latest tokens that are drafts and last tokens of all rows."""
+        """The token table with the drafts and the last tokens of all rows."""
         return self._drafter.tokens
 
     def move(self, inputs: DeviceStep) -> None:
-        """Move requests behind their accepted drafts, in place, in the static inputs of a graph:
-        positions, slots, and slots of drafts.
+        """Add the accepted drafts to the positions of requests, and select the matching slots.
+
+        Changes positions, slots and draft slots of a graph's static inputs in place.
         """
         drafts = inputs.drafts
         assert drafts is not None and drafts.behind is not None
@@ -93,7 +95,7 @@ class DraftSteps:
         """Return the number of accepted drafts of each request, [num_reqs] int32, padding included.
 
         Args:
-            sampled: [num_samples * (k + 1)] int32, of live requests at least.
+            sampled: [>= num_samples * (k + 1)] int32, first the tokens of live requests.
         """
         assert inputs.drafts is not None
         return self._drafter.count(self._by_request(sampled, inputs), inputs.drafts)
@@ -118,11 +120,12 @@ class DraftSteps:
         accepted: Tensor,
         tasks: TaskRecorder | None,
     ) -> None:
-        """Draft from the static inputs of a graph, in which drafts are filled in.
+        """Draft from the static inputs of a graph, whose ``drafts`` must be set.
 
         Args:
-            hidden: [num_tokens, hidden]; sampled: [num_tokens] int32; accepted: as from ``count``.
-            tasks: the graph under capture, None runs eagerly.
+            hidden: [num_tokens, hidden]; sampled: [num_tokens] int32.
+            accepted: the result of ``count``.
+            tasks: records the operators of the captured graph; None runs them eagerly.
         """
         assert inputs.drafts is not None
         experts = ExpertStep(self._choose_exchange(len(sampled)), self._tally)
@@ -165,12 +168,12 @@ class DraftSteps:
         """Draft for the sampled requests of a mixed step.
 
         Args:
-            metadata: of the decoder.
+            metadata: the decoder's attention metadata.
             hidden: [num_tokens, hidden].
             sampled: [num_samples * (k + 1)] int32, of live requests.
-            accepted: as from ``count``.
-            exchange: of the decoder.
-            collect: returns hidden states of places, from any rank.
+            accepted: the result of ``count``.
+            exchange: the decoder's exchange of tokens between experts.
+            collect: returns the hidden states of places, also of places that other ranks run.
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table

@@ -2,16 +2,18 @@
 
 A step gives the target model each request's last token and its k drafts, and samples a token at
 every one of these places, as it would without drafts. A draft is accepted if it equals the token
-that was sampled before it; the token after the last accepted draft is an additional result. So
-sampling never depends on the drafts: greedy or random, with or without drafts, a request gets the
-same tokens. (For deterministic drafts this is rejection sampling: a draft is accepted with its
-probability under the target, and otherwise one of the target's other tokens is sampled.)
+that was sampled at the place before it. The token that is sampled at the last accepted place is an
+additional result. So sampling never depends on the drafts: greedy or random, a request gets the
+same tokens as without drafts. (For deterministic drafts this is rejection sampling: a draft is
+accepted with its probability under the target model, and otherwise another token of the target
+model is sampled.)
 
-Then the next-token module runs over the same places with the sampled tokens, and proposes k tokens,
-one after another, from the last accepted place on. Only the device knows the number of accepted
-drafts, and no work of the host may depend on it. So every request keeps k + 1 places in each of
-these runs. The places from the last accepted one on write to the cache. Causality hides the places
-after it, and no place reads memory that was never written.
+Then the next-token module runs on the same places with the sampled tokens. It proposes k tokens,
+one after another, starting at the last accepted place. Only the device knows the number of accepted
+drafts, and no work of the host may depend on this number. So every request keeps k + 1 places in
+each of these runs. Only the last accepted place and the places after it write to the cache. The
+causal mask hides the places after the last accepted place, and no place reads memory that was never
+written.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ class DraftPass(NamedTuple):
     """The inputs of the next-token module in one iteration of drafting.
 
     Attributes:
-        iteration: from 0; KV lengths are longer by this number.
+        iteration: counted from 0; KV lengths are larger by this number than in iteration 0.
         token_ids, positions: [n] int32.
-        slots: [n] int32, negative is padding.
-        written: [n] int32, slots of the cache write; -1 is not written.
+        slots: [n] int32; a negative slot is padding.
+        written: [n] int32, slots of the cache write; a token with -1 is not written.
         hidden: [n, hidden], hidden states of the previous places.
     """
 
@@ -47,22 +49,25 @@ class DraftPass(NamedTuple):
     hidden: Tensor
 
 
-RunModule = Callable[[DraftPass], Tensor]  # to [n, hidden]
-Collect = Callable[[Tensor, Tensor], Tensor]  # rows of [n, hidden] at places, from any rank
+RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
+# From [n, hidden] and places, returns the rows at these places, also those of other ranks.
+Collect = Callable[[Tensor, Tensor], Tensor]
 
 
 def rows_at(hidden: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of [n, hidden] at places; this rank runs all of them."""
+    """Return the rows of [n, hidden] at places that this rank runs."""
     return hidden.index_select(0, places)
 
 
 class Drafter:
     """Owns the drafts of all rows, and their last tokens.
 
-    No view that it reads begins in the middle of a row, because operators load blocks of 32 bytes.
+    The views ``drafts`` and ``last`` begin at aligned addresses, because operators load blocks of
+    32 bytes.
 
     Attributes:
-        tokens: the latest tokens, with views ``drafts`` and ``last``; the last row is spare.
+        tokens: the latest tokens; ``drafts`` and ``last`` are views of them, whose last row is
+            spare.
         drafts: [max_rows + 1, k] int32.
         last: [max_rows + 1] int32.
         passed: [max_rows + 1] int32, number of accepted drafts in the last step; 0 in the spare
@@ -85,7 +90,7 @@ class Drafter:
         """Return the number of accepted drafts of each request, [num_reqs] int32.
 
         Args:
-            sampled: [num_reqs, k + 1] int32, at the places.
+            sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
         """
         if not len(sampled):
             return sampled.new_empty(0)
@@ -107,17 +112,17 @@ class Drafter:
         """Draft the next k tokens.
 
         Args:
-            collect: returns the hidden states of places, if the step has other tokens, too.
+            collect: returns the hidden states of places if the step also has other tokens.
             logits: maps the module's results, [num_reqs, hidden], to [num_reqs, vocab].
-            positions, slots: [n] int32, of the step.
-            next_tokens: [n] int32, the token after each one; sampled tokens are filled in at
-                places. None if every token is a place, in order.
-            hidden: [n, hidden], the target model's.
-            sampled: [num_reqs, k + 1] int32, at the places.
-            accepted: [num_reqs] int32, as from ``count``.
+            positions, slots: [n] int32, of the step's tokens.
+            next_tokens: [n] int32, the token after each of the step's tokens; at places it is the
+                sampled token. None if the step's tokens are the places, in the same order.
+            hidden: [n, hidden], hidden states of the target model.
+            sampled: [num_reqs, k + 1] int32, tokens sampled at the places.
+            accepted: [num_reqs] int32, the result of ``count``.
         """
         num_reqs, num_places = sampled.shape
-        if num_reqs == 0:  # the step has only chunks of prompts
+        if num_reqs == 0:  # All requests of the step are in the middle of prompts.
             assert next_tokens is not None
             run(DraftPass(0, next_tokens, positions, slots, slots, hidden))
             return
@@ -156,15 +161,15 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """Count the drafts before the first rejected one.
 
     Args:
-        sampled: [num_reqs, k + 1] int32, the target's choice at each place.
+        sampled: [num_reqs, k + 1] int32, the target model's choice at each place.
         drafted: [num_reqs, k] int32.
-        most: [num_reqs] int32.
+        most: [num_reqs] int32, largest number of drafts that may be accepted.
 
     Returns:
-        [num_reqs] int32, from 0 to k, and not above ``most``.
+        [num_reqs] int32, from 0 to k, and at most ``most``.
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # The smallest index of a rejected draft; accepted drafts count as larger than any index.
+    # Find the smallest index of a rejected draft: adding k excludes accepted drafts.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

@@ -1,6 +1,4 @@
-"""The captured graphs of one rank: capture, release for use, and release of memory, one bucket at a
-time.
-"""
+"""The captured graphs of one rank: capture, commit and release, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -57,10 +55,10 @@ class GraphStore:
     def capture_whole(
         self, graph: BatchDescriptor, forwards: Sequence[Forward], addresses: tuple[int, ...]
     ) -> CaptureCost:
-        """Capture each of ``forwards`` as a full graph; see ``capture``.
+        """Capture each of ``forwards`` as a full graph; see ``_capture``.
 
         Args:
-            addresses: of the buffers that all of them read and write.
+            addresses: addresses of the buffers that the graphs read and write.
         """
 
         def record() -> WholeStep:
@@ -80,7 +78,7 @@ class GraphStore:
     def capture_pieces(
         self, graph: BatchDescriptor, run: Callable[[CapturedPieces], object]
     ) -> CaptureCost:
-        """Capture the segments that ``run`` gives to the pieces; see ``capture``."""
+        """Capture the segments that ``run`` passes to the pieces; see ``_capture``."""
 
         def record() -> CapturedPieces:
             pieces = CapturedPieces(graph, self._recording)
@@ -94,48 +92,48 @@ class GraphStore:
         return self._capture(graph, record)
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a bucket, because every rank has it."""
+        """Let steps replay a bucket, because every rank has captured it."""
         self._graphs[graph] = self._uncommitted.pop(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Undo the capture of one bucket, if it exists, committed or not."""
+        """Release the graphs of one bucket if it was captured, committed or not."""
         captured = self._uncommitted.pop(graph, None) or self._graphs.pop(graph, None)
         if captured is not None:
             self._npu.synchronize()
             _release(captured)
 
     def release_all(self) -> None:
-        """Undo all captures."""
+        """Release all graphs."""
         for graph in [*self._uncommitted, *self._graphs]:
             self.release(graph)
 
     def forget(self, main_stream: Any) -> None:
-        """The device's work was aborted; see ``CapturedGraph.forget``."""
+        """Reset all full graphs after an abort of the device; see ``CapturedGraph.forget``."""
         for captured in (*self._graphs.values(), *self._uncommitted.values()):
             for graph in () if isinstance(captured, CapturedPieces) else captured:
                 graph.forget(main_stream)
 
     @property
     def free_streams(self) -> int | None:
-        """Streams left for graphs; None if the device's count does not follow graphs."""
+        """Number of free streams; None if the device's count does not change with captures."""
         return self._npu.available_streams() if self._recording.counts_streams else None
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """Return the cost of all captures together."""
+        """Memory that all captures use together."""
         return self._pool.memory()
 
     def _capture(self, graph: BatchDescriptor, record: Callable[[], Captured]) -> CaptureCost:
         """Capture one bucket and return its cost.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing of the capture
-                remains.
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: the capture failed; its
+                streams and memory are released.
         """
         started_s = time.perf_counter()
         self._npu.synchronize()
-        # A capture cannot use memory that the allocator reserves, such as the pool of an undone
-        # capture.
+        # A capture cannot use memory that the allocator still reserves, such as the pool of a
+        # released graph.
         self._npu.give_back()
         streams, pool = self.free_streams, self._pool.memory()
         with OperatorDigest() as digest, torch.inference_mode():
@@ -157,7 +155,7 @@ def _ai_cpu_operators(captured: Captured) -> dict[str, int] | None:
     try:
         return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
     except RuntimeError:
-        return None  # unimportant for the capture
+        return None  # The capture does not need these counts.
 
 
 def _release(captured: Captured) -> None:

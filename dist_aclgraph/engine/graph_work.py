@@ -1,4 +1,4 @@
-"""The work inside the graphs of a rank: run once on padding, recorded, or replayed in pieces."""
+"""The functions that become the graphs of a rank: each runs once on padding, then is recorded."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class GraphWork:
     """The work of full graphs and of pieces, over static inputs. Owns nothing.
 
     Attributes:
-        drafts: None without drafts.
-        caches: of the decoder, which may be replaced in place.
+        drafts: None if the model does not draft.
+        caches: the decoder's KV caches; the list may get new elements.
         tally: [2] int64, the counters of the decoder's experts.
-        choose_exchange: how the tokens of a graph travel to their experts.
-        follows: whether a step may be queued behind one whose tokens the host has not read.
+        choose_exchange: returns the exchange that sends a graph's tokens to their experts.
+        follows: whether a step may be queued before the host has read the previous step's tokens.
     """
 
     model: Decoder
@@ -49,13 +49,13 @@ class GraphWork:
 
     @property
     def tokens(self) -> TokenTable:
-        """Fill in the tokens that token ids name."""
+        """The table that replaces references by tokens."""
         tokens = self.buffers.tokens if self.drafts is None else self.drafts.tokens
         assert tokens is not None
         return tokens
 
     def forwards(self, graph: BatchDescriptor) -> list[Forward]:
-        """Return the functions that the full graphs of a bucket record."""
+        """Return the functions that are recorded as the full graphs of a bucket."""
         forwards: list[Forward] = [partial(self._run_whole, graph)]
         if self.drafts is not None:
             assert graph.query_len == self.drafts.num_places
@@ -83,7 +83,8 @@ class GraphWork:
             hidden = hidden.index_select(0, inputs.places)
         n = len(hidden)
         logits = self.model.logits(hidden, buffers.logits[:n])
-        # Every rank does this, though only one samples: all ranks must capture the same operators.
+        # Every rank computes this, because all ranks must capture the same operators, although
+        # some ranks do not use the result.
         chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
         torch.max(logits, -1, out=(buffers.best[:n], chosen))
         buffers.sampled[:n].copy_(chosen)
@@ -92,14 +93,14 @@ class GraphWork:
             self.count_accepted(graph)
 
     def count_accepted(self, graph: BatchDescriptor) -> None:
-        """Write the number of accepted drafts of each request, by the sampled tokens."""
+        """Compare drafts with the sampled tokens; write the accepted drafts of each request."""
         assert self.drafts is not None
         buffers = self.buffers
         accepted = self.drafts.count(buffers.sampled[: graph.num_tokens], buffers.inputs(graph))
         buffers.accepted[: graph.num_reqs].copy_(accepted)
 
     def _draft_whole(self, graph: BatchDescriptor, tasks: TaskRecorder | None) -> None:
-        """Continue from the outputs of ``_run_whole``."""
+        """Draft from the outputs of ``_run_whole``."""
         assert self.drafts is not None
         buffers, n = self.buffers, graph.num_tokens
         self.drafts.propose_whole(
@@ -115,8 +116,10 @@ class GraphWork:
     def run_pieces(
         self, graph: BatchDescriptor, metadata: AttentionMetadata, run: RunSegment
     ) -> Tensor:
-        """Run the segments on static inputs, and attention on the live tokens; return [bucket,
-        hidden].
+        """Run the segments on static inputs, and attention on the live tokens.
+
+        Returns:
+            [bucket, hidden].
         """
         inputs = self.buffers.inputs(graph)
         return self.model.forward(

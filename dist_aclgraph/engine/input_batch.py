@@ -1,11 +1,11 @@
-"""The running batch of a worker: rows, updated by the differences that steps carry.
+"""The running batch of a worker: rows that each step's message updates.
 
-A decode step behind a decode step of the same requests is made by counting on (``_go_on``):
-unchanged values stay the same arrays.
+If a decode step has the same requests as the previous decode step, its inputs are computed from the
+previous inputs (``_go_on``); unchanged values stay the same arrays.
 
-The batch is host memory only. It does not contain tokens that a step in flight samples. The next
+The batch is in host memory only. It does not contain tokens that a step in flight samples. The next
 step names these tokens by reference, and the device fills them in. Every rank of a tensor parallel
-group holds the same rows, because every rank receives the same plan.
+group has the same rows, because every rank receives the same plan.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from dist_aclgraph.steps.prompt_share import share_prompts
 from dist_aclgraph.steps.references import References
 from dist_aclgraph.steps.step import RankBatch
 
-# Difference of the records of two decode steps of the same requests: one more computed token.
+# Difference between the records of two successive decode steps: one more computed token.
 ONE_FURTHER = np.array([0, 1, 0, 0], np.int32)
 
 
 class ComingTokens(NamedTuple):
-    """Tokens that a step in flight samples: their rows and their references on the device, [n]
-    each.
-    """
+    """Tokens that a step in flight samples: rows and references of these tokens, [n] each."""
 
     rows: IntArray
     references: IntArray
@@ -43,7 +41,7 @@ class InputBatch:
     """Owns tokens, block tables and sampling parameters of all rows.
 
     Attributes:
-        references: names of the rows' tokens that only the device has.
+        references: gives names to tokens that only the device has.
     """
 
     def __init__(
@@ -57,25 +55,25 @@ class InputBatch:
         """Allocate the arrays.
 
         Args:
-            place: of the rank among the ranks that share its requests' context.
+            place: place of this rank among the ranks that share the context of its requests.
             num_latest: number of latest tokens that the device keeps.
         """
         self._place = place
         # The device has one spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # By row, the index of its sample in the last step; and the array of rows that defined it.
+        # For each row, the index of its sample in the last step; and the last step's sampled rows.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
-        # References to samples of the last step, and the array of their rows.
+        # References to samples of the last step, and the rows that they belong to.
         self._names = self._named_rows = NO_INTS
-        # The last step and its records, if the next step may count on from it; and the number of
-        # such steps before a request needs another block.
+        # The last step and its records, if the next step may be computed from the last one; and the
+        # number of such steps before a request needs another block.
         self._last: HostStep | None = None
         self._records = NO_RECORDS
         self._num_left = 0
         block_size = place.shards.tokens_per_block
-        # One token more than the context: the last sampled token is never computed.
+        # One more than the context: the model never runs the last sampled token.
         self.token_ids: IntArray = np.zeros((max_rows, max_len + 1), dtype=np.int32)
         self.num_tokens: IntArray = np.zeros(max_rows, dtype=np.int32)
         self.block_table: IntArray = np.zeros(
@@ -88,7 +86,7 @@ class InputBatch:
             self._idle = replace(NO_STEP, drafts=draft_places(*empty))
 
     def apply(self, batch: RankBatch) -> None:
-        """Bring the rows up to date."""
+        """Update the rows with the changes of a step."""
         if batch.started:
             self._last = None
         for start in batch.started:
@@ -97,7 +95,7 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # drafts may look beyond, and must see no block of other requests
+            # Drafts may read entries after these blocks, and must not find another request's block.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
@@ -108,7 +106,7 @@ class InputBatch:
             self._append(*unpack_ints(batch.appended, 2).T)
 
     def _append(self, rows: IntArray, tokens: IntArray) -> None:
-        """Add tokens; tokens of one row are neighbours."""
+        """Append tokens to rows; tokens of the same row are neighbours in the arrays."""
         if (rows[1:] != rows[:-1]).all():  # one token per row
             self.token_ids[rows, self.num_tokens[rows]] = tokens
             self.num_tokens[rows] += 1
@@ -120,12 +118,12 @@ class InputBatch:
         self.num_tokens[rows[starts]] += counts
 
     def step_inputs(self, records: IntArray, *, moves: bool = False) -> HostStep:
-        """Gather this rank's share of the tokens that the scheduled requests run in this step.
+        """Return the inputs of a step: this rank's share of the scheduled tokens.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
-            moves: whether requests with tokens in flight begin behind drafts whose accepted number
-                only the device knows.
+            moves: whether requests with tokens in flight begin at positions that only the device
+                knows, because the number of their accepted drafts is not on the host yet.
         """
         last, self._last = self._last, None
         if not len(records):
@@ -177,7 +175,7 @@ class InputBatch:
         return share_prompts(step, place.num_prompt_ranks, place.prompt_rank)
 
     def _go_on(self, last: HostStep) -> HostStep:
-        """Return the decode step behind ``last``: the same requests, each one token longer."""
+        """Return the decode step after ``last``: the same requests, each one token longer."""
         rows, positions, kv_lens = last.rows, last.positions + 1, last.kv_lens + 1
         if self._num_left:
             self._num_left -= 1
@@ -212,23 +210,23 @@ class InputBatch:
 
     def _steps_left(self, positions: IntArray) -> int:
         """Return the number of steps before a request enters another block."""
-        # the next token is on another shard, or in another slot of this one
+        # Slots do not simply increase by one, because the next token may be on another shard.
         if self._place.is_sharded:
             return 0
         per_block = self._place.shards.tokens_per_block
         return per_block - 1 - int((positions % per_block).max())
 
     def note_samples(self, step: HostStep) -> None:
-        """Remember the samples of the step: the next step may need its tokens by reference."""
+        """Remember which rows the step samples: the next step may refer to these samples."""
         if step.sampled_rows is not self._sampled_rows:
             self._sample_of[step.sampled_rows] = np.arange(step.num_samples, dtype=np.int32)
             self._sampled_rows, self._named_rows = step.sampled_rows, NO_INTS
 
     def in_flight(self, records: IntArray) -> npt.NDArray[np.bool_]:
-        """[num_reqs], requests whose last tokens are not on the host yet.
+        """[num_reqs], whether a request's last token is not on the host yet.
 
         Args:
-            records: as for ``step_inputs``.
+            records: [num_reqs, 4] as in ``RankBatch.scheduled``.
         """
         is_in_flight: npt.NDArray[np.bool_] = records[:, 1] >= self.num_tokens[records[:, 0]]
         return is_in_flight
@@ -236,11 +234,11 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens of a step's requests that are not on the host yet; None if all
-        are.
+        """Return the last tokens of a step's requests that are wanted and not on the host yet; None
+        if there are no such tokens.
 
         Args:
-            is_wanted: [max_rows], rows of these requests.
+            is_wanted: [max_rows], whether the row's token is wanted.
         """
         begins = step.kv_lens - np.diff(step.query_ends, prepend=np.int32(0))
         rows = step.rows[is_wanted[step.rows] & (begins >= self.num_tokens[step.rows])]
@@ -253,7 +251,7 @@ class InputBatch:
         return ComingTokens(rows, references)
 
     def _tokens(self, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the tokens at positions, without drafts."""
+        """Return the tokens at positions, if there are no drafts."""
         is_here = positions < self.num_tokens[rows]
         if is_here.all():
             return self.token_ids[rows, positions]
@@ -266,11 +264,12 @@ class InputBatch:
     def _tokens_and_next(
         self, rows: IntArray, positions: IntArray, begins: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the tokens at positions, and the tokens after them; 0 if unknown to the host.
+        """Return the token at each position and the token after it. A token after a position is 0
+        if the host does not know it.
 
         Args:
-            begins: [num_tokens], first position of the row in this step. A first position behind
-                the tokens of the host is the last token, and drafts follow.
+            begins: [num_tokens], first position of the row in this step. If the host does not have
+                the token at a first position, it is the row's last token, and drafts follow it.
         """
         known = self.num_tokens[rows]
         last = self.token_ids.shape[1] - 1

@@ -1,4 +1,4 @@
-"""The inputs of a step outside full graphs, padded if ranks that share experts must agree."""
+"""The inputs of a step outside full graphs; ranks that share experts pad them to equal shapes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class StepSize:
 
     @classmethod
     def of(cls, plan: StepPlan, inputs: HostStep, num_prompt_ranks: int = 1) -> StepSize:
-        """Return this rank's own size, or that of the largest batch if experts are spread: then all
-        ranks pass the same shapes, equally often. Ranks that split prompts always do so.
+        """Return this rank's size; if experts are spread, return the size of the largest batch.
+
+        Then all ranks call collectives equally often with equal shapes. Ranks that split a prompt
+        always use the size of the largest share.
         """
         if plan.exchange is None:
             prompts = inputs.prompts
@@ -47,7 +49,8 @@ def upload_step(
     Args:
         size: the padded size.
         spare_row: row of padding requests.
-        static: the inputs of a graph in pieces, which have been written; None for an eager step.
+        static: the inputs of a graph in pieces, which are already written; None if the step is
+            eager.
     """
     arrays, prompts = [inputs.places], inputs.prompts
     if static is None:
@@ -69,10 +72,9 @@ def upload_step(
         ]
     shared = None
     if prompts is not None:
-        # The number is the same on every rank; on this rank all requests may be in the middle of
-        # prompts.
+        # This number must be the same on every rank, although this rank may sample no request.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
-        # Its place on another rank depends on padding.
+        # A token of another rank gets the index after the padded tokens.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)
         arrays += [_pad(prompts.owners, num_places, prompts.rank), landings.astype(np.int32)]
     places, *rest = upload_arrays(npu, arrays)

@@ -1,7 +1,7 @@
-"""Executes steps on one NPU: fills the buffers, replays or runs eagerly, drafts.
+"""Executes steps on one NPU: fills buffers, replays graphs or runs eagerly, samples and drafts.
 
-Owns the model, the KV cache, the static buffers and the captured graphs of its rank. Carries out
-the plan's decisions; makes none.
+Owns the model, the KV cache, the static buffers and the captured graphs of its rank. Makes no
+decisions: the plan contains them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
-PROMPT_PLACES = 64  # logits of a prompt that exist at once, for its log-probabilities
+PROMPT_PLACES = 64  # For log-probabilities of prompts, the logits of 64 tokens exist at once.
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -76,7 +76,7 @@ class Sampled:
     Attributes:
         tokens: [num_samples * (k + 1)] int32; accepted: [num_samples] int32, None without drafts.
         best: [num_samples * (k + 1)], the greatest logits.
-        span: of a full graph's replays, if they are measured.
+        span: measures the replays of a full graph; None if replays are not measured.
     """
 
     tokens: Tensor
@@ -91,8 +91,8 @@ class _Flight:
     """A step that is queued on the device.
 
     Attributes:
-        num_written: version of the buffers after its inputs were written.
-        stages: host time by stage, so far.
+        num_written: number of steps in the buffers after this step's inputs were written.
+        stages: host time of this step by stage, up to now.
     """
 
     plan: StepPlan
@@ -108,11 +108,11 @@ class ModelRunner:
     """One rank's execution of steps.
 
     Args:
-        owns_output: this rank answers with the sampled tokens; other ranks of its tensor parallel
-            group acknowledge.
-        graphs: all graphs that may be captured; buffers are made for the largest.
-        choose_exchange: how the tokens of a graph or a draft travel to their experts; the plan
-            decides it for eager steps.
+        owns_output: whether this rank answers with the sampled tokens; other ranks of its tensor
+            parallel group only acknowledge.
+        graphs: all graphs that may be captured; the buffers have the size of the largest one.
+        choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
+            experts; for eager steps the plan contains it.
         context: the ranks that share the context of this rank's requests.
     """
 
@@ -142,14 +142,15 @@ class ModelRunner:
         )
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
         self._flights: deque[_Flight] = deque()  # queued steps, oldest first
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, in the last step
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, in its last step
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
-        # Tokens that the experts computed, and tokens without room: of the decoder, and of drafts.
+        # For the decoder and for drafts: number of tokens that experts computed, and number of
+        # tokens without room.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
-        self._num_unplaced = 0  # tokens without room, in all steps so far
+        self._num_unplaced = 0  # number of tokens without room, in all steps until now
         self._buffers = StepBuffers(
             npu,
             buffer_sizes(graphs, max_rows),
@@ -199,7 +200,7 @@ class ModelRunner:
             self._buffers.addresses,
             max_len,
             graph_lens,
-            # If each step has a successor in flight, lengths need not be guessed.
+            # With several steps in flight, lengths are sent when a step is queued, not guessed.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -207,22 +208,23 @@ class ModelRunner:
         self.make_cache(num_blocks)
 
     def make_cache(self, num_blocks: int) -> None:
-        """Replace the KV cache by an empty one. No graph may be captured, because graphs hold its
-        addresses.
+        """Replace the KV cache by an empty one.
+
+        No captured graph may exist, because graphs contain the addresses of the old cache.
         """
         assert self._graphs.is_empty
-        self._caches.clear()  # before the new one is made: there may be no room for both
+        self._caches.clear()  # Frees the old caches first: there may be no room for two.
         self._caches += self._model.make_caches(num_blocks, self._block_size, self._dtype)
         if self._drafts is not None:
             self._drafts.make_cache(num_blocks, self._dtype)
 
     def cache_tensors(self) -> list[Tensor]:
-        """Return all tensors that hold KV, those of drafts too."""
+        """Return all tensors that contain KV, also those of the drafting module."""
         caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
     def clear_cache(self) -> None:
-        """Clear all KV. Its memory may hold other values, for example NaN, which would spread.
+        """Set all KV to zero. Otherwise the memory may contain NaN, which would spread.
 
         Raises:
             DeviceError: the device failed.
@@ -233,26 +235,26 @@ class ModelRunner:
         self._npu.synchronize()
 
     def _clean(self, block_ids: IntArray) -> None:
-        """Set blocks to zero, behind the queued work: no step in flight uses them."""
+        """Set blocks to zero after the queued work. No step in flight uses these blocks."""
         index = self._npu.upload(block_ids.astype(np.int64))
         for tensor in self.cache_tensors():
             tensor.index_fill_(0, index, 0)
 
     @property
     def _samples(self) -> bool:
-        """Whether this rank samples. With drafts, or with steps in flight, every rank must know the
-        tokens; otherwise only one.
+        """Whether this rank samples. With drafts, or with several steps in flight, every rank needs
+        the tokens; otherwise only the rank that owns the output needs them.
         """
         return self._owns_output or self._drafts is not None or self._steps_in_flight > 1
 
     def _tokens_at(self, references: IntArray) -> Tensor:
-        """Return the tokens of [n] references, [n] int32."""
+        """Return the tokens that references name, [n] int32."""
         return self._work.tokens.fill_in(self._npu.upload(references))
 
     # ---- graphs
 
     def warm_up(self, graph: BatchDescriptor) -> None:
-        """Run a graph's work eagerly on padding, so that lazy initialisation is not part of the
+        """Run a graph's work eagerly on padding, so that no lazy initialisation happens in the
         capture.
         """
         with translated(f"running {graph} before its capture"), torch.inference_mode():
@@ -271,8 +273,8 @@ class ModelRunner:
         """Capture one bucket and return its cost.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: nothing of the capture
-                remains.
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: the capture failed; its
+                streams and memory are released.
         """
         if graph.mode == "FULL":
             addresses = self._buffers.addresses
@@ -283,28 +285,28 @@ class ModelRunner:
         )
 
     def commit(self, graph: BatchDescriptor) -> None:
-        """Let steps replay a graph, because every rank has it."""
+        """Let steps replay a graph, because every rank has captured it."""
         self._graphs.commit(graph)
 
     def release(self, graph: BatchDescriptor) -> None:
-        """Undo the capture of one bucket, if it exists, committed or not."""
+        """Release the graphs of one bucket if it was captured, committed or not."""
         self._replays.forget()
         self._graphs.release(graph)
 
     @property
     def free_streams(self) -> int | None:
-        """Streams left for graphs; None if the device's count does not follow graphs."""
+        """Number of free streams; None if the device's count does not change with captures."""
         return self._graphs.free_streams
 
     @property
     def pool_memory(self) -> PoolMemory:
-        """Return the cost of all captures together."""
+        """Memory that all captures use together."""
         return self._graphs.pool_memory
 
     # ---- steps
 
     def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
-        """Run one step alone and return its new tokens (ranks without output: none)."""
+        """Run one step alone; return its result, without tokens if this rank owns no output."""
         results: list[StepResult] = []
         self.launch(plan, dp_rank, rank, results.append)
         return results[-1] if results else self.finish()
@@ -312,11 +314,11 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, dp_rank: int, rank: int, report: Callable[[StepResult], None]
     ) -> None:
-        """Queue a step behind the one that runs, if there is one.
+        """Queue a step on the device, after the step that runs, if there is one.
 
         Args:
-            report: takes the result of the oldest step, if the maximum number of steps is in
-                flight.
+            report: called with the results of earlier steps that have ended, and with the result of
+                the oldest step if the maximum number of steps is in flight.
         """
         watch = self._watch
         if not self._flights:
@@ -331,16 +333,16 @@ class ModelRunner:
         ended: deque[tuple[_Flight, HostOutput]] = deque()  # results to report
 
         def land() -> IntArray:
-            """Read the previous step; return the number of accepted drafts before each request."""
+            """Read the previous step; return the number of accepted drafts of each request."""
             while self._flights:
                 ended.append(self._read_oldest())
             return np.where(self._batch.in_flight(records), self._num_passed[records[:, 0]], 0)
 
         def answer(stage: str) -> None:
-            """Answer the previous step if it has ended, because queueing this step may take longer.
+            """Report the previous step if it has ended; its report need not wait for this step.
 
             Args:
-                stage: current stage of this step on the host.
+                stage: the stage of this step that the host works on.
             """
             if self._flights and self._output.is_here(self._flights[0].coming):
                 watch.lap(stage)
@@ -383,7 +385,7 @@ class ModelRunner:
         device drafts.
 
         Args:
-            prompts: log-probabilities of prompts, which have been sent.
+            prompts: log-probabilities of prompts, whose copies are already queued.
         """
         coming = self._output.queue(
             inputs.num_samples if self._owns_output or self._drafts is not None else 0,
@@ -398,10 +400,10 @@ class ModelRunner:
         return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span)
 
     def finish(self) -> StepResult:
-        """Wait for the oldest step in flight; return its new tokens.
+        """Wait for the oldest step in flight; return its result.
 
-        Acknowledges executed work, not queued work, so a fault is attributed to this step. A fault
-        in its drafts is attributed to the next step.
+        The device has executed the step by then, so a fault in it is attributed to this step. A
+        fault in its drafts is attributed to the next step.
         """
         return self._result(*self._read_oldest())
 
@@ -444,12 +446,12 @@ class ModelRunner:
         )
 
     def forget_steps(self) -> None:
-        """Reset after an abort of the device: no step has run; graphs and caches stay.
+        """Drop all steps in flight after an abort of the device; keep graphs and caches.
 
-        The next step sends all rows again. Waits for the device.
+        Waits for the device. The next plan must contain all rows again.
 
         Raises:
-            DeviceError: the device does not work again.
+            DeviceError: the device does not work after the abort.
         """
         self._flights.clear()
         self._num_passed[:] = 0
@@ -458,15 +460,15 @@ class ModelRunner:
         self._output.forget()
         with translated("bringing the device back"):
             self._graphs.forget(runtime().current_stream())
-            # Tokens of aborted steps count, too: only the increase by later steps matters.
+            # This includes tokens of aborted steps, so that later steps report only their increase.
             self._num_unplaced = int(self._decoder_tally[1])
         self._npu.synchronize()
 
     def close(self) -> None:
-        """Release graphs and cache; nothing runs any more. The device was aborted, and works again.
+        """Release graphs and caches after the last step. The device was aborted and works again.
 
         Raises:
-            DeviceError: the device does not work again.
+            DeviceError: the device does not work after the abort.
         """
         self._flights.clear()
         self._replays.forget()
@@ -475,7 +477,7 @@ class ModelRunner:
             self._caches.clear()
 
     def prepare_next(self, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """Until ``is_wanted_elsewhere``, do work that the next step will most likely need."""
+        """Send the next step's probable lengths until ``is_wanted_elsewhere`` returns true."""
         with translated("sending lengths ahead"):
             self._replays.send_ahead(is_wanted_elsewhere)
 
@@ -505,7 +507,7 @@ class ModelRunner:
         span = self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
         if drafts and self._flights:
-            # The device runs to the first attention, which waits for lengths.
+            # Meanwhile the device runs up to the first attention, which waits for lengths.
             inputs = replace(inputs, kv_lens=inputs.kv_lens + land())
             self._replays.correct(inputs)
         between = partial(answer, "update")
@@ -523,7 +525,7 @@ class ModelRunner:
     def _sample_whole(
         self, graph: BatchDescriptor, inputs: HostStep, span: ReplaySpan | None
     ) -> Sampled:
-        """Continue behind the decoder's replay."""
+        """Sample after the decoder's replay."""
         n = len(inputs.places)
         tokens, best = self._buffers.sampled[:n], self._buffers.best[:n]
         special = self._choose_special(inputs, self._buffers.logits[:n], tokens)
@@ -544,7 +546,7 @@ class ModelRunner:
         """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly.
 
         Args:
-            answer: called from time to time, to answer the previous step.
+            answer: called between segments; it reports the previous step if that step has ended.
         """
         graph = None if pieces is None else pieces.descriptor
         static = None if graph is None else self._buffers.inputs(graph)
@@ -588,7 +590,7 @@ class ModelRunner:
         return flight
 
     def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of [n, hidden] at places, from any prefill rank."""
+        """Return the rows of [n, hidden] at places, also of places on other prefill ranks."""
         rows = hidden.index_select(0, places)
         if shared is None:
             return rows
@@ -602,10 +604,10 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits of the places, the most probable token of each, and its logit."""
         n = len(places)
-        if size.num_samples == 0:  # chunks of prompts only: no request gets a token
+        if size.num_samples == 0:  # All requests are in the middle of prompts.
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
             return hidden[:0], empty, hidden[:0, 0]
-        if n == 0:  # on this rank only: all ranks must run the same collectives
+        if n == 0:  # Other ranks have places, and all ranks must run the same collectives.
             hidden = hidden[:1]
         elif n < len(hidden) or self._drafts is not None or self._place.num_prompt_ranks > 1:
             hidden = collect(hidden, places)

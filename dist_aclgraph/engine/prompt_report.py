@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the logits of all places of a chunk, a few at a time."""
+"""Log-probabilities of prompts. The logits of a chunk are computed for a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dist_aclgraph.steps.step import PromptLogprobs
 
 @dataclass(frozen=True)
 class ComingPrompt:
-    """The report of some tokens of a prompt, on its way to the host.
+    """The report of some tokens of a prompt, whose copy to the host is queued.
 
     Attributes:
         place: index of the request in the step; first: position of the first token.
-        packed: [m, 2 * (1 + n) + 1] float32, pinned, as ``ComingLogprobs.packed``.
-        num_best: n.
+        packed: [m, 2 * (1 + n) + 1] float32, pinned; columns as in ``ComingLogprobs.packed``.
+        num_best: n, number of most probable tokens that are reported.
     """
 
     place: int
@@ -34,7 +34,7 @@ class ComingPrompt:
     def read(self) -> PromptLogprobs:
         """Return the report; requires that the copy has ended."""
         values = self.packed.numpy()
-        width = values.shape[1] // 2 + 1  # ids, and the rank
+        width = values.shape[1] // 2 + 1  # number of columns of ids and rank
         ids = values[:, :width].view(np.int32)
         kept = 1 + self.num_best
         return PromptLogprobs(
@@ -54,14 +54,14 @@ def queue_prompts(
     logits_of: Callable[[Tensor], Tensor],
     most: int,
 ) -> list[ComingPrompt]:
-    """Send the log-probabilities of prompts to the host, of the rows that want them.
+    """Queue copies of prompt log-probabilities to the host, for the rows that want them.
 
-    Every rank of a tensor parallel group calls this with the same rows. The host waits for nothing.
+    Every rank of a tensor parallel group calls this with the same rows. The host does not wait.
 
     Args:
-        hidden: [num_tokens, hidden], of the tokens of the step.
-        logits_of: from [n, hidden] to [n, vocab]; a collective.
-        most: logits of so many tokens exist at once.
+        hidden: [num_tokens, hidden], hidden states of the step's tokens.
+        logits_of: returns [n, vocab] for [n, hidden]; all ranks must call it, in the same order.
+        most: maximum number of tokens whose logits exist at once.
     """
     if not batch.sampling.reports_prompts:
         return []

@@ -1,7 +1,7 @@
 """Random numbers of a race between tokens, as a function of (seed, position, token).
 
-The same on every rank, in any batch and after a retry. They are made on the device, all numbers of
-a place at once: the host sends one key per place.
+The numbers are the same on every rank, in any batch and after a retry. The host sends one key per
+place; the device computes the numbers of all tokens from it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _TABLE_SEED = 0x5EED
 _SMALLEST = 2.0**-32
-# the largest u below 1 in float32; u = 1 would give an infinite number
+# The factor keeps u below 1; u = 1 would give an infinite number.
 _LESS_THAN_ONE = 1 - 2.0**-23
 
 
 def make_keys(
     seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
-    """Return one key for each pair, uniform over 32 bits.
+    """Return one key for each pair of seed and position, uniform over 32 bits.
 
-    SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and position in turn.
+    Applies SplitMix64's finaliser (Steele, Lea and Flood, 2014) first to the seed, then to this
+    result and the position.
     """
     with np.errstate(over="ignore"):
         mixed = _finalise(seeds.astype(np.uint64) + _GOLDEN)
@@ -44,9 +45,10 @@ class RaceNoise:
     """Owns a random factor and a random summand for each token, int32 [vocab] each, independent of
     seeds.
 
-    A number is a hash of the place's key: h = key * factor + summand, then h * (2h + 1), modulo
-    2^32: products and sums of int32 wrap. The second step is the permutation of RC6 (Rivest,
-    Robshaw, Sidney, Yin, 1998); without it, the numbers of all tokens would be on lines.
+    Each number is a hash of the place's key: first h = key * factor + summand, then h * (2h + 1),
+    both modulo 2^32, because products and sums of int32 wrap. The second step is the permutation of
+    RC6 (Rivest, Robshaw, Sidney, Yin, 1998); without it, every number would be a linear function of
+    the key.
     """
 
     def __init__(self, vocab_size: int, to_device: ToDevice) -> None:
@@ -66,6 +68,6 @@ class RaceNoise:
         """
         h = (keys * self._factors).add_(self._summands)
         h = h.add_(h * h, alpha=2).bitwise_and_(0x7FFFFFFF)
-        # Small numbers decide the race, so they have 31 bits; 1 - u would have 24.
+        # Small numbers decide the race, so u is used, which has 31 bits there; 1 - u has only 24.
         minus_u = h.float().mul_(-_LESS_THAN_ONE / (1 << 31)).sub_(_SMALLEST)
         return minus_u.log1p_().neg_().log_()

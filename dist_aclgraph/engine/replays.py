@@ -1,4 +1,4 @@
-"""Queues the full graphs of a step, and sends attention lengths behind them or ahead of a step."""
+"""Queues the full graphs of a step; sends attention lengths after the replays or ahead of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Replays:
     """Owns the update stream, and the guess of the next step's lengths.
 
     Args:
-        addresses: of the buffers that graphs read and write.
+        addresses: addresses of the buffers that graphs read and write.
         graph_lens: pads the lengths of steps.
-        max_len: maximum length of a request; guesses end there.
-        sends_ahead: whether lengths are sent while the host would wait.
-        update_wait: measures the device's wait for updates; None turns this off.
+        max_len: maximum length of a request; no larger length is guessed.
+        sends_ahead: whether guessed lengths are sent while the host waits for the device.
+        update_wait: measures how long the device waits for updates; None means no measurement.
     """
 
     def __init__(
@@ -44,17 +44,14 @@ class Replays:
         self._update_wait = update_wait
         self._main_stream = runtime().current_stream()
         self._update_stream: Any = runtime().Stream()
-        self._num_behind = 0  # updates of the step that were not sent ahead
-        self._span: ReplaySpan | None = None  # of the step
-        # Graphs and their padded lengths: of this step, and of the next one as far as it is
-        # guessed.
+        self._num_behind = 0  # number of the step's updates that were not sent ahead
+        self._span: ReplaySpan | None = None  # measures this step
+        # Graphs and padded lengths of this step, and guessed ones of the next step.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
 
     def begin(self, graphs: WholeStep, inputs: HostStep) -> ReplaySpan | None:
-        """Begin a step of these graphs; return the value that ``book_wait`` needs after the
-        step.
-        """
+        """Begin a step of these graphs; return the argument for ``book_wait`` after the step."""
         lens = self._graph_lens.pad(graphs[0].descriptor, inputs.query_ends, inputs.kv_lens)
         self._step = graphs, lens
         self._watch.lap("lengths")
@@ -64,7 +61,7 @@ class Replays:
         return self._span
 
     def replay(self, graph: CapturedGraph) -> None:
-        """Queue one graph of the step, which stops at its first attention until ``update``.
+        """Queue one graph of the step. The graph stops at its first attention until ``update``.
 
         Raises:
             ReplayMismatchError: the lengths do not fit the graph.
@@ -75,17 +72,17 @@ class Replays:
         self._watch.lap("replay")
 
     def correct(self, inputs: HostStep) -> None:
-        """Replace the lengths by those that were unknown when the step's first graph was queued."""
+        """Set the step's correct lengths, which were unknown when its first graph was queued."""
         assert self._step is not None
         graphs, _ = self._step
         graph = graphs[0].descriptor
         self._step = graphs, self._graph_lens.pad(graph, inputs.query_ends, inputs.kv_lens)
 
     def update(self, graph: CapturedGraph, between: Callable[[], None]) -> None:
-        """Send lengths behind a replay; the host waits for nothing.
+        """Send the lengths that a queued replay still needs; the host does not wait.
 
         Args:
-            between: called behind each layer.
+            between: called after each layer.
         """
         assert self._step is not None
         _, lens = self._step
@@ -93,25 +90,29 @@ class Replays:
         self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
 
     def end(self) -> None:
-        """End a step: all of its graphs are queued."""
+        """End the measurement of a step whose graphs are all queued."""
         if self._update_wait is not None and self._span is not None:
             self._update_wait.end(self._span, self._update_stream, self._num_behind)
 
     def book_wait(self, span: ReplaySpan | None) -> None:
-        """Book the device's wait for updates in a finished step; None had none."""
+        """Record how long the device waited for updates in a finished step.
+
+        Args:
+            span: the result of ``begin``; None records nothing.
+        """
         if self._update_wait is not None and span is not None:
             self._watch.book("update_wait", self._update_wait.take_us(span))
 
     def forget(self) -> None:
-        """Forget the guess for the next step."""
+        """Forget this step and the guess for the next step."""
         self._step = self._ahead = None
 
     def guess_next(self, inputs: HostStep, counts: IntArray | int) -> None:
-        """Guess the lengths of the next step, for the case that all requests continue.
+        """Guess the lengths of the next step, assuming that all requests continue.
 
         Args:
-            inputs: of the last step.
-            counts: [num_reqs], growth of each request in tokens; or one number for all.
+            inputs: inputs of the last step.
+            counts: [num_reqs], new tokens of each request; or one number for all requests.
         """
         if self._step is None or not self._sends_ahead or not len(inputs.rows):
             return

@@ -1,9 +1,9 @@
-"""From logits to token ids, on the device.
+"""Chooses token ids from logits, on the device.
 
-Tokens with a temperature are drawn by a race (``race_noise``): only rows with top-k or top-p are
-sorted. The random numbers depend on (seed, position, token) alone, so a request gets the same
-tokens in any batch, on every rank, and after a resumption. A step sends the keys of the numbers;
-the parameters are on the device (``sampling_places``).
+With a temperature, a race draws the token (``race_noise``), so only rows with top-k or top-p are
+sorted. The random numbers depend only on (seed, position, token), so a request gets the same tokens
+in any batch, on every rank, and after a resumption. A step sends the keys of the random numbers;
+the sampling parameters are already on the device (``sampling_places``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import MAX_LOGPROBS
 from dist_aclgraph.steps.step import RowLogprobs
 
-LOGPROBS_WIDTH = 2 * (MAX_LOGPROBS + 1) + 1  # of the widest row of ``ComingLogprobs.packed``
+LOGPROBS_WIDTH = 2 * (MAX_LOGPROBS + 1) + 1  # maximum width of ``ComingLogprobs.packed``
 
 
 def choose_tokens(
@@ -35,14 +35,14 @@ def choose_tokens(
     to_device: ToDevice,
     forbid_words: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Tensor:
-    """Choose one token for each place; the host waits for nothing.
+    """Choose one token for each place; the host does not wait.
 
     Args:
-        logits: [n, vocab], any float type; not modified.
+        logits: [n, vocab], any float type; they are not modified.
         positions: [n], positions of the sampled tokens.
-        counts: of the rows that have penalties.
+        counts: counts of earlier tokens, for rows that have penalties.
         to_device: copies a small array to the device.
-        forbid_words: from [n, vocab] to the same, without the ends of bad words.
+        forbid_words: returns [n, vocab] logits in which the last tokens of bad words are -inf.
 
     Returns:
         [n] int32.
@@ -55,7 +55,7 @@ def choose_tokens(
     adjusted = forbid_words(_suppress(adjusted, places, positions, to_device))
     if places.temperature is not None:
         adjusted = _filter(adjusted, places)
-        # A place without a temperature has zero: its most probable token wins.
+        # A place without a temperature has temperature 0, so its most probable token wins.
         keys = to_device(make_keys(places.seeds, positions)).unsqueeze(-1)
         adjusted = adjusted.addcmul(noise.log_exponentials(keys), places.temperature, value=-1)
     return adjusted.argmax(-1).int()
@@ -64,7 +64,7 @@ def choose_tokens(
 def _suppress(
     logits: Tensor, places: SamplingPlaces, positions: IntArray, to_device: ToDevice
 ) -> Tensor:
-    """Forbid end tokens at places before ``min_tokens``."""
+    """Forbid end tokens at places whose output is shorter than ``min_tokens``."""
     vocab = logits.shape[1]
     early = places.suppressed_at(positions)
     flat = [index * vocab + token for index, token in early if token < vocab]
@@ -78,7 +78,7 @@ def _suppress(
 def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
     """Forbid the tokens outside top-k, top-p and min-p; rows without these settings are unchanged.
 
-    Top-p counts the tokens within top-k. Equal logits are kept or dropped by top-k together.
+    Top-p counts only tokens that top-k keeps. Top-k keeps or drops tokens of equal logits together.
     """
     if places.wide_top_k is not None:
         logits = _keep_top_k(logits, places.wide_top_k)
@@ -94,7 +94,7 @@ def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
 
 
 def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
-    """In some rows, forbid logits below the k-th largest."""
+    """In the rows of ``wide``, forbid the tokens whose logit is below the k-th largest one."""
     chosen = logits.index_select(0, wide.where)
     best = chosen.topk(wide.most, dim=-1).values
     least = best.gather(1, wide.last)
@@ -103,13 +103,14 @@ def _keep_top_k(logits: Tensor, wide: WideTopK) -> Tensor:
 
 @dataclass(frozen=True)
 class ComingLogprobs:
-    """Log-probabilities of some places, on their way to the host.
+    """Log-probabilities of some places, whose copy to the host is queued.
 
     Attributes:
         asking: [m], indices of the places.
-        wanted: [m], how many of the most probable tokens each wants.
-        packed: [m, 2 * (count + 1) + 1] float32, pinned: token ids (the chosen one, the best ones),
-            rank, as the bits of integers; then as many log-probabilities as ids.
+        wanted: [m], number of most probable tokens that each place wants.
+        packed: [m, 2 * (count + 1) + 1] float32, pinned. Columns: the ids of the chosen token and
+            of the ``count`` most probable ones, and the rank of the chosen token, all as bits of
+            int32; then the log-probabilities of these ids.
     """
 
     asking: npt.NDArray[np.intp]
@@ -117,7 +118,7 @@ class ComingLogprobs:
     packed: Tensor
 
     def read(self) -> dict[int, RowLogprobs]:
-        """Return a report for each place, by index; requires that the copy has ended."""
+        """Return a report for each place, by its index; requires that the copy has ended."""
         values = self.packed.numpy()
         width = values.shape[1] // 2 + 1
         ids, logprobs = values[:, :width].view(np.int32), values[:, width:].tolist()
@@ -134,14 +135,14 @@ class ComingLogprobs:
 def queue_logprobs(
     logits: Tensor, chosen: Tensor, asked: AskedLogprobs, landing: Tensor
 ) -> ComingLogprobs:
-    """Send log-probabilities of the places that want them to the host, without waiting.
+    """Queue a copy of log-probabilities to the host, for the places that want them.
 
-    The values are of the raw distribution, before penalties and temperature.
+    The values describe the raw distribution, before penalties and temperature.
 
     Args:
         logits: [n, vocab].
-        chosen: [n] int32.
-        landing: [>= n * LOGPROBS_WIDTH] float32, pinned; in use until the values are read.
+        chosen: [n] int32, the chosen tokens.
+        landing: [>= n * LOGPROBS_WIDTH] float32, pinned; it is in use until the values are read.
     """
     chosen = chosen.index_select(0, asked.where)
     packed = report_of(logits.index_select(0, asked.where), chosen, int(asked.wanted.max()))
@@ -151,19 +152,20 @@ def queue_logprobs(
 
 
 def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
-    """Return log-probabilities of chosen tokens and of the best ones.
+    """Return log-probabilities of the chosen tokens and of the most probable ones.
 
     Args:
         logits: [n, vocab]; chosen: [n] int32.
 
     Returns:
-        as ``ComingLogprobs.packed``, with ``num_best`` or one best token, on the device.
+        columns as in ``ComingLogprobs.packed``, on the device; the number of most probable tokens
+        is ``num_best``, but at least one.
     """
     all_logprobs = torch.log_softmax(logits.float(), dim=-1)
     of_chosen = all_logprobs.gather(1, chosen.long().unsqueeze(-1))  # [n, 1]
     rank = (all_logprobs > of_chosen).sum(-1) + 1
     count = min(max(num_best, 1), logits.shape[1])
     best, best_ids = all_logprobs.topk(count, dim=-1)
-    # One copy for both: integers travel as the bits of floats.
+    # Integers are sent as bits of floats, so that one copy is enough.
     integers = torch.cat([chosen.unsqueeze(-1), best_ids.int(), rank.int().unsqueeze(-1)], -1)
     return torch.cat([integers.view(torch.float32), of_chosen, best], -1)

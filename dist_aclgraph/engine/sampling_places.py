@@ -1,8 +1,9 @@
-"""The places of a step that do not simply take the most probable token, and their parameters on the
-device. Parameters are sent when rows or parameters change, and each step reads them until then.
+"""The special places of a step, and their sampling parameters on the device.
 
-No tensor on the device is written twice. Changes are sent to new tensors. Steps in flight read the
-old tensors, whose memory stays valid by the order of the stream.
+At a special place, the token is not simply the most probable one, or log-probabilities are wanted.
+Parameters are sent only when rows or parameters change; until then every step reads the same
+tensors. No tensor on the device is written twice: changes are sent to new tensors, while steps in
+flight read the old tensors. The order of the stream keeps the old memory valid for these steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dist_aclgraph.ints import IntArray
 from dist_aclgraph.packing import stack_rows
 from dist_aclgraph.steps.host_step import HostStep
 
-MAX_OPERATOR_K = 1024  # npu_top_k_top_p accepts no larger k
+MAX_OPERATOR_K = 1024  # the largest k that npu_top_k_top_p accepts
 
 Settings = npt.NDArray[np.void]
 
@@ -31,7 +32,7 @@ class WideTopK:
 
     Attributes:
         where: [m] int64, indices of the places; most: the largest k.
-        last: [m, 1] int64, k - 1 of each.
+        last: [m, 1] int64, k - 1 of each place.
     """
 
     where: Tensor
@@ -46,7 +47,8 @@ class Filter:
     Attributes:
         where: [m] int64, indices of the places; None means all places.
         temperature: [m, 1] float32.
-        top_p: [m] float32; top_k: [m] int32; None if no place uses it.
+        top_p: [m] float32, None if no place uses top-p.
+        top_k: [m] int32, None if no place uses top-k.
     """
 
     where: Tensor | None
@@ -57,7 +59,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Biases:
-    """Places whose logits get something added, because some tokens are preferred or forbidden.
+    """Places with values to add to their logits, because some tokens are preferred or forbidden.
 
     Attributes:
         where: [m] int64, indices of the places; values: [m, vocab] float32.
@@ -72,8 +74,8 @@ class AskedLogprobs:
     """Places that want log-probabilities.
 
     Attributes:
-        asking: [m], indices of the places; where: the same, int64 on the device.
-        wanted: [m], how many of the most probable tokens each wants.
+        asking: [m], indices of the places; where: the same indices, int64 on the device.
+        wanted: [m], number of most probable tokens that each place wants.
     """
 
     asking: npt.NDArray[np.intp]
@@ -83,14 +85,16 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places, which stay the same while the same rows continue.
+    """The sampling parameters of places. They do not change while the same rows continue.
 
     Attributes:
-        seeds: [n]; free_from: [n], the first position at which end tokens may come.
-        suppressed: of each place, the tokens that are forbidden before that position.
+        seeds: [n].
+        free_from: [n], the first position at which end tokens are allowed.
+        suppressed: for each place, the tokens that are forbidden before ``free_from``.
         biases, penalties: None if no place has any.
         temperature: [n, 1] float32, 0 if the most probable token wins; None if all are 0.
-        least: [n, 1] float32, the largest allowed distance below the best logit (min-p); or None.
+        least: [n, 1] float32, the largest allowed distance below the greatest logit (min-p); None
+            if no place uses min-p.
     """
 
     seeds: npt.NDArray[np.int64]
@@ -105,8 +109,7 @@ class SamplingPlaces:
     logprobs: AskedLogprobs | None
 
     def suppressed_at(self, positions: IntArray) -> Iterator[tuple[int, int]]:
-        """Yield the indices of place and token for each end token that is forbidden at its
-        position.
+        """Yield (index of the place, token id) for each end token that is forbidden at a place.
 
         Args:
             positions: [n], positions of the sampled tokens.
@@ -123,7 +126,7 @@ def send_places(
 
     Args:
         rows: [n], row of each place.
-        to_device: copies a small array to the device; the host waits for nothing.
+        to_device: copies a small array to the device; the host does not wait.
     """
     settings = table.settings(rows)
     is_random = settings["temperature"] > 0
@@ -174,8 +177,9 @@ def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> 
 def _send_filters(
     settings: Settings, is_random: npt.NDArray[np.bool_], vocab_size: int, to_device: ToDevice
 ) -> tuple[WideTopK | None, tuple[Filter, ...]]:
-    """Send the places that use top-k or top-p, and their limits; no place without a temperature
-    does.
+    """Send the places that use top-k or top-p, and their limits.
+
+    Places without a temperature are left out.
     """
     top_k, wide, filters = settings["top_k"], None, []
     cuts_k = is_random & (top_k > 0) & (top_k < vocab_size)
@@ -206,7 +210,7 @@ def _send_least(
     has_min_p = is_random & (settings["min_p"] > 0)
     if not has_min_p.any():
         return None
-    less = np.full(len(settings), np.inf, np.float32)  # no limit if a place does not use min-p
+    less = np.full(len(settings), np.inf, np.float32)  # Infinity: the place does not use min-p.
     chosen = settings[has_min_p]
     less[has_min_p] = -chosen["temperature"] * np.log(chosen["min_p"])
     return _column(less, to_device)
@@ -214,7 +218,7 @@ def _send_least(
 
 def _column(values: np.ndarray, to_device: ToDevice) -> Tensor:
     """Send [n] numbers, and return them as [n, 1]."""
-    return to_device(values.copy()).unsqueeze(-1)  # a field of records has gaps between its values
+    return to_device(values.copy()).unsqueeze(-1)  # The copy closes gaps between record fields.
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,10 @@ class StepPlaces:
     """The special places of a step.
 
     Attributes:
-        indices: [n], among all places of the step; where: the same, int64 on the device.
-        samples, drafts: [n], the sample of each place, and the number of drafts before it.
+        indices: [n], indices among all places of the step.
+        where: the same indices, int64 on the device.
+        samples: [n], index of each place's sampled request.
+        drafts: [n], number of drafts of the request before each place.
     """
 
     indices: npt.NDArray[np.intp]
@@ -233,8 +239,8 @@ class StepPlaces:
     places: SamplingPlaces
 
     def positions(self, step: HostStep) -> IntArray:
-        """Return positions of the sampled tokens, [n], counting the drafts before them."""
-        # A repetition of a request's last place is sampled like that place.
+        """Return the position of each sampled token, [n]; drafts before it are counted."""
+        # A request with fewer places repeats its last place, which keeps its position.
         num_logits = step.num_logits[self.samples]
         first = step.kv_lens[step.sampled][self.samples] - num_logits + 1
         positions: IntArray = (first + np.minimum(self.drafts, num_logits - 1)).astype(np.int32)
@@ -242,10 +248,10 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns the parameters on the device, of the special places of the last step that had any.
+    """Owns the device's parameters of special places, for the latest step that had any.
 
     Args:
-        num_places: k + 1, places of each sample.
+        num_places: k + 1, number of places of each sampled request.
     """
 
     def __init__(
@@ -255,13 +261,13 @@ class KnownPlaces:
         self._num_places = num_places
         self._vocab_size = vocab_size
         self._to_device = to_device
-        # Rows and parameters for which it was sent; None if nothing is valid on the device.
+        # Rows and version of the parameters that were sent; None if the device has no valid ones.
         self._rows: IntArray | None = None
         self._version = 0
         self._places: StepPlaces | None = None
 
     def find(self, sampled_rows: IntArray) -> StepPlaces | None:
-        """Return the special places of a step, and send them if necessary; None if there are none.
+        """Return a step's special places, after sending changes; None if the step has none.
 
         Args:
             sampled_rows: [num_samples].
@@ -269,13 +275,13 @@ class KnownPlaces:
         if self._table.is_all_plain or not len(sampled_rows):
             return None
         if not self._is_known(sampled_rows):
-            self._rows = None  # until everything is sent
+            self._rows = None  # Nothing is valid until all parameters are sent.
             self._places = self._send(sampled_rows)
             self._rows, self._version = sampled_rows, self._table.version
         return self._places
 
     def forget(self) -> None:
-        """Reset after an abort of the device: sent parameters may be missing."""
+        """Reset after an abort of the device, because parameters may not have arrived."""
         self._rows = self._places = None
 
     def _is_known(self, rows: IntArray) -> bool:

@@ -1,4 +1,4 @@
-"""The sampling parameters of rows, in columns: a step gathers them without Python per row."""
+"""The sampling parameters of rows, stored in columns, so that a step needs no Python loop."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ COLUMNS = np.dtype(
 
 
 class Bias(NamedTuple):
-    """What is added to the logits of a row.
+    """Numbers that are added to the logits of a row.
 
     Attributes:
-        tokens: [n] int32; values: [n] float32.
-        of_others: added to all other tokens: 0, or -inf.
+        tokens: [n] int32; values: [n] float32, added to the logits of these tokens.
+        of_others: added to the logits of all other tokens; 0, or -inf if they are forbidden.
     """
 
     tokens: IntArray
@@ -58,16 +58,17 @@ class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
-        is_plain: [max_rows], whether a row simply takes the most probable token.
-        may_draft: [max_rows], whether drafts of a row may be accepted: not with penalties, nor with
-            bad words.
+        is_plain: [max_rows], whether a row only takes the most probable token.
+        may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
+            penalties or with bad words of several tokens.
         has_penalties: [max_rows].
         reports_prompts: whether any row wants log-probabilities of its prompt.
-        is_all_plain, all_may_draft: whether this holds for every row.
+        is_all_plain: whether ``is_plain`` is true for every row.
+        all_may_draft: whether ``may_draft`` is true for every row.
         suppressed: by row, tokens that are forbidden before ``min_tokens``.
-        biases: by row, tokens and what is added to their logits, and whether others are forbidden.
-        bad_words: by row, its words of several tokens.
-        version: number of parameter changes; while it is the same, no row has changed.
+        biases: by row, only for rows with a bias.
+        bad_words: by row, bad words of several tokens.
+        version: number of parameter changes; it tells whether any row has changed.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -105,6 +106,6 @@ class SamplingTable:
             self.bad_words[row] = sampling.bad_words
 
     def settings(self, rows: IntArray) -> npt.NDArray[np.void]:
-        """Return the parameters of rows, [n] records of COLUMNS."""
+        """Return the parameters of rows, [n] records with the fields of COLUMNS."""
         settings: npt.NDArray[np.void] = self._settings[rows]
         return settings

@@ -1,4 +1,4 @@
-"""From a step's logits to the report for the engine: the only place where the host waits."""
+"""Turns a step's logits into the report for the engine. Only here the host waits for the device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
-# Of decoder and drafts: computed tokens, tokens without room. Each has 32 bytes of its own, because
-# operators load 32 bytes at once.
+# Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens without room. Axis 2
+# gives each number 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
-# In NaN and infinity, all bits of the exponent are set.
+# A number is NaN or infinite if all bits of its exponent are set.
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 EXPONENT_OF = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -41,7 +41,7 @@ TokensAt = Callable[[IntArray], Tensor]
 
 @dataclass(frozen=True)
 class SpecialPlaces:
-    """Places that do not simply take the most probable token, and their chosen tokens.
+    """The special places of a step (see ``sampling_places``), and their chosen tokens.
 
     Attributes:
         logits: [n, vocab]; chosen: [n] int32.
@@ -59,12 +59,12 @@ class HostOutput:
     Attributes:
         token_ids: [num_new], request by request.
         counts: [num_samples], number of new tokens of each request.
-        expert_tokens: tokens of this rank's experts since the start, except for the drafts of this
-            step.
-        num_unplaced: tokens of the decoder without room since the start.
-        logprobs: [num_new], or empty if no request wants them.
-        non_finite: [n], the sampled requests whose tokens are meaningless.
-        prompts: log-probabilities of prompts, of the requests that want them.
+        expert_tokens: number of tokens that this rank's experts have computed since the start,
+            without the drafts of this step.
+        num_unplaced: number of the decoder's tokens without room since the start.
+        logprobs: [num_new], or empty if no request wants log-probabilities.
+        non_finite: [n], indices of sampled requests whose logits were not finite.
+        prompts: log-probabilities of prompts, for requests that want them.
     """
 
     token_ids: IntArray
@@ -82,11 +82,11 @@ class _Landing:
     Attributes:
         tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
         best: [max_samples * (k + 1)], of the dtype of logits.
-        tally: of TALLY_SHAPE, int64.
-        arrays: these three.
-        bits: of ``best``, as integers.
+        tally: int64, of shape TALLY_SHAPE.
+        arrays: ``tokens``, ``accepted`` and ``tally`` as arrays.
+        bits: the bits of ``best`` as integers.
         logprobs: [max_samples * (k + 1) * LOGPROBS_WIDTH] float32.
-        ready: recorded behind the copies.
+        ready: event recorded after the copies.
     """
 
     def __init__(self, npu: Npu, max_samples: int, num_places: int, dtype: torch.dtype) -> None:
@@ -103,7 +103,7 @@ class _Landing:
 
 @dataclass(frozen=True)
 class ComingOutput:
-    """The results of a step, on their way to the host."""
+    """The results of a step, whose copies to the host are queued."""
 
     landing: _Landing
     num_samples: int
@@ -117,7 +117,7 @@ class StepOutput:
     """Owns the pinned memory for results, and the sampling state on the device.
 
     Args:
-        steps_in_flight: number of steps whose results may be on their way together.
+        steps_in_flight: maximum number of steps whose results are not read yet.
     """
 
     def __init__(
@@ -138,22 +138,22 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # Of rows with bad words whose last token a step in flight samples.
+        # Rows with bad words whose last token a step in flight samples, and these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
-        # by row, number of counted tokens
+        # for each row, the number of counted tokens
         self._counted: IntArray = np.zeros(max_samples, np.int32)
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
         self._noise = RaceNoise(vocab_size, npu.upload)
         self._known = KnownPlaces(batch.sampling, self._num_places, vocab_size, npu.upload)
 
     def count_tokens(self, batch: RankBatch, step: HostStep, token_ids: TokensAt) -> None:
-        """Count the tokens with which a step's rows began, or which they got since the last step.
+        """Count tokens for penalties: all tokens of new rows, and the latest tokens of other rows.
 
         Args:
-            step: the step that runs.
-            token_ids: returns [n] int32 tokens on the device by [n] references.
+            step: the inputs of this step.
+            token_ids: returns the tokens of [n] references, [n] int32 on the device.
         """
         rows = self._batch
         for start in batch.started:
@@ -165,7 +165,7 @@ class StepOutput:
             return
         self._find_last(step, token_ids)
         penalised = np.flatnonzero(rows.sampling.has_penalties).astype(np.int32)
-        # One token per row at a time, because a row may have two tokens.
+        # A row may have two new tokens, so each pass counts one token of each row.
         while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
             self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
             self._counted[late] += 1
@@ -175,7 +175,7 @@ class StepOutput:
             self._counted[coming.rows] += 1
 
     def _find_last(self, step: HostStep, token_ids: TokensAt) -> None:
-        """Keep the last tokens of rows with bad words, before the step overwrites them."""
+        """Keep the last tokens of rows with bad words, before this step overwrites these tokens."""
         self._coming_rows, self._coming = NO_INTS, None
         words = self._batch.sampling.bad_words
         if words:
@@ -187,7 +187,7 @@ class StepOutput:
                 self._coming = token_ids(coming.references)
 
     def _forbid_words(self, step: HostStep, known: StepPlaces, logits: Tensor) -> Tensor:
-        """Return logits of special places without the ends of bad words."""
+        """Return the logits of special places; last tokens of bad words are forbidden."""
         batch = self._batch
         if not batch.sampling.bad_words:
             return logits
@@ -208,11 +208,11 @@ class StepOutput:
     def choose_special(
         self, inputs: HostStep, logits: Tensor, tokens: Tensor
     ) -> SpecialPlaces | None:
-        """Sample the places that need it, and write the chosen tokens into ``tokens``.
+        """Sample the special places, and write the chosen tokens into ``tokens``.
 
         Args:
             logits: [num_samples * (k + 1), vocab].
-            tokens: [num_samples * (k + 1)] int32, the most probable ones.
+            tokens: [num_samples * (k + 1)] int32, the most probable tokens.
         """
         known = self._known.find(inputs.sampled_rows)
         if known is None:
@@ -232,7 +232,7 @@ class StepOutput:
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
-        """Reset after an abort of the device: sent values may be missing."""
+        """Reset after an abort of the device, because sent values may not have arrived."""
         self._known.forget()
 
     def queue(
@@ -245,15 +245,15 @@ class StepOutput:
         special: SpecialPlaces | None,
         prompts: Sequence[ComingPrompt] = (),
     ) -> ComingOutput:
-        """Send a step's results to the host; the host does not wait.
+        """Queue copies of a step's results to the host; the host does not wait.
 
         Args:
             tokens: [>= num_samples * (k + 1)] int32.
-            best: the greatest logits of the same places.
+            best: the greatest logit of each place.
             accepted: [>= num_samples] int32, number of accepted drafts; None without drafts.
-            tally: of TALLY_SHAPE, int64; None if it does not change.
-            special: places whose log-probabilities may be wanted; None means no place.
-            prompts: reports of prompts, whose copies have been queued.
+            tally: int64, of shape TALLY_SHAPE; None if the step does not change it.
+            special: the special places, which may want log-probabilities; None if there are none.
+            prompts: reports of prompts, whose copies are already queued.
         """
         landing = self._landings[self._num_queued % len(self._landings)]
         self._num_queued += 1
@@ -278,10 +278,11 @@ class StepOutput:
     def read(
         self, coming: ComingOutput, while_waiting: Callable[[Callable[[], bool]], None]
     ) -> HostOutput:
-        """Wait for the device and return its results.
+        """Wait for a step and return its results.
 
         Args:
-            while_waiting: work of the host; its argument tells whether the device is done.
+            while_waiting: called first, to do other work of the host; its argument returns whether
+                the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)
@@ -305,7 +306,7 @@ class StepOutput:
         )
 
     def _non_finite(self, coming: ComingOutput, counts: IntArray) -> IntArray:
-        """Return the requests with a new token that was chosen from non-finite logits."""
+        """Return the requests for which a new token was chosen from NaN or infinite logits."""
         num_places = coming.num_samples * self._num_places
         is_bad = coming.landing.bits[:num_places] & self._exponent == self._exponent
         if not is_bad.any():
@@ -315,7 +316,7 @@ class StepOutput:
         return np.flatnonzero(is_bad.any(axis=1)).astype(np.int32)
 
     def _logprobs(self, coming: ComingOutput, counts: IntArray) -> tuple[RowLogprobs | None, ...]:
-        """Return a report for each new token, or nothing if no request wants them."""
+        """Return a report for each new token; empty if no request wants log-probabilities."""
         special, logprobs = coming.special, coming.logprobs
         if special is None or logprobs is None:
             return ()

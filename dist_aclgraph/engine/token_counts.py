@@ -1,6 +1,6 @@
-"""Occurrences of tokens in each row, on the device, for penalties.
+"""Counts how often each token occurs in each row; penalties need these counts on the device.
 
-A step adds only its new tokens, so its work does not grow with a request's history.
+A step adds only new tokens, so its work does not grow with the length of a request.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Penalties:
 
 
 class TokenCounts:
-    """Owns [max_rows, vocab] int32: occurrences in the output, and a mark if the prompt has the
-    token.
+    """Owns [max_rows, vocab] int32: the number of occurrences in the output, plus IN_PROMPT if the
+    token occurs in the prompt.
 
     Only rows with penalties are kept up to date.
     """
@@ -52,7 +52,7 @@ class TokenCounts:
         """Count all tokens of a request again.
 
         Args:
-            token_ids: [num_tokens], prompt and output.
+            token_ids: [num_tokens], first the prompt, then the output.
         """
         ids, inverse = np.unique(token_ids, return_inverse=True)
         counts = np.bincount(inverse[num_prompt_tokens:], minlength=len(ids)).astype(np.int32)
@@ -61,13 +61,13 @@ class TokenCounts:
         self._counts[row].index_copy_(0, self._upload(ids), self._to_device(counts))
 
     def add(self, rows: IntArray, token_ids: Tensor) -> None:
-        """Count new tokens, one per row.
+        """Count one new token in each of some rows.
 
         Args:
             rows: [n]; token_ids: [n] int32.
         """
         flat = self._counts.view(-1)
-        # All counts together have fewer than 2^31 entries, because so many would be 8 GiB.
+        # An int32 can index all counts, because 2^31 counts would need 8 GiB.
         begins = self._to_device(rows.astype(np.int32) * np.int32(self._counts.shape[1]))
         where = (begins + token_ids).long()
         flat.index_copy_(0, where, flat.index_select(0, where) + 1)
@@ -75,8 +75,8 @@ class TokenCounts:
     def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
         """Return [n, vocab] logits with repetition, frequency and presence penalties.
 
-        Repetition counts prompt and output, the other two the output alone (as vLLM and the OpenAI
-        API define them).
+        The repetition penalty counts prompt and output; the other two penalties count only the
+        output, as vLLM and the OpenAI API define them.
         """
         counts = self._counts.index_select(0, penalties.rows)
         values = logits.index_select(0, penalties.where)

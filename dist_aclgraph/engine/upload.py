@@ -1,4 +1,4 @@
-"""Sending several arrays of integers to the device at once."""
+"""Sends several arrays of integers to the device in one copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dist_aclgraph.packing import pack_parts
 
 
 def upload_arrays(npu: Npu, arrays: Sequence[IntArray]) -> list[Tensor]:
-    """Send arrays in one copy; return them on the device, each at an aligned address."""
+    """Send arrays in one copy; return them as tensors, each at an aligned address."""
     parts, size = pack_parts(array.size for array in arrays)
     packed = np.zeros(size, np.int32)
     for part, array in zip(parts, arrays, strict=True):

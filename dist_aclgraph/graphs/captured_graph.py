@@ -1,4 +1,4 @@
-"""One captured full graph: its accepted inputs, its tasks, and its life from capture to release."""
+"""One captured full graph, from capture to release: its accepted inputs and its attention tasks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Forward = Callable[[TaskRecorder | None], None]
 
 
 class CapturedGraph:
-    """Owns its NPU graph, task handles and events.
+    """Owns an NPU graph, its task handles and its events.
 
-    Accepts only its own number of rows and tokens, and the buffers whose addresses it contains. It
-    always refuses other inputs.
+    Accepts only the numbers of rows and tokens of its capture, and only the buffers whose addresses
+    it contains. It always refuses other inputs.
 
     Attributes:
         graph: torch_npu's graph.
@@ -41,7 +41,7 @@ class CapturedGraph:
 
     @property
     def num_tasks(self) -> int:
-        """Attention operators to update, one per layer."""
+        """Number of attention operators to update."""
         return len(self._recorder.tasks)
 
     def replay(
@@ -51,14 +51,15 @@ class CapturedGraph:
         addresses: tuple[int, ...],
         lens: Lens,
     ) -> None:
-        """Queue one replay; it stops at its first task until ``update`` lets it pass.
+        """Queue one replay. The replay stops at its first task until ``update`` lets it continue.
 
         Args:
-            addresses: of the buffers that hold the step's inputs.
-            lens: padding included. If some were sent ahead, ``update`` must send the same.
+            addresses: addresses of the buffers that contain the step's inputs.
+            lens: the step's lengths, padding included. If lengths were sent ahead, ``update`` must
+                get the same lengths; otherwise the lengths may still change before ``update``.
 
         Raises:
-            ReplayMismatchError: the inputs are not those of the capture; nothing was queued.
+            ReplayMismatchError: the inputs do not fit the capture; nothing was queued.
         """
         graph, query_ends, num_rows = self.descriptor, lens.query_ends, self._recorder.num_rows
         if addresses != self._addresses:
@@ -83,12 +84,12 @@ class CapturedGraph:
         lens: Lens,
         between: Callable[[], None] = lambda: None,
     ) -> int:
-        """Send a queued replay's lengths to the tasks that did not get them ahead.
+        """Send a queued replay's lengths to the tasks that did not get these lengths ahead.
 
         Works layer by layer; the host does not wait. Returns the number of these tasks.
 
         Args:
-            between: called behind each layer.
+            between: called after each layer.
         """
         return self._updates.after_replay(main_stream, update_stream, lens, between)
 
@@ -99,23 +100,22 @@ class CapturedGraph:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Send the lengths that the next replay will probably want; it may want others.
+        """Send the probable lengths of the next replay, which may still get other lengths.
 
-        Call after ``update``, any number of times with the same lengths. Stops between two layers
-        as soon as ``is_wanted_elsewhere`` returns true.
+        May be called after ``update``, several times with the same lengths. Stops between two
+        layers as soon as ``is_wanted_elsewhere`` returns true.
         """
         self._updates.send_ahead(main_stream, update_stream, lens, is_wanted_elsewhere)
 
     def forget(self, main_stream: Any) -> None:
-        """Reset after an abort of the device, updates and replays included: the next replay sends
-        all lengths.
+        """Reset after an abort of the device, which also dropped updates and replays.
 
-        ``main_stream`` prepares the graph for it.
+        ``main_stream`` resets the graph's events. The next replay sends all lengths.
         """
         self._updates.forget(main_stream)
 
     def release(self) -> None:
-        """Release streams and memory, and leave the events to the next capture."""
+        """Release streams and memory, and give the events to the next capture."""
         tasks = self._recorder.tasks
         self._recording.forget(self.graph)
         self._recording.events.give_back(task.event for task in tasks)
@@ -129,7 +129,7 @@ def capture(
     recording: Recording,
     addresses: tuple[int, ...],
 ) -> CapturedGraph:
-    """Record ``forward``; nothing runs. After a failed capture nothing remains.
+    """Record ``forward`` without running it. A failed capture releases its streams and memory.
 
     Raises:
         StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: see ``Recording.record``.

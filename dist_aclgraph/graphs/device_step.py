@@ -1,4 +1,4 @@
-"""The inputs of a step on the device: of a graph, or of a step that runs in pieces or eagerly."""
+"""The inputs of a step on the device, for full graphs, graphs in pieces and eager steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ class DraftInputs(NamedTuple):
     """The places from which drafting continues, for the sampled requests of a step.
 
     Attributes:
-        rows: [num_reqs] int32, their rows; padding has the spare row, which is never read.
-        most: [num_reqs] int32, number of drafts that may be accepted: k, or 0 without drafts.
-        positions: [num_reqs, k + 1] int32, of the places.
-        slots: [num_reqs, 3 k] int32, of the positions from the first place on; -1 is padding.
-        places: [num_reqs * (k + 1)] int32, their indices into the tokens of the step; a request
-            with fewer places repeats its last one.
-        behind: [num_reqs] int32, in graphs: the row behind whose accepted drafts a request begins;
-            the spare row if the host knows its begin.
+        rows: [num_reqs] int32, rows of the requests; padding has the spare row, whose values do not
+            matter.
+        most: [num_reqs] int32, largest number of drafts that may be accepted, from 0 to k.
+        positions: [num_reqs, k + 1] int32, positions of the places.
+        slots: [num_reqs, 3 k] int32, slots of 3 k positions from the first place on; -1 is padding.
+        places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
+            with fewer places repeats its last place.
+        behind: [num_reqs] int32, only in graphs: row of the request, if the device must add the
+            row's accepted drafts to the positions; the spare row if the host knows the positions.
     """
 
     rows: Tensor
@@ -35,8 +36,8 @@ class SharedPlaces(NamedTuple):
 
     Attributes:
         owners: [num_places] int32, padding included.
-        landings: [num_places] int32 of live requests, indices into this rank's tokens; if another
-            rank runs it, the index behind the padded tokens.
+        landings: [num_places] int32 of live requests, index of the place's token among this rank's
+            tokens; if another rank runs the token, the index after the padded tokens.
     """
 
     owners: Tensor
@@ -45,19 +46,21 @@ class SharedPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """The step on the device. Names and shapes are those of ``HostStep``, except for padding; all
-    int32.
+    """The inputs of a step on the device, all int32. Names are those of ``HostStep``; the shapes
+    differ only by padding.
 
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
-        block_table: [num_reqs, num_blocks]; of a graph with its padding, else of live requests.
-        places: tokens whose logits are needed: [num_reqs] of a graph with its padding (all tokens
-            if every request verifies drafts), else [num_samples * (k + 1)] of live requests.
-        drafts: the places from which drafting continues, padding included; None without drafts to
-            verify.
-        next_tokens: [num_tokens + 1], padding included, and a spare one; None in graphs, and
+        block_table: [num_reqs, num_blocks]; padding is included only in graphs.
+        places: indices of tokens whose logits are needed. In graphs, [num_reqs] with padding, or
+            all tokens if every request verifies drafts; else [num_samples * (k + 1)], only live
+            requests.
+        drafts: the places from which drafting continues, padding included; None if the step
+            verifies no drafts.
+        next_tokens: [num_tokens + 1], padding and one spare element included; None in graphs and
             without drafts.
-        draft_table: [num_samples, num_blocks], of the live sampled requests; None likewise.
+        draft_table: [num_samples, num_blocks], block table of the live sampled requests; None in
+            graphs and without drafts.
         shared: the owners of places, if prompts are split between ranks; else None.
     """
 

@@ -1,6 +1,4 @@
-"""A digest of the captured operators: ranks that recorded different operators notice it before a
-replay.
-"""
+"""A digest of the captured operators, so that ranks notice different operators before a replay."""
 
 from __future__ import annotations
 
@@ -13,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hashes every operator that runs inside, collectives included: its name, and the types and
-    shapes of its tensors. Values do not count, because weights and addresses differ between ranks.
+    """Hashes every operator that runs inside the context, also collectives.
+
+    An operator's name and the types and shapes of its tensors count. Values do not count, because
+    weights and addresses differ between ranks.
     """
 
     def __init__(self) -> None:
@@ -23,8 +23,9 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to prepare for its compiler, which is never used here. Otherwise the
-        compiler would be imported, which takes a second of each rank's start.
+        """Tell torch not to prepare for its compiler, which is never used here.
+
+        Otherwise torch would import the compiler, which takes one second at the start of each rank.
         """
         return False
 
@@ -44,7 +45,7 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def describe(value: Any) -> str:
-    """Return a tensor's type and shape; nothing for other values."""
+    """Return a tensor's type and shape, or "" for other values."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}"
     return ""

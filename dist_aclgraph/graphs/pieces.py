@@ -1,8 +1,8 @@
-"""A bucket captured in pieces: a graph for each segment between two attentions.
+"""A bucket captured in pieces: one graph for each segment between two attentions.
 
-Attention runs between the pieces, eagerly, with the step's own lengths, so that any mixture of
-prefill and decode replays the same graphs. Values between two pieces are in the pool that all
-graphs share. They are valid only from one piece to the next of the same step.
+Attention runs eagerly between the pieces, with the lengths of the step. So any mixture of prefill
+and decode can replay the same graphs. The values that one piece passes to the next one are in the
+pool that all graphs share. They are valid only until the next piece of the same step has run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 
 class CapturedPieces:
-    """Owns the graphs of one bucket. Runs segments, so that the model's own loop drives it.
+    """Owns the graphs of one bucket. The model's loop over segments calls ``capture`` or
+    ``replay`` for each segment.
 
     Attributes:
-        graphs: torch_npu's, in the order of the pieces.
+        graphs: torch_npu's graphs, in the order of the pieces.
     """
 
     def __init__(self, descriptor: BatchDescriptor, recording: Recording) -> None:
@@ -32,10 +33,11 @@ class CapturedPieces:
         self._next = 0
 
     def capture(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Record the next piece; the caller keeps its outputs while later pieces read them.
+        """Record the next piece. The caller must keep its outputs until later pieces are recorded.
 
         Raises:
-            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: release the recorded pieces.
+            StreamExhaustedError, OutOfDeviceMemoryError, CaptureError: the capture failed; the
+                caller must release the recorded pieces.
         """
         made: list[tuple[Tensor, ...]] = []
         name = f"{self.descriptor}, piece {len(self.graphs)}"
@@ -45,7 +47,7 @@ class CapturedPieces:
         return made[0]
 
     def begin(self) -> None:
-        """Start over at the first piece."""
+        """Begin again with the first piece."""
         self._next = 0
 
     def replay(self, segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:

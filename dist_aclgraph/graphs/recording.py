@@ -1,4 +1,4 @@
-"""Recording one NPU graph: begin, run, end; a failed recording leaves nothing behind."""
+"""Records one NPU graph. A failed recording releases its streams and memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dist_aclgraph.device.npu import GraphPool, Npu, external_event, runtime, tr
 
 
 class EventPool:
-    """External events that no graph uses; their state is unknown.
+    """External events that no graph uses, in an unknown state.
 
     torch_npu never frees an external event's device memory (4 KiB). So the events of a released
-    graph serve the next one.
+    graph are used again by the next graph.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -27,16 +27,17 @@ class EventPool:
     def give_back(self, events: Iterable[Any]) -> None:
         """Keep events of a released graph."""
         for event in events:
-            # The next capture waits for it, and torch_npu refuses a second wait without a record.
+            # The next capture waits for the event; torch_npu refuses a second wait without a
+            # record.
             event.record(self._stream)
             self._free.append(event)
 
 
 class Recording:
-    """The place where graphs are recorded: one stream and one pool for all graphs.
+    """Owns the only stream on which graphs are recorded; all graphs share one memory pool.
 
-    There is one stream, because blocks of the pool belong to the stream that allocated them. So
-    every graph gets the blocks that the previous graph freed, at the same addresses.
+    There is only one stream, because blocks of the pool belong to the stream that allocated them.
+    So every graph gets the blocks that the previous graph freed, at the same addresses.
     """
 
     def __init__(self, npu: Npu, pool: GraphPool) -> None:
@@ -47,15 +48,15 @@ class Recording:
 
     @cached_property
     def counts_streams(self) -> bool:
-        """Whether the device's count of streams follows graphs; tested at first use."""
+        """Whether the device's count of free streams changes with captures; tested once."""
         return self._npu.counts_graphs(self.stream)
 
     def record(self, name: str, body: Callable[[], None]) -> Any:
-        """Record ``body``; nothing runs. The pool counts the graph until ``forget``.
+        """Record ``body`` without running it. The pool counts the graph until ``forget``.
 
         Raises:
             StreamExhaustedError, OutOfDeviceMemoryError: the device ran out of streams or memory.
-            CaptureError: any other refusal, with the operator's name.
+            CaptureError: the capture failed for another reason; names the operator.
         """
         self._npu.synchronize()
         with translated(f"capturing {name}"):
@@ -71,7 +72,7 @@ class Recording:
         return graph
 
     def forget(self, graph: Any) -> None:
-        """Release a graph's streams, and its memory with the last graph."""
+        """Release a graph's streams. The last graph also releases the memory of the pool."""
         graph.reset()
         self._pool.remove_graph()
 

@@ -1,11 +1,11 @@
 """The persistent inputs and outputs of graphs, allocated once at the largest size.
 
-A graph's integers are at the front of one buffer, each array at an aligned address: tokens,
-positions, slots, last tokens. So a step sends them in one copy, and the block table in another one
-if it changed. Arrays that pinned memory already holds are not written again. If all tokens are
-sampled, rows and slots of drafts take the place of the last tokens. Padding: token 0, position 0,
-slot -1 (written nowhere), last token 0, the spare row, no draft accepted, and block 0, the dummy
-block that no request owns.
+The integer inputs of a graph are at the front of one buffer, each array at an aligned address:
+tokens, positions, slots, places. So a step sends all of them in one copy. It sends the block table
+in another copy, only if the table has changed. Arrays that the pinned memory already contains are
+not written again. If the graph verifies drafts, the inputs of drafts replace the places, because
+all tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0, the spare
+row, no draft accepted, and block 0, the dummy block that no request owns.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from dist_aclgraph.planning.step_sizes import input_sizes
 from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
-PADDING = (0, 0, PADDING_SLOT, 0)  # of tokens, positions, slots and last tokens
+PADDING = (0, 0, PADDING_SLOT, 0)  # padding of tokens, positions, slots and places
 NOTHING_HELD = (None,) * len(PADDING)
 
 
 class StepBuffers:
-    """Inputs at fixed addresses, for graphs; host twins, for the input batch.
+    """Inputs and outputs of graphs at fixed addresses, and pinned memory for sending inputs.
 
     Attributes:
         addresses: the addresses that captured graphs contain.
         logits: [max_samples, vocab].
         tokens: token table whose latest tokens are ``sampled``; None with drafts.
-        sampled: [max_samples] int32, the sampled tokens; behind a replay, the most probable tokens.
-        best: [max_samples], the greatest logit of each; finite unless the logits are broken.
-        hidden: [max_samples, hidden], of the verified tokens; None without drafts.
-        accepted: [max_reqs] int32, number of accepted drafts; behind a replay, by the most probable
-            tokens.
-        num_written: number of written steps.
+        sampled: [max_samples] int32. A replay writes the most probable tokens; then the sampler
+            overwrites the tokens of special places.
+        best: [max_samples], the greatest logit of each sampled place; finite unless its logits
+            contain NaN or infinity.
+        hidden: [max_samples, hidden], hidden states of the verified tokens; empty without drafts.
+        accepted: [max_reqs] int32, number of accepted drafts. A replay counts them by the most
+            probable tokens; if there are special places, they are counted again.
+        num_written: number of steps whose inputs have been written.
     """
 
     def __init__(
@@ -63,10 +65,9 @@ class StepBuffers:
         """Allocate for the largest graphs.
 
         Args:
-            num_drafts: k, of every request of a decode batch.
+            num_drafts: k, number of drafts of each request of a decode batch.
             spare_row: row of padding requests.
-            steps_in_flight: number of steps that may be written at once: those behind a running
-                step, and that step.
+            steps_in_flight: maximum number of steps in flight; each has its own pinned memory.
         """
         device = npu.device
         max_tokens, max_reqs, max_samples = largest
@@ -76,7 +77,7 @@ class StepBuffers:
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
-        # Also used outside graphs: the next step reads its tokens here.
+        # Also used without graphs, because the next step reads its tokens from here.
         num_sampled = max(max_samples, spare_row)
         self.tokens: TokenTable | None = None
         if num_drafts:
@@ -96,17 +97,17 @@ class StepBuffers:
         self._layouts: dict[BatchDescriptor, _Layout] = {}
         self._twins = [_Twins(npu, size, (max_reqs, max_blocks)) for _ in range(steps_in_flight)]
         self.num_written = 0
-        # the table on the device
+        # the contents of the block table on the device
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
-        # a step's table, if ``_table`` has the same contents
+        # the last step's table, if ``_table`` has the same contents
         self._latest_table: IntArray | None = None
         self._written_rows = 0
         self._stream = runtime().current_stream()
 
     def write(self, graph: BatchDescriptor, step: HostStep) -> None:
-        """Send one step's inputs, padded to ``graph``, to the device.
+        """Send one step's inputs to the device, padded to the size of ``graph``.
 
-        If all tokens are sampled, its places are not used.
+        If the graph verifies drafts, all tokens are sampled, and ``step.places`` is not used.
         """
         assert len(step.token_ids) <= graph.num_tokens, "a step must fit into its graph"
         index = self.num_written % len(self._twins)
@@ -119,8 +120,7 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # With drafts there may be more places, behind pieces; the eager part of the step sends
-        # these.
+        # A step in pieces may have more places than the array; ``upload_step`` sends all of them.
         values = step.token_ids, step.positions, step.slots, step.places
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(
@@ -142,27 +142,27 @@ class StepBuffers:
         twins.is_read = False
 
     def forget(self) -> None:
-        """Reset after an abort of the device: written values may be missing."""
+        """Reset after an abort of the device, because written values may not have arrived."""
         self.mark_read(self.num_written)
         self._table[:] = 0
         self._latest_table = None
-        self._written_rows = len(self._table)  # so that the next step writes all rows
+        self._written_rows = len(self._table)  # The next step writes all rows.
 
     def write_padding(self, graph: BatchDescriptor) -> None:
-        """Fill all of a graph's inputs with padding."""
+        """Fill all inputs of a graph with padding."""
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Note that the device has read the inputs, so their host twins may be written again.
+        """Note that the device has read the inputs of steps, so that their pinned memory is free.
 
         Args:
-            num_written: number of the written step.
+            num_written: number of the latest of these steps.
         """
         for twins in self._twins:
             twins.is_read |= twins.number <= num_written
 
     def inputs(self, graph: BatchDescriptor) -> DeviceStep:
-        """Return a graph's inputs as views, the same ones each time."""
+        """Return a graph's inputs as views of the buffers; always the same views."""
         if graph not in self._views:
             self._views[graph] = self._make_views(graph)
         return self._views[graph]
@@ -189,9 +189,7 @@ class StepBuffers:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
 
     def _write_drafts(self, parts: list[IntArray], drafts: DraftPlaces | None) -> None:
-        """Fill rows, largest draft counts, behind and slots, each padded to the requests of a
-        graph.
-        """
+        """Fill the draft inputs ``rows``, ``most``, ``behind`` and ``slots``, with padding."""
         rows, most, behind, slots = parts
         _fill(rows, NO_INTS if drafts is None else drafts.rows, self._spare_row)
         _fill(most, NO_INTS if drafts is None else drafts.most, 0)
@@ -209,7 +207,7 @@ class StepBuffers:
         return input_sizes(graph.num_tokens, self._reqs_of(graph), num_drafts)
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
-        """Update the host's copy; return whether anything changed."""
+        """Update the host's copy of the block table; return whether anything changed."""
         if block_table is self._latest_table:
             return False
         self._latest_table = block_table
@@ -219,17 +217,18 @@ class StepBuffers:
         if not stale and np.array_equal(live, block_table):
             return False
         live[:] = block_table
-        # Rows that were live before and are padding now must name the dummy block again.
+        # Rows that were live before and are padding now must contain the dummy block again.
         self._table[n : self._written_rows] = 0
         return True
 
 
 class _Layout(NamedTuple):
-    """The places of a graph's integers.
+    """Where a graph's integer inputs are.
 
     Attributes:
-        inputs: views on the device; twins: views of each pinned memory.
-        arrays: of each twin, the arrays in it.
+        inputs: view of the buffer on the device.
+        twins: for each pinned memory, a view of the same size.
+        arrays: for each pinned memory, the arrays in it.
     """
 
     inputs: Tensor
@@ -238,14 +237,16 @@ class _Layout(NamedTuple):
 
 
 class _Twins:
-    """Pinned memory from which inputs are sent. It is written once the device has read it.
+    """Pinned memory from which one step's inputs are sent. It may be written again only after the
+    device has read it.
 
     Attributes:
         table: the block table as an array.
-        copied: recorded behind the copies.
+        copied: event recorded after the copies.
         is_read: whether the copies are known to be complete.
-        number: number of the step that it holds.
-        graph, held: the graph whose inputs it holds, and the arrays of the step that filled them.
+        number: number of the step whose inputs are in this memory.
+        graph: the graph for which these inputs are padded.
+        held: the arrays of the step that were written into this memory.
     """
 
     def __init__(self, npu: Npu, size: int, table_shape: tuple[int, int]) -> None:

@@ -1,28 +1,29 @@
-"""Attention operators inside a captured graph, and patching their host lists for each replay.
+"""Attention operators inside a captured graph; their lengths are patched for each replay.
 
-Capture puts, before each attention operator, a wait for an external event and its reset, and makes
-the operator a task group. A patch re-issues the operator with a step's lengths into the group, on
-the update stream; the event recorded behind the patch lets the graph continue. Lengths reach a
-graph
+A capture makes each attention operator a task group. Before the operator, it puts a wait for an
+external event and the reset of this event. A patch issues the operator again with a step's lengths,
+on the update stream, into the task group. The event, recorded after the patch, lets the graph
+continue. Lengths are sent either
 
-- *behind* its replay: layer by layer a patch and a record, while the device follows; or
-- *ahead* of it: while the host would wait anyway, it sends the probable lengths of the next step. A
-  task that is patched and recorded before its replay is queued is *open*. Open tasks are always the
-  first ones: other work of the host stops the updates between two layers, and the remaining tasks
-  are patched behind the replay.
+- *after* the replay is queued: patch and record layer by layer, while the device follows; or
+- *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
+  next step. A task is *open* if it is patched and its event is recorded before its replay is
+  queued. Open tasks are always the first tasks of the graph: if the host gets other work, it stops
+  between two layers, and patches the remaining tasks after the replay is queued.
 
 Orders on the device:
 
-1. No patch before the last replay has read the old lengths, and no record before it has reset the
-  event: otherwise the record is lost, and the device waits for ever. So the update stream waits for
-  the end of the last replay before it opens the first task for the next one.
-2. An open task lets the graph continue. If the step wants other lengths, the update stream awaits
-  and resets the open events, as a replay would have done, and the main stream waits for this before
-  the replay. Then all tasks are patched behind the replay.
-3. Steps of other graphs and eager steps change nothing: tasks stay open until their own graph is
-  replayed; then their lengths fit, or they are closed.
-4. A graph is released only while the device is idle: updates that were sent ahead have run by then,
-  or end with the graph.
+1. A task is patched only after the last replay has read the old lengths. Its event is recorded only
+  after the last replay has reset the event; otherwise the record is lost, and the device waits for
+  ever. So the update stream waits for the end of the last replay before it opens the first task for
+  the next replay.
+2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
+  update stream waits for the recorded events and resets them, as a replay would do, and the main
+  stream waits for this before the replay. Then all tasks are patched after the replay is queued.
+3. Steps of other graphs and eager steps change nothing: tasks stay open until their graph is
+  replayed. Then their lengths are correct, or the tasks are closed.
+4. A graph is released only while the device is idle. By then, updates that were sent ahead have
+  run, or they are released with the graph.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class UpdatableTask:
     Attributes:
         arguments: arguments of the operator, with the latest sent lengths. Device tensors are weak
             references, so that the graph's pool may reuse their memory inside the graph.
-        ahead: its iteration of drafting, which determines its KV lengths.
+        ahead: iteration of drafting to which the operator belongs; selects its KV lengths.
     """
 
     operator: AttentionOperator
@@ -56,7 +57,7 @@ class UpdatableTask:
     ahead: int = 0
 
     def patch(self, stream: Any, lens: Lens) -> None:
-        """Send lengths, unless the task already has them. ``stream`` must be current."""
+        """Send lengths, unless the task already has these lengths. ``stream`` must be current."""
         operator, arguments = self.operator, self.arguments
         query_ends, kv_lens = lens.query_ends, lens.kv_lens[self.ahead]
         if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
@@ -70,9 +71,7 @@ class UpdatableTask:
             npu.end_task_update(stream)
 
     def forget(self, stream: Any) -> None:
-        """Forget the lengths of the task and the state of its event. ``stream`` resets the
-        event.
-        """
+        """Forget the lengths of the task, and reset its event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
             self.arguments[name] = [-1] * len(self.arguments[name])  # lengths that no step uses
         npu.clear_event(self.event, stream)
@@ -81,7 +80,7 @@ class UpdatableTask:
 class TaskRecorder:
     """Collects the updatable tasks of one graph while it is captured.
 
-    Owns the workspace that all tasks of the graph share: they run one after another.
+    Owns the workspace, which all tasks of the graph share, because they run one after another.
     """
 
     def __init__(self, stream: Any, events: EventPool) -> None:
@@ -91,12 +90,12 @@ class TaskRecorder:
         self.tasks: list[UpdatableTask] = []
 
     def ahead(self, by: int) -> AttentionTasks:
-        """Return the tasks for the operators of an iteration of drafting."""
+        """Return the object that records operators of iteration ``by`` of drafting."""
         return _TasksAhead(self, by)
 
     @property
     def num_rows(self) -> int:
-        """Return the lengths that each task takes."""
+        """Return the number of KV lengths that each task needs."""
         task = self.tasks[0]
         return len(task.arguments[task.operator.kv_lens])
 
@@ -107,9 +106,9 @@ class TaskRecorder:
         arguments: Arguments,
         ahead: int = 0,
     ) -> None:
-        """Capture the operator as a task group behind its own event."""
+        """Capture a wait for a new event, then the operator as a task group."""
         if self._workspace is None:
-            # The largest size that any lengths can need: an update must never need more.
+            # The workspace is large enough for any lengths, because updates cannot enlarge it.
             self._workspace = operator.max_workspace(arguments)
         written = {"workspace": self._workspace, "out": outputs}
         event = self._events.take()
@@ -122,13 +121,13 @@ class TaskRecorder:
         self.tasks.append(UpdatableTask(operator, weak, handle, event, ahead))
 
     def clear_events(self) -> None:
-        """Reset the events, which other graphs may have used; the first replay waits for them."""
+        """Reset the events, which other graphs may have recorded, before the first replay."""
         for task in self.tasks:
             npu.clear_event(task.event, self._stream)
         self._stream.synchronize()
 
     def forget_workspace(self) -> None:
-        """Finish the capture: the pool may give the workspace's memory to other graphs."""
+        """End the capture, after which other graphs may use the workspace's memory."""
         self._workspace = None
 
 
@@ -142,7 +141,7 @@ class _TasksAhead:
 
 
 class TaskUpdates:
-    """Synchronizes the tasks of one graph with its replays; see the orders above."""
+    """Synchronizes the tasks of one graph with its replays, as the module's text explains."""
 
     def __init__(self, tasks: list[UpdatableTask]) -> None:
         self._tasks = tasks
@@ -152,7 +151,7 @@ class TaskUpdates:
         self._closed: Any = npu.runtime().Event()
 
     def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
-        """Close tasks that are open for other lengths than the replay's."""
+        """Close the open tasks, if they have other lengths than the replay."""
         if self._num_open == 0 or lens == self._open_lens:
             return
         for task in self._tasks[: self._num_open]:
@@ -169,10 +168,10 @@ class TaskUpdates:
         lens: Lens,
         between: Callable[[], None],
     ) -> int:
-        """Open the remaining tasks for the replay; return their number.
+        """Open the remaining tasks for the queued replay; return the number of these tasks.
 
         Args:
-            between: called behind each task.
+            between: called after each task.
         """
         num_behind = len(self._tasks) - self._num_open
 
@@ -186,9 +185,7 @@ class TaskUpdates:
         return num_behind
 
     def forget(self, main_stream: Any) -> None:
-        """Reset after an abort of the device: no task is open, and the lengths of tasks are
-        unknown.
-        """
+        """Reset after an abort of the device: close all tasks and forget their lengths."""
         for task in self._tasks:
             task.forget(main_stream)
         self._num_open = 0
@@ -200,9 +197,9 @@ class TaskUpdates:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Open tasks for the next replay, until all are open or the host has other work.
+        """Open tasks for the next replay, until all tasks are open or the host has other work.
 
-        May be called again with the same lengths, to continue.
+        May be called again with the same lengths to continue.
         """
         assert self._num_open == 0 or lens == self._open_lens
         self._open_lens = lens

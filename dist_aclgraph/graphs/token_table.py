@@ -1,7 +1,7 @@
-"""The latest tokens, which only the device has, followed by the vocabulary.
+"""A table of the latest tokens, which only the device has, followed by all token ids.
 
 One gather turns the numbers of a step into token ids: a negative number is a reference
-(``references.py``); any other number is a token id and stays what it is.
+(``references.py``) and is replaced by its token; any other number is a token id and stays the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TokenTable:
         """Return token ids, [n] int32, with references replaced by their tokens.
 
         Raises:
-            DeviceError: raised later, when the device runs it: a number is neither a reference nor
-                a token id.
+            DeviceError: a number is neither a reference nor a token id; raised later, when the
+                device runs this operator.
         """
         return self._tokens.index_select(0, token_ids + self.num_latest)

@@ -1,7 +1,7 @@
-"""BlockPool: which KV blocks are free, used, or free but still worth reusing.
+"""BlockPool: which KV blocks are used, which are free, and which free blocks are cached.
 
-A full block is known by a hash of its tokens and of all tokens before it, so equal prompt
-beginnings share blocks. Every operation takes O(1) per block.
+A full block is identified by a hash of its tokens and of all tokens before it, so prompts with
+equal beginnings share blocks. Every operation needs O(1) time per block.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 
 from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
 
-DUMMY_BLOCK = 0  # padded rows write here; no request ever owns it
+DUMMY_BLOCK = 0  # Padding uses this block; no request owns it.
 HASH_BYTES = 16
 
 BlockHash = bytes
 
 
 def salted_root(salt: str) -> BlockHash:
-    """Return the hash before the first block of requests with this salt; b"" without one."""
+    """Return the parent hash of the first block of requests with this salt; b"" without a salt."""
     if not salt:
         return b""
     return hashlib.blake2b(salt.encode(), person=b"salt", digest_size=HASH_BYTES).digest()
@@ -29,7 +29,7 @@ def hash_block(parent: BlockHash, tokens: bytes) -> BlockHash:
     """Return the hash of a full block.
 
     Args:
-        parent: the hash before it, or the root.
+        parent: hash of the previous block; for the first block, the result of ``salted_root``.
         tokens: int32 [block_size].
     """
     return hashlib.blake2b(tokens, key=parent, digest_size=HASH_BYTES).digest()
@@ -38,12 +38,13 @@ def hash_block(parent: BlockHash, tokens: bytes) -> BlockHash:
 class BlockPool:
     """Owns block ids and reference counts. Knows nothing about requests or devices.
 
-    Invariant: every block but the dummy is either used (count > 0) or free, and ``num_free +
-    num_used == num_blocks - 1``.
+    Invariant: every block except the dummy block is either used (reference count > 0) or free, and
+    ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: each reference to a block counts as a used block, because attention on CANN
-            8.5 refuses lengths that would need more blocks than exist without sharing.
+        counts_shared: whether each reference to a block counts as one used block. Attention on CANN
+            8.5 needs this: it refuses lengths that would need more blocks than the cache has if
+            requests did not share blocks.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that requests may still get; fewer than the free blocks if shared ones
-        count.
+        """Number of blocks that requests may still get. With ``counts_shared``, this may be smaller
+        than the number of blocks without a reference.
         """
         if self.counts_shared:
             return self.num_usable - self._num_references
@@ -82,27 +83,29 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks, used or free, that a prefix can find."""
+        """Number of blocks, used or free, that ``match`` can return."""
         return len(self._by_hash)
 
     def clear(self) -> None:
-        """Reset: all blocks are free, none is cached (the device lost its KV)."""
+        """Make all blocks free and forget cached contents, for example after the device lost KV."""
         self._ref_counts = [0] * self.num_blocks
         self._num_references = 0
-        # Ascending ids come out first, which makes traces easy to read.
+        # The smallest ids are allocated first, which makes traces easy to read.
         self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # free and cached, oldest first
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}
-        self._condemned: set[int] = set()  # used blocks that may hold NaN
-        self._dirty: list[int] = []  # condemned blocks that were freed, and must be cleaned
+        self._condemned: set[int] = set()  # used blocks that may contain NaN
+        self._dirty: list[int] = []  # blocks that must be cleaned before the next step
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` blocks with one reference each: first blank ones, then the cached ones
-        that were freed first.
+        """Return ``count`` free blocks, with one reference each.
+
+        Blocks without cached contents are taken first, then the cached blocks that were freed
+        first.
 
         Raises:
-            OutOfBlocksError: fewer are free; nothing changes then.
+            OutOfBlocksError: fewer blocks are free; no block was allocated.
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} KV blocks wanted, {self.num_free} are free")
@@ -119,7 +122,7 @@ class BlockPool:
         return block_ids
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the cached blocks of the longest known prefix. Takes no reference."""
+        """Return the cached blocks of the longest known prefix, without adding references."""
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -135,7 +138,7 @@ class BlockPool:
         return self.num_free - sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block; all must be used, or free and cached."""
+        """Add one reference to each block. Each block must be used or cached."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 if block_id not in self._cached:
@@ -145,9 +148,9 @@ class BlockPool:
             self._num_references += 1
 
     def store(self, block_id: int, block_hash: BlockHash) -> None:
-        """Make a used, full block findable. The first block of a hash is kept; others stay private.
+        """Let ``match`` find a used, full block. The caller must never write to the block again.
 
-        The caller must never write to it again.
+        If another block already has this hash, nothing changes.
         """
         if self._ref_counts[block_id] == 0:
             raise KVCacheError(f"block {block_id} is free; only used blocks are stored")
@@ -177,16 +180,17 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def condemn(self, block_ids: Iterable[int]) -> None:
-        """Note that used blocks may hold NaN: no prefix finds them any more, and each block is
-        cleaned once it is free.
+        """Note that used blocks may contain NaN: ``match`` no longer finds these blocks, and each
+        block is cleaned after it is freed.
         """
         for block_id in block_ids:
             self._forget(block_id)
             self._condemned.add(block_id)
 
     def take_dirty(self) -> list[int]:
-        """Return the blocks to clean before the next step, once. They include the dummy block,
-        because requests write to it beyond their ends.
+        """Return the blocks to clean before the next step, and forget them.
+
+        The dummy block is included, because tokens after the end of a request are written to it.
         """
         if not self._dirty:
             return []
@@ -194,14 +198,14 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Have blocks cleaned before the next step, whether used or free."""
+        """Request that used or free blocks are cleaned before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
     def is_stored(self, block_id: int) -> bool:
-        """Whether a prefix can find the block; then it must not be written."""
+        """Whether ``match`` can find the block; then nobody may write to the block."""
         return self._hashes[block_id] is not None
 
     def _forget(self, block_id: int) -> None:

@@ -1,4 +1,4 @@
-"""The bytes of KV blocks: the only place where they are computed."""
+"""Computes the bytes of KV blocks; no other module does."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MIN_BLOCKS = 2  # the dummy block and one for requests
+MIN_BLOCKS = 2  # the dummy block, and one block for requests
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
-    """Return the number of elements that one TP rank keeps of a token in each layer.
+    """Return the number of elements that one TP rank keeps for a token in each layer.
 
-    These are keys and values of the rank's heads. With latent attention they are the latent and the
-    rotated key, which all heads share and every rank holds.
+    These elements are keys and values of the rank's heads. With latent attention they are the
+    latent and the rotated key, which all heads share and every rank keeps.
 
     Raises:
-        ConfigError: heads cannot be spread evenly.
+        ConfigError: the heads cannot be divided evenly among the ranks.
     """
     if facts.mla:
         return facts.latent_size
@@ -28,18 +28,19 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 
 
 def how_to_shrink_weights(config: Config) -> str:
-    """Return how the weights of one rank can be made smaller, in words that follow a colon."""
+    """Return how to make the weights of one rank smaller, as the end of an error message."""
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
     return f"raise {more}" + ("" if config.quantization else ", or set quantization=w8a8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """The shape of the KV cache on one rank, all layers.
+    """The shape of one rank's KV cache, over all layers.
 
     Attributes:
-        elements_per_token: elements of a token in each layer.
-        num_shards: ranks that share a request's tokens; a block id is one block on each.
+        elements_per_token: number of elements of a token in each layer.
+        num_shards: number of ranks that share a request's tokens; a block id means one block on
+            each of these ranks.
         dtype: name of the cache's type, as in the configuration.
     """
 
@@ -51,10 +52,10 @@ class KVCacheSpec:
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
-        """Return the cache of one rank; with drafts, the next-token module's layer has one too.
+        """Return the cache of one rank. With drafts, it includes the next-token module's layer.
 
         Raises:
-            ConfigError: heads cannot be spread evenly.
+            ConfigError: the heads cannot be divided evenly among the ranks.
         """
         return cls(
             num_layers=facts.num_layers + (1 if config.speculative.num_tokens else 0),
@@ -66,7 +67,7 @@ class KVCacheSpec:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens that all shards keep in one block id."""
+        """Number of tokens in the blocks of one block id, on all shards together."""
         return self.block_size * self.num_shards
 
     @property
@@ -82,26 +83,26 @@ class KVCacheSpec:
         return num_blocks * self.bytes_per_block
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that hold ``num_tokens`` tokens."""
+        """Return the number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.tokens_per_block)
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
-        """Return the tokens of the longest request: the context, or the capacity of the cache."""
+        """Return the maximum length of a request, which the context or the cache limits."""
         blocks = num_blocks - 1  # without the dummy block
         return min(
             max_model_len, blocks * self.tokens_per_block + 1
-        )  # the last token is never written
+        )  # The KV of the last token is never written.
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return the blocks of every rank: the configured number, or as many as are useful and fit.
+        """Return every rank's number of blocks: the configured one, or all that fit and are useful.
 
         Args:
-            free_bytes: of the tightest rank.
-            max_model_len: the configuration's, or the model's if the configuration has none.
+            free_bytes: free bytes of the rank with the least free memory.
+            max_model_len: the value of the configuration; if it has none, the value of the model.
 
         Raises:
-            ConfigError: fewer than two blocks fit, fewer than ``kv.num_blocks``, or fewer than one
-                request of the configuration's ``max_model_len`` needs.
+            ConfigError: fewer than two blocks fit, or fewer than ``kv.num_blocks``, or too few for
+                one request with the configured ``max_model_len``.
         """
         kv = config.kv
         affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
@@ -116,7 +117,7 @@ class KVCacheSpec:
         else:
             num_blocks = kv.num_blocks
         longest = self.longest_request(num_blocks, max_model_len)
-        # Without a configured length, requests are as long as the cache allows.
+        # Without a configured length, the size of the cache limits requests.
         if config.max_model_len is not None and longest < max_model_len:
             remedy = (
                 "raise kv.memory_fraction, lower scheduler.max_num_batched_tokens, "
@@ -131,9 +132,9 @@ class KVCacheSpec:
         return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
-        """Return the number of blocks that a rank can hold, the dummy block included.
+        """Return the number of blocks for which a rank has memory, the dummy block included.
 
-        Every rank of a group must use the smallest number of all ranks.
+        Every rank of a group must use the smallest result of all ranks.
 
         Raises:
             ConfigError: fewer than two blocks fit.

@@ -1,1 +1,1 @@
-"""Layers that model families share, each split over the tensor parallel group."""
+"""Layers that several model families use; each layer is split over the tensor parallel group."""

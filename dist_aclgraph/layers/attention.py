@@ -1,7 +1,7 @@
-"""Grouped-query attention over the paged KV cache, eagerly or as an updatable task of a graph under
-capture.
+"""Grouped-query attention over the paged KV cache. It runs eagerly, or is captured as a task of a
+graph whose lengths can be updated.
 
-Operators: ``npu_scatter_pa_kv_cache`` (its address is fixed, the slot is data) and
+Operators: ``npu_scatter_pa_kv_cache`` (the address of the cache is fixed, slots are data) and
 ``npu_fused_infer_attention_score`` in layout TND, whose lengths are host lists.
 """
 
@@ -19,9 +19,9 @@ from dist_aclgraph.context.prompt_parts import Launch
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
 
-Arguments = dict[str, Any]  # of an operator, by name
+Arguments = dict[str, Any]  # arguments of an operator, by name
 
-CAUSAL_MASK_SIZE = 2048  # sparse modes 3 and 4 require this size, whatever the lengths
+CAUSAL_MASK_SIZE = 2048  # Sparse modes 3 and 4 require this size for any lengths.
 SPARSE_MODE_NONE, SPARSE_MODE_CAUSAL, SPARSE_MODE_BAND = 0, 3, 4
 
 
@@ -30,8 +30,8 @@ class AttentionOperator:
     """An operator of torch_npu whose lengths are host lists.
 
     Attributes:
-        query_ends, kv_lens: its names for the cumulative query lengths and the KV lengths.
-        sums: its name for the switch of the log-sum-exps.
+        query_ends, kv_lens: names of its arguments for cumulative query lengths and KV lengths.
+        sums: name of its argument that turns the log-sum-exps on.
     """
 
     name: str
@@ -41,7 +41,7 @@ class AttentionOperator:
 
     @cached_property
     def overload(self) -> Any:
-        """The form that writes to given tensors."""
+        """The overload that writes to given tensors."""
         return getattr(torch.ops.npu, self.name).out
 
     def max_workspace(self, arguments: Arguments) -> Tensor:
@@ -60,34 +60,36 @@ FUSED_ATTENTION = AttentionOperator(
 
 
 class AttentionTasks(Protocol):
-    """The attention operators of a graph under capture, kept so that a replay can patch them."""
+    """Records the attention operators of a captured graph, so that a replay can patch them."""
 
     def run(self, operator: AttentionOperator, outputs: list[Tensor], arguments: Arguments) -> None:
-        """Capture the operator, with its results in ``outputs``, as a task group of its own."""
+        """Capture the operator as one task group; the operator writes to ``outputs``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """The places of a step's tokens; one value for all layers.
+    """The slots, blocks and lengths of a step's tokens; all layers use the same value.
 
-    The first tokens attend directly over the block table; ``parts`` describes the other tokens. In
-    a sharded cache, each token that attends directly is a request of its own, because its KV length
-    on a shard does not follow from that of the previous token.
+    The first tokens of the step attend directly through the block table; ``parts`` describes the
+    attention of the other tokens. If the cache is sharded, each token that attends directly counts
+    as one request, because its KV length on a shard does not follow from the length of the previous
+    token.
 
     Attributes:
-        num_tokens: live tokens of this rank; activations may be longer.
-        written: [num_written], slots of new KV; -1 writes nothing. They belong to the live tokens
-            in order or, if a prompt is split, to the tokens of all its ranks.
-        num_exchanged: tokens of each rank among ``written`` if a prompt is split, else 0.
-        written_rope: their rotary rows, if the kind of attention needs them.
-        block_table: [num_reqs, max_blocks] int32.
-        query_ends: cumulative query lengths [num_reqs]; the last one is the number of direct
-            tokens.
-        kv_lens: KV length of each request on this shard, its queries included [num_reqs].
-        is_empty: [num_direct, 1, 1] bool, tokens of requests of which the shard keeps nothing
-            (their KV length is still 1); None if the cache is not sharded.
-        causal_mask: [2048, 2048] bool; ``is_causal``: whether direct requests need it.
-        tasks: the graph under capture, or None in an eager step.
+        num_tokens: number of live tokens of this rank; activations may have more rows.
+        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots are those
+            of this rank's live tokens in order; if a prompt is split, those of all ranks' tokens.
+        num_exchanged: if a prompt is split, number of tokens of each rank in ``written``; else 0.
+        written_rope: rotary rows of the tokens in ``written``, if the cache write needs them.
+        block_table: [num_reqs, max_blocks] int32, of requests that attend directly.
+        query_ends: [num_reqs], cumulative query lengths; the last one is the number of tokens that
+            attend directly.
+        kv_lens: [num_reqs], KV length of each request on this shard, its queries included.
+        is_empty: [num_direct, 1, 1] bool, whether the shard has no key for a token (its KV length
+            is still 1); None if the cache is not sharded.
+        causal_mask: [2048, 2048] bool.
+        is_causal: whether requests that attend directly need the causal mask.
+        tasks: records the operators of the captured graph; None in an eager step.
     """
 
     num_tokens: int
@@ -109,14 +111,15 @@ class AttentionMetadata:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no rank of the prompt writes anything."""
+        """Whether this rank and the ranks that split its prompts have no tokens."""
         return self.num_tokens == 0 and self.num_exchanged == 0
 
     def mask_arguments(self, *, is_causal: bool, window: int | None = None) -> Arguments:
         """Return the operator's arguments that hide keys.
 
         Args:
-            window: keys that a query sees, its own included; None is all up to its own.
+            window: number of latest keys that a query sees, including its own key; None means all
+                keys up to its own.
         """
         if window is not None:
             return {
@@ -152,8 +155,10 @@ class PagedAttention:
     """Grouped-query attention of this rank's heads.
 
     Attributes:
-        num_kv_heads: number on this rank; its cache holds these heads, or a shard of their tokens.
-        window: keys that a query sees, its own included; None is all. Contexts are not shared then.
+        num_kv_heads: number of KV heads on this rank. Its cache contains all tokens of these heads,
+            or a shard of the tokens.
+        window: number of latest keys that a query sees, including its own key; None means all keys.
+            With a window, ranks do not share contexts.
     """
 
     num_heads: int
@@ -171,7 +176,7 @@ class PagedAttention:
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write k and v to the cache, then attend; rows beyond the live tokens are unchanged.
+        """Write k and v to the cache, then attend; padding rows of ``out`` stay unchanged.
 
         Args:
             q, out: [num_tokens, num_heads, head_dim].
@@ -251,11 +256,12 @@ def launch(
     out: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Attend directly into ``out``, or capture this as a task of a graph.
+    """Run the attention of direct tokens, or capture it as a task of a graph.
 
     Args:
         arguments: all arguments except lengths and outputs.
-        sums: float32, for the log-sum-exps; None if they are not needed.
+        out: receives the result.
+        sums: float32, receives the log-sum-exps; None if they are not needed.
     """
     arguments[operator.query_ends] = metadata.query_ends
     arguments[operator.kv_lens] = metadata.kv_lens
@@ -280,6 +286,6 @@ def _outputs(
 
 
 def make_causal_mask(device: torch.device) -> Tensor:
-    """Return the [2048, 2048] mask of sparse modes 3 and 4: True above the diagonal is hidden."""
+    """Return the [2048, 2048] mask of sparse modes 3 and 4: True above the diagonal hides a key."""
     shape = (CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE)
     return torch.ones(shape, dtype=torch.bool).triu(1).to(device)

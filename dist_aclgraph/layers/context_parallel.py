@@ -1,11 +1,12 @@
-"""The exchanges inside attention between ranks that share a request's context.
+"""Collectives in attention between ranks that share a request's context.
 
-A DCP group keeps each token's KV on one of its ranks. To decode, its ranks gather the queries of
-all of their heads. Each rank attends to its own shard, and sends the results to the ranks of each
-head, which merge them by the sums of the softmax. For prompts the ranks gather the keys of the
-request instead. The ranks of a PCP group send each other the new keys of their prompt tokens.
+In a DCP group, only one rank keeps the KV of a token. In decoding, the ranks of the group gather
+the queries of all heads. Each rank attends to its shard with all heads, and sends the results of
+each head to the ranks that own the head; these ranks merge the results by the sums of the softmax.
+In prompts, the ranks of the group gather the keys of the request instead. The ranks of a PCP group
+send each other the new keys of their prompt tokens.
 
-No shape and no collective here depends on the contents of one shard, so ranks cannot disagree.
+Shapes and collectives do not depend on the contents of a shard, so all ranks run the same ones.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from torch.nn.functional import pad
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 
 ALIGNED_FLOATS = 8  # kernels load blocks of 32 bytes
-# The log of a sum over no keys. It is not minus infinity, because npu_attention_update would give
-# NaN if all shares are empty.
+# The log-sum-exp over no keys. It is not minus infinity, because npu_attention_update would return
+# NaN if all shards are empty.
 NOTHING = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The part of one rank.
+    """The groups in which one rank shares the context of its requests.
 
     Attributes:
         dcp: ranks that share a request's KV, ordered by PCP rank, then by heads.
-        pcp: ranks that share the computation of its prompt; all of them are in ``dcp``, unless that
-            is a group of one.
+        pcp: ranks that share the computation of a request's prompt. All of them are in ``dcp``,
+            unless ``dcp`` is a group of one.
     """
 
     dcp: CommGroup = ALONE
@@ -48,24 +49,23 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Ranks of ``dcp`` with different query heads; the other ranks repeat these heads."""
+        """Number of ranks of ``dcp`` with different query heads; other ranks repeat these heads."""
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:
-        """Run a first collective in each group, so that HCCL makes its domains and takes their
-        streams now.
+        """Run one collective in each group, so that HCCL creates the domains and their streams now.
 
-        Otherwise the first prompt would make PCP's domain, after the streams were counted.
+        Otherwise the first prompt would create PCP's domain after free streams have been counted.
         """
         for group in (self.dcp, self.pcp):
             group.all_gather(torch.zeros(ALIGNED_FLOATS, device=device))
 
     def gather_new(self, rows: Tensor, num_rows: int) -> Tensor:
-        """Return the first rows of every PCP rank, [ranks * num_rows, ...], in rank order."""
+        """Return the first ``num_rows`` rows of every PCP rank, [ranks * num_rows, ...]."""
         return self.pcp.all_gather(rows[:num_rows].contiguous()).flatten(0, 1)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """[n, heads, d] -> [n, head ranks * heads, d]: the queries of all heads of the group."""
+        """[n, heads, d] -> [n, head ranks * heads, d]: gather the queries of all heads."""
         size = self.num_head_ranks
         if size == 1:
             return q
@@ -79,8 +79,8 @@ class ContextParallel:
         Args:
             out: [n, head ranks * heads, d]; sums: [n, head ranks * heads, 1] float32, logs of the
                 summed exponentials.
-            is_empty: [n, 1, 1] bool, rows of which this shard keeps nothing: there ``out`` and
-                ``sums`` are meaningless.
+            is_empty: [n, 1, 1] bool, whether this shard has no key for a row; then ``out`` and
+                ``sums`` of the row are meaningless.
 
         Returns:
             [n, heads, d] float32; zero if all shards are empty.
@@ -88,7 +88,7 @@ class ContextParallel:
         n, d, size = len(out), out.shape[2], self.num_head_ranks
         out = out.float().masked_fill(is_empty, 0)
         sums = sums.masked_fill(is_empty, NOTHING)
-        # Ordered by receiver: first the outputs of its heads, then their sums.
+        # One row for each receiver: first the outputs of the receiver's heads, then their sums.
         outs, logs = (x.reshape(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
         sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)
@@ -102,11 +102,11 @@ class ContextParallel:
         return merged.view(n, -1, d)
 
     def gather_keys(self, caches: Sequence[Tensor], own: Tensor) -> Tensor:
-        """Return rows of all shards, [shards * m, width], as ``find_keys`` counts them.
+        """Return rows of all shards, [shards * m, width], in the order of ``find_keys``.
 
         Args:
-            caches: [num_slots, ...] each, of this shard; their rows are joined side by side.
-            own: [m] slots to read here.
+            caches: [num_slots, ...] each, of this shard; the rows of all caches are joined.
+            own: [m], slots of this shard that are read.
         """
         rows = [cache.index_select(0, own).flatten(1) for cache in caches]
         return self.dcp.all_gather(torch.cat(rows, 1)).flatten(0, 1)
@@ -116,10 +116,11 @@ UNDIVIDED = ContextParallel()
 
 
 def merge_attention(outs: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention over several sets of keys, and its log-sum-exps.
+    """Merge the results of attention over several sets of keys; return results and log-sum-exps.
 
     Args:
-        outs: [rows, d] each, attention over one set; sums: [rows] float32 each.
+        outs: for each set, [rows, d], attention over the set.
+        sums: for each set, [rows] float32, log-sum-exps.
     """
     merged: tuple[Tensor, Tensor] = torch.ops.npu.npu_attention_update(list(sums), list(outs), 1)
     return merged

@@ -1,4 +1,4 @@
-"""A layer of experts: a router chooses a few of them for each token; shared experts run for all
+"""A layer of experts: a router chooses a few experts for each token; shared experts run for all
 tokens.
 """
 
@@ -24,12 +24,12 @@ from dist_aclgraph.topology import ExchangeKind
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """How the tokens of a step reach their experts; the same on every rank.
+    """How a step sends tokens to their experts; ``exchange`` is equal on all ranks.
 
     Attributes:
         exchange: None if every tensor parallel group has all experts.
-        tally: [2] int64, two counters: tokens that this rank's experts computed, and tokens without
-            room in an exchange.
+        tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
+            tokens without room in an exchange. None counts nothing.
     """
 
     exchange: ExchangeKind | None = None
@@ -45,8 +45,8 @@ class ExpertSetup:
 
     Attributes:
         capacity_factor: room of an all-to-all, see ``expert_capacity``.
-        side: stream of shared experts beside the routed ones; None runs them before the routed
-            ones.
+        side: stream on which shared experts run in parallel to routed experts; None runs shared
+            experts before routed experts.
         mc2: MC2's operators on this chip; None without MC2.
     """
 
@@ -60,12 +60,13 @@ class ExpertSetup:
 class ExpertLayer:
     """The experts of a layer, routed and shared.
 
-    Without expert parallelism each routed expert is split over the tensor parallel group; with it,
-    each rank of the expert parallel group has some whole experts. Shared ones are always split. One
-    sum over the tensor parallel group completes both.
+    Without expert parallelism, each routed expert is split over the tensor parallel group. With
+    expert parallelism, each rank of the expert parallel group has some whole experts. Shared
+    experts are always split over the tensor parallel group. One sum over the tensor parallel group
+    adds the results of routed and shared experts.
 
     Attributes:
-        exchanges: ways to experts of other ranks; none without expert parallelism.
+        exchanges: the possible exchanges with other ranks; empty without expert parallelism.
     """
 
     router: Router
@@ -78,10 +79,10 @@ class ExpertLayer:
         """[n, hidden] -> [n, hidden], on all ranks of the tensor parallel group.
 
         Args:
-            x: equal on all ranks of the tensor parallel group; ``n`` is equal on all ranks of the
-                expert parallel group.
-            slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding, which comes
-                last and goes to no expert; its result is meaningless.
+            x: must be equal on all ranks of the tensor parallel group; ``n`` must be equal on all
+                ranks of the expert parallel group.
+            slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding tokens. They
+                come last, and no expert runs them; their results are meaningless.
         """
         if self._is_together(step):
             with self._running_shared(x) as shared:
@@ -95,17 +96,17 @@ class ExpertLayer:
         """Whether the tensor parallel group has all experts, and the step requests no exchange."""
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
-        # Without an exchange, spread experts would give the sum of only a few of them.
+        # If experts are spread, a step without an exchange would add only this group's experts.
         assert has_all or step.exchange is not None
         return has_all and step.exchange in (None, "all_gather")
 
     def _exchanged(
         self, x: Tensor, slots: Tensor, exchange: Exchange, tally: Tensor | None
     ) -> Tensor:
-        """Exchange this rank's slice, and join the slices of all ranks."""
+        """Exchange this rank's slice of the tokens, then join the slices of all ranks."""
         tp, n = self.groups.tp, x.shape[0]
-        # On all ranks, although only the last ranks lack tokens: all must capture the same
-        # operators.
+        # All ranks pad, although only the last ranks lack tokens, because all ranks must capture
+        # the same operators.
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))

@@ -1,9 +1,9 @@
-"""Products in int8: weights have one scale per output; each input row gets a scale when it is
+"""Products in int8. A weight has one scale per output; an input row gets one scale when it is
 quantised.
 
-Operators: ``npu_dynamic_quant`` (rows to int8: the largest element of each becomes 127), then
-``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts. They sum integers, then multiply by
-both scales.
+Operators: ``npu_dynamic_quant`` converts rows to int8, so that the largest element of each row
+becomes 127. Then ``npu_quant_matmul``, or ``npu_grouped_matmul`` for experts, sums integers and
+multiplies the sums by the scales of row and output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Int8Linear:
     Attributes:
         weight: [in, out] int8, contiguous.
         scale: [out] float32.
-        bias: [out] or None; added last.
+        bias: [out] or None; added after the scales are applied.
     """
 
     weight: Tensor
@@ -31,7 +31,7 @@ class Int8Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out], written to ``out`` if given."""
+        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
         npu = torch.ops.npu
         rows, row_scale = npu.npu_dynamic_quant(x)
         y: Tensor = npu.npu_quant_matmul(
@@ -51,16 +51,16 @@ class Int8GroupedProduct:
 
     Attributes:
         weight: [num_local, in, out] int8.
-        scale: [num_local, out]; bfloat16 with bfloat16 rows, float32 with float16 rows, as the
-            operator requires.
+        scale: [num_local, out]. The operator requires bfloat16 if rows are bfloat16, and float32 if
+            rows are float16.
     """
 
     weight: Tensor
     scale: Tensor
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """See ``GroupedProduct``. Rows without an expert are quantised, too; each row has its own
-        scale.
+        """Multiply as ``GroupedProduct`` does. Each row is quantised with its own scale, also rows
+        without an expert.
         """
         quantised, row_scale = torch.ops.npu.npu_dynamic_quant(rows)
         return multiply_groups(

@@ -1,9 +1,10 @@
-"""Multi-head latent attention over a paged cache of latents. Requests with few queries attend to
-latents directly; requests with many queries attend to keys and values computed from them.
+"""Multi-head latent attention over a paged cache of latents. Requests with few queries attend
+directly to latents. Requests with many queries attend to keys and values that are computed from the
+latents.
 
-Operators: ``npu_kv_rmsnorm_rope_cache`` (norms and rotates a step's rows on their way to the
-cache), ``npu_transpose_batchmatmul`` (a product for each head) and
-``npu_fused_infer_attention_score_v2`` with the rotated parts of queries and keys as separate
+Operators: ``npu_kv_rmsnorm_rope_cache`` normalises and rotates a step's rows and writes them to the
+cache; ``npu_transpose_batchmatmul`` computes one product for each head;
+``npu_fused_infer_attention_score_v2`` takes the rotated parts of queries and keys as separate
 arguments.
 """
 
@@ -32,12 +33,14 @@ LATENT_ATTENTION = AttentionOperator(
     "actual_seq_kvlen",
     "return_softmax_lse",
 )
-NORM_EPS = 1e-6  # of the norms inside attention, independent of the other norms
+NORM_EPS = 1e-6  # epsilon of the norms inside attention; other norms may have another epsilon
 
 
 @dataclass(frozen=True)
 class LatentCache:
-    """One layer's latents [num_blocks, block_size, 1, 512], normed, and rotated keys [..., 64]."""
+    """One layer's normalised latents, [num_blocks, block_size, 1, 512], and rotated keys, the same
+    shape with 64 columns.
+    """
 
     latents: Tensor
     rope_keys: Tensor
@@ -56,9 +59,10 @@ class LatentAttention:
     """Latent attention of this rank's heads.
 
     Attributes:
-        norm: [512], of the latent.
-        keys, values: [heads, 128, 512], matrices from a latent to each head's key and value.
-        scale: factor of scores.
+        norm: [512], weight of the latent's norm.
+        keys, values: [heads, 128, 512], matrices that compute each head's key and value from a
+            latent.
+        scale: factor of the attention scores.
     """
 
     norm: Tensor
@@ -81,17 +85,18 @@ class LatentAttention:
         cache: LatentCache,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write latents and rotated keys, then attend; rows beyond the live tokens are unchanged.
+        """Write latents and rotated keys to the cache, then attend.
 
-        The direct form attends over latents: the key matrices are absorbed into the queries. Parts
-        compute keys and values from the latents first.
+        Tokens that attend directly use the latents as keys, because queries are multiplied by the
+        key matrices first. For other tokens (``parts``), keys and values are computed from the
+        latents. Rows of ``out`` after the live tokens stay unchanged.
 
         Args:
             q, out: [num_tokens, heads, 128].
             q_rope: [num_tokens, heads, 64], rotated.
-            kv: [num_tokens, 512 + 64], neither normed nor rotated.
-            rope: cos and sin [num_tokens, 1, 1, 64].
-            metadata: with slots in int64.
+            kv: [num_tokens, 512 + 64], neither normalised nor rotated.
+            rope: cos and sin, [num_tokens, 1, 1, 64] each.
+            metadata: its slots are int64.
         """
         if metadata.is_idle:
             return
@@ -109,9 +114,9 @@ class LatentAttention:
         self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
     ) -> None:
         n = len(kv)
-        # Each token is a sequence of its own, as in vllm-ascend. The operator needs a block per
-        # sequence. If there are fewer blocks, all tokens are one sequence, which its document
-        # allows, too.
+        # Each token is passed as one sequence, as in vllm-ascend. The operator needs one block per
+        # sequence. If the cache has fewer blocks than tokens, all tokens are passed as one
+        # sequence; the operator's document also allows this.
         rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
         cos, sin = (table[:n].view(*rows, -1) for table in rope)
         torch.ops.npu.npu_kv_rmsnorm_rope_cache(
@@ -179,7 +184,7 @@ class LatentAttention:
 
         def attend(run: Launch, rows: Sequence[Tensor], found: Tensor, sums: Tensor | None) -> None:
             latents, rope_keys = rows
-            # One product for all heads: their weights are contiguous.
+            # The weights of all heads are contiguous, so one product is enough.
             key, value = (
                 torch.mm(latents, weight.flatten(0, 1).t()).view(len(latents), heads, -1)
                 for weight in (self.keys, self.values)

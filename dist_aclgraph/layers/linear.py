@@ -1,7 +1,7 @@
 """Matrix products with weights stored as [in, out], the best layout for products with few rows.
 
-Checkpoints store [out, in]; the transposition happens once, at load, so that eager and replayed
-steps share it.
+Checkpoints store [out, in]. Weights are transposed once, when they are loaded, so that eager and
+replayed steps use the same tensors.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 class Product(Protocol):
-    """A product with any kind of weight: floats here, int8 in ``int8_products.py``."""
+    """A product with any type of weight: floats here, int8 in ``int8_products.py``."""
 
     @property
     def weight(self) -> Tensor:
         """[in, out]."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out], written to ``out`` if given."""
+        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out], written to ``out`` if given."""
+        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
         if self.bias is None:
             return torch.mm(x, self.weight, out=out)
         return torch.addmm(self.bias, x, self.weight, out=out)
@@ -47,11 +47,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class RowParallelLinear:
-    """A product whose input is split over the group: partial sums, then one all-reduce.
+    """A product whose input is split over the group; one all-reduce adds the ranks' partial sums.
 
     Attributes:
-        product: [n, in / size] -> [n, out]; includes the bias in a group of one.
-        bias: [out] or None; whole on every rank, added once, after the sum.
+        product: [n, in / size] -> [n, out]; in a group of one, it includes the bias.
+        bias: [out] or None; every rank has the whole bias and adds it after the all-reduce.
     """
 
     product: Product

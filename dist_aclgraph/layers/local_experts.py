@@ -1,8 +1,9 @@
-"""The experts whose weights a rank holds, computed for given rows.
+"""The experts whose weights are on this rank.
 
-Operators: ``npu_moe_init_routing_v2`` (copies each token once for each of its experts here, sorted
-by expert), ``npu_grouped_matmul`` (one product for all experts) and ``npu_moe_finalize_routing``
-(the weighted sum, back in token order). No size depends on the routing, so graphs can contain it.
+Operators: ``npu_moe_init_routing_v2`` copies each token once for each of its experts on this rank,
+sorted by expert; ``npu_grouped_matmul`` computes one product for all experts;
+``npu_moe_finalize_routing`` returns the weighted sums in token order. No tensor size depends on the
+routing, so graphs can contain these operators.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# meaning of an entry of a group list: end of an expert's rows, or their number
+# An entry of a group list is the end of an expert's rows (CUMULATIVE), or their number (COUNTS).
 CUMULATIVE, COUNTS = 0, 1
 
 
 class ExpertProduct(Protocol):
-    """One product per expert, with any kind of weight: floats here, or int8."""
+    """One product per expert, with any type of weight: floats here, int8 elsewhere."""
 
     @property
     def weight(self) -> Tensor:
@@ -30,7 +31,7 @@ class ExpertProduct(Protocol):
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """Weights in the type of the rows.
+    """Products with weights that have the same type as the rows.
 
     Attributes:
         weight: [num_local, in, out].
@@ -49,13 +50,14 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: A
     Args:
         weight: [groups, in, out].
         counts: [groups] int64, rows of each group.
-        quantised: further arguments of the operator for int8.
+        quantised: additional arguments of the operator for int8.
     """
     out: Tensor = torch.ops.npu.npu_grouped_matmul(
         [rows],
         [weight],
         group_list=counts,
-        # The operator refuses a list of one count. The end of the only group is the same number.
+        # The operator refuses a list with one count. So the list contains the end of the only
+        # group, which is the same number.
         group_list_type=COUNTS if len(counts) > 1 else CUMULATIVE,
         group_type=0,
         split_item=3,
@@ -66,12 +68,12 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: A
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """A range of a layer's experts, or a part of all of them split by inner width.
+    """Some whole experts of a layer, or a part of the inner width of all experts.
 
     Attributes:
-        gate_up: hidden -> 2 * width of each expert.
-        down: width -> hidden of each expert.
-        first: index of the first one among all experts.
+        gate_up: for each expert, hidden -> 2 * width.
+        down: for each expert, width -> hidden.
+        first: index of this rank's first expert among all experts.
         num_experts: number of experts of the layer.
     """
 
@@ -85,12 +87,12 @@ class LocalExperts:
         return self.gate_up.weight.shape[0]
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
-        """Return the contribution of these experts to each token: [n, hidden], zero if none was
-        chosen.
+        """Return the sum of these experts' results for each token: [n, hidden]; zero if a token
+        chose none of these experts.
 
         Args:
             x: [n, hidden].
-            experts: [n, top_k] int32, ids in the whole layer; ``num_experts`` means no expert.
+            experts: [n, top_k] int32, ids among all experts; ``num_experts`` means no expert.
             weights: [n, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -114,7 +116,7 @@ class LocalExperts:
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # rows of rank 3; some choices have no row
+            drop_pad_mode=3,  # Rows are a tensor of rank 3; some choices have no row.
         )
         return y
 
@@ -122,8 +124,8 @@ class LocalExperts:
         """Run each row through its expert: [rows, hidden] -> [rows, hidden].
 
         Args:
-            rows: sorted by expert; rows beyond the last expert's are unchanged.
-            counts: [num_local] int64, rows of each expert.
+            rows: sorted by expert; rows after the last expert's rows are not computed.
+            counts: [num_local] int64, number of rows of each expert.
         """
         if tally is not None:
             tally[0].add_(counts.int().sum(dtype=torch.int32))

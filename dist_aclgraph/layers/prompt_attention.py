@@ -1,5 +1,6 @@
-"""Attention of long queries over keys that are read chunk by chunk, as planned by
-``context.prompt_parts``. The kind of attention defines the computation of one launch.
+"""Attention of requests with many queries to keys that are read chunk by chunk.
+
+``context.prompt_parts`` plans chunks and launches. The kind of attention computes one launch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from dist_aclgraph.layers.context_parallel import NOTHING, ContextParallel, merg
 
 @dataclass(frozen=True)
 class DeviceLaunch:
-    """A launch, with the rows of its keys among the read rows; in an undivided cache, their
-    slots.
+    """A launch, and where its keys are.
+
+    Attributes:
+        keys: indices of the keys among the gathered rows; if the cache is not sharded, slots.
     """
 
     launch: Launch
@@ -29,7 +32,7 @@ class DeviceChunk:
     """KV tokens that are read together.
 
     Attributes:
-        own: slots that this shard reads for all; None if the cache is undivided.
+        own: slots that this shard reads for all shards; None if the cache is not sharded.
     """
 
     own: Tensor | None
@@ -38,15 +41,15 @@ class DeviceChunk:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Queries ``start`` to ``stop`` of the rank's tokens, and the chunks that they attend to."""
+    """Queries ``start`` to ``stop`` of the rank's tokens, and the chunks that these queries see."""
 
     start: int
     stop: int
     chunks: tuple[DeviceChunk, ...]
 
 
-# Attends with a launch's queries to the given rows of caches, [n, ...] each. Fills out [n, heads,
-# d] and, unless None, the log-sum-exps [n, heads, 1] float32.
+# Computes a launch. Arguments: the launch, its keys' rows of each cache, the result [n, heads, d],
+# and the log-sum-exps [n, heads, 1] float32, or None if they are not needed.
 AttendTo = Callable[[Launch, Sequence[Tensor], Tensor, Tensor | None], None]
 
 
@@ -57,7 +60,7 @@ def attend_parts(
     attend: AttendTo,
     out: Tensor,
 ) -> None:
-    """Fill the rows of ``out`` that parts name. Every rank reads every chunk.
+    """Compute the rows of ``out`` for the queries of parts. Every rank reads every chunk.
 
     Args:
         caches: [num_slots, ...] each.
@@ -82,7 +85,7 @@ def attend_parts(
 
 
 class _Total:
-    """The results of queries so far, in the chunks of one part."""
+    """The results of one part's queries, merged over the chunks that have been computed."""
 
     def __init__(self, part: DevicePart, out: Tensor) -> None:
         n, heads, _ = out[part.start : part.stop].shape
@@ -102,7 +105,7 @@ class _Total:
 def _reader(
     caches: Sequence[Tensor], chunk: DeviceChunk, context: ContextParallel
 ) -> Callable[[Tensor], list[Tensor]]:
-    """Return the function that picks a launch's rows, one tensor for each cache."""
+    """Return a function that selects the rows of a launch's keys, one tensor for each cache."""
     if chunk.own is None:
         return lambda keys: [cache.index_select(0, keys) for cache in caches]
     gathered = context.gather_keys(caches, chunk.own)

@@ -1,11 +1,11 @@
 """Rotary position embedding: inverse frequencies and the tables that all layers share.
 
 Formulas: the default, linear, dynamic NTK, Llama 3, YaRN (arXiv 2309.00071) and LongRoPE (arXiv
-2402.13753) schemes as Hugging Face checkpoints define them by ``rope_parameters``. The tables are
-built once, outside graph capture; a step gathers its rows by the persistent position buffer.
+2402.13753) schemes, as ``rope_parameters`` of Hugging Face checkpoints select them. The tables are
+built once, outside graph capture; a step gathers rows of the tables by its position buffer.
 
-Frequencies of dynamic NTK and LongRoPE depend on the length of a request. All requests of a
-deployment use those of its longest one, because cached keys stay as they are.
+The frequencies of dynamic NTK and LongRoPE depend on the length of a request. All requests of a
+deployment use the frequencies of the longest possible request, because cached keys cannot change.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Tensor, float]:
-    """Return [head_dim / 2] float32 inverse frequencies and the factor on cos and sin.
+    """Return [head_dim / 2] float32 inverse frequencies, and the factor of cos and sin.
 
     Args:
-        max_len: length of the longest request.
+        max_len: length of the longest possible request.
     """
     theta = _dynamic_theta(rope, head_dim, max_len) if rope.kind == "dynamic" else rope.theta
     wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -43,10 +43,10 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Te
 def rope_tables(
     rope: RopeSpec, head_dim: int, max_len: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position, both halves equal.
+    """Return cos and sin of every position; the two halves of a row are equal.
 
     Args:
-        max_len: length of the longest request.
+        max_len: length of the longest possible request.
 
     Returns:
         [max_len + SPARE_POSITIONS, head_dim] each.
@@ -60,7 +60,7 @@ def rope_tables(
 
 
 class RotaryTables:
-    """cos and sin of every position of requests of up to ``max_len`` tokens, on the device."""
+    """Owns cos and sin of every position up to ``max_len`` and the spare ones, on the device."""
 
     def __init__(
         self,
@@ -74,16 +74,15 @@ class RotaryTables:
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def rows(self, positions: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of [n] int32 positions, viewed in ``shape``."""
+        """Return cos and sin of [n] int32 positions, viewed as ``shape``."""
         cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
         return cos.view(shape), sin.view(shape)
 
 
 def score_factor(rope: RopeSpec) -> float:
-    """Return the factor of attention scores that belongs to a scaled embedding's
-    ``mscale_all_dim``.
+    """Return the factor of attention scores that follows from ``mscale_all_dim``.
 
-    DeepSeek's rule; other models apply all of YaRN's factor to cos and sin.
+    This is DeepSeek's rule. Other models apply YaRN's whole factor to cos and sin.
     """
     if rope.kind == "default" or not rope.mscale_all_dim:
         return 1.0
@@ -109,7 +108,7 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    smooth = smooth.clamp(0.0, 1.0)  # 0: long waves, slowed down; 1: short waves, unchanged
+    smooth = smooth.clamp(0.0, 1.0)  # 0: long waves, divided by the factor; 1: short, unchanged
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 

@@ -1,4 +1,4 @@
-"""The experts of each token, and their weights."""
+"""Chooses the experts of each token, and the weights of these experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist_aclgraph.context.shards import PADDING_SLOT
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-# The names of npu_moe_gating_top_k.
+# Values of arguments of npu_moe_gating_top_k.
 NORM_TYPES: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 
@@ -21,17 +21,19 @@ GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
-    Softmax scores (Qwen3, DeepSeek V2) and sigmoid scores (DeepSeek V3) are used directly, or
-    divided by their sum, and scaled after that.
+    Scores are softmax values (Qwen3, DeepSeek V2) or sigmoid values (DeepSeek V3). The weights of a
+    token are its scores, divided by their sum if ``renormalizes``, and then multiplied by
+    ``scale``.
 
     Attributes:
-        weight: [hidden, num_experts] float32: rounding must not decide between near experts.
-        top_k: experts of a token.
-        renormalizes: whether the weights of a token sum to one, before they are scaled.
-        bias: [num_experts] float32, added to scores for the choice only.
-        num_groups, top_groups: groups of experts, and how many of them a token may choose from.
-        group_score: the score by which groups are compared: their best score or the sum of their
-            best two.
+        weight: [hidden, num_experts]; float32, so that rounding does not change the chosen experts.
+        top_k: number of experts of a token.
+        renormalizes: whether the weights of a token sum to one before they are scaled.
+        bias: [num_experts] float32, added to the scores only for the choice of experts.
+        num_groups: number of groups of experts.
+        top_groups: number of groups from which a token may choose experts.
+        group_score: how groups are compared: "max" by the best score of a group, "top2" by the sum
+            of its two best scores.
         scale: factor of all weights.
     """
 
@@ -48,12 +50,12 @@ class Router:
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts [n, top_k] int32 and weights [n, top_k] float32.
 
-        Padding goes to the id behind the last expert. Operators know this id, and no rank has it.
-        (Negative ids are not allowed, and on CANN 9 they hide all others.)
+        The experts of padding are the id after the last expert. Operators accept this id, and no
+        rank has such an expert. (Negative ids are not allowed; on CANN 9 they hide all other ids.)
 
         Args:
             x: [n, hidden].
-            slots: [n] int32, ``PADDING_SLOT`` is padding.
+            slots: [n] int32; ``PADDING_SLOT`` marks padding.
         """
         logits = torch.mm(x.float(), self.weight)
         weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
@@ -69,7 +71,7 @@ class Router:
         if self.scoring == "softmax" and self.renormalizes:
             weights = weights * (self.scale / weights.sum(-1, keepdim=True))
         if self.scoring == "sigmoid" and not self.renormalizes:
-            # The operator divides sigmoid scores by their sum in any case.
+            # The operator always divides sigmoid scores by their sum, so weights are recomputed.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
         return experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere), weights

@@ -1,4 +1,4 @@
-"""A forward pass in segments, cut at attention; the caller chooses how to run each segment."""
+"""A forward pass is cut into segments at attention; the caller chooses how to run each segment."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 Segment = Callable[..., tuple[Tensor, ...]]
-RunSegment = Callable[..., tuple[Tensor, ...]]  # of a segment and its inputs
+RunSegment = Callable[..., tuple[Tensor, ...]]  # arguments: a segment and its inputs
 
 
 def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
-    """Return a function that runs segments like ``run``, and calls another function behind each."""
+    """Return a function that runs a segment with ``run``, and calls ``work`` after it."""
 
     def run_and_work(segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = run(segment, *inputs)
@@ -22,5 +22,5 @@ def work_between(run: RunSegment, work: Callable[[], None]) -> RunSegment:
 
 
 def run_directly(segment: Segment, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Run a segment now."""
+    """Run a segment immediately."""
     return segment(*inputs)

@@ -1,4 +1,4 @@
-"""Experts that run for every token, and the stream on which they run beside the routed ones."""
+"""Experts that run for every token, and the stream on which they run beside routed experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dist_aclgraph.layers.linear import Product
 
 
 class SideStream:
-    """One stream of a rank, for work that runs beside its main stream.
+    """One stream of a rank, for work that runs in parallel to the main stream.
 
     The work allocates and frees its temporary tensors on this stream, and writes results to tensors
-    of the main stream. Its temporary tensors end before the join, so the allocator may give their
-    memory to the next work without an event, in graphs too.
+    of the main stream. Temporary tensors are freed before the main stream waits for this stream. So
+    the allocator may give their memory to the next work without an event, also in graphs.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,11 @@ class SideStream:
 
     @contextmanager
     def running(self, work: Callable[[], None]) -> Iterator[None]:
-        """Run ``work`` inside this context; leaving the context joins it, after an error too.
+        """Run ``work`` on this stream. At the end of the context, also after an error, the current
+        stream waits for ``work``.
 
-        The work waits for all earlier work of the current stream. It uses no collective, because
-        the collectives of a group need the same order on all ranks.
+        ``work`` begins after all earlier work of the current stream. It must not contain a
+        collective, because the collectives of a group need the same order on all ranks.
         """
         main = runtime().current_stream()
         self._stream.wait_stream(main)
@@ -48,7 +49,8 @@ class SharedExperts:
     Attributes:
         gate_up: hidden -> 2 * width.
         down: width -> hidden.
-        side: stream beside the routed experts; None runs them before the routed experts.
+        side: stream on which shared experts run in parallel to routed experts; None runs shared
+            experts before routed experts.
     """
 
     gate_up: Product
@@ -57,7 +59,7 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Return this rank's part of the sum, [n, hidden]; complete once the context is left."""
+        """Yield this rank's part of the sum, [n, hidden]; it is complete at the context's end."""
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)

@@ -1,8 +1,8 @@
-"""The exchange of a rank's tokens with experts of other ranks: three ways, one interface.
+"""Three ways to run a rank's tokens on the experts of other ranks, with one interface.
 
-A tensor parallel group runs the same tokens on all its ranks. In an exchange each of them sends its
-own slice, so that every token travels once; the layer joins the slices again. No shape depends on
-the routing and the host reads nothing, so graphs can contain all three ways.
+All ranks of a tensor parallel group have the same tokens. In an exchange, each of these ranks sends
+only its slice of the tokens, so that every token is sent once; the layer joins the slices again. No
+shape depends on the routing, and the host reads no result, so graphs can contain all three ways.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dist_aclgraph.planning.exchange import expert_capacity
 from dist_aclgraph.planning.mc2 import Mc2Operators
 from dist_aclgraph.topology import ExchangeKind
 
-ALIGNED_BYTES = 32  # operators load blocks of so many bytes
+ALIGNED_BYTES = 32  # Operators load blocks of 32 bytes.
 
 
 class Exchange(Protocol):
-    """Brings the tokens of all ranks of an expert parallel group to the experts of all of them."""
+    """Runs the tokens of all ranks of an expert parallel group on the group's experts."""
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         """Return the weighted sum over each token's experts: [m, hidden], zero for padding.
 
         Args:
-            x: [m, hidden], this rank's slice of its tokens; ``m`` is equal on all ranks.
-            experts: [m, top_k] int32; padding comes last and has ``num_experts`` everywhere.
+            x: [m, hidden], this rank's slice of the tokens; ``m`` must be equal on all ranks.
+            experts: [m, top_k] int32; padding comes last, and all its ids are ``num_experts``.
             weights: [m, top_k] float32.
             tally: see ``ExpertStep``.
         """
@@ -40,7 +40,7 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank gets all tokens, and adds the results of its experts."""
+    """Every rank gets all tokens, and contributes the results of its experts to the sum."""
 
     group: CommGroup
     local: LocalExperts
@@ -53,13 +53,13 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Every rank gets the tokens that chose one of its experts, once each, as far as there is room.
+    """Every rank gets once each token that chose one of its experts, if there is room for it.
 
-    The room is the same for every pair of ranks, so equal parts travel. Tokens without room are
-    counted, and miss those experts: the step must be run again.
+    Each rank has the same room for tokens of each other rank, so all parts have equal size. Tokens
+    without room are counted, and their result is wrong; then the step must run again.
 
     Attributes:
-        factor: room, as a multiple of what random routing needs.
+        factor: room, as a multiple of the room that random routing needs.
     """
 
     group: CommGroup
@@ -69,11 +69,11 @@ class AllToAll:
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
         (m, hidden), top_k, size = x.shape, experts.shape[1], self.group.size
         capacity = expert_capacity(m, size, top_k, self.factor)
-        # All in int32: chips sum and scatter wider types on their AI CPU.
+        # All integers are int32, because chips sum and scatter wider types on their slow AI CPU.
         ranks = torch.arange(size, dtype=torch.int32, device=x.device)
         owner = torch.div(experts, self.local.num_local, rounding_mode="floor")
         is_wanted = (owner.unsqueeze(-1) == ranks).any(1)  # [m, ranks]
-        # place among the tokens for the same rank
+        # index of each token among the tokens for the same rank
         place = is_wanted.cumsum(0, dtype=torch.int32) - 1
         fits = is_wanted & (place < capacity)
         if tally is not None:
@@ -104,9 +104,9 @@ class AllToAll:
         fits: Tensor,
         num_places: int,
     ) -> Tensor:
-        """Return the rows to send, [num_places, columns]; unused places hold padding."""
+        """Return the rows to send, [num_places, columns]; unused places contain padding."""
         more, m, device = (0, 0, 0, 1), x.shape[0], x.device
-        # One more token, which is padding, and one more place, for tokens that are not sent.
+        # Add one padding token, and one place for tokens that are not sent.
         nowhere = self.local.num_experts
         tokens = pack(pad(x, more), pad(experts, more, value=nowhere), pad(weights, more))
         source = torch.full((num_places + 1,), m, dtype=torch.int32, device=device)
@@ -118,15 +118,15 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """Tokens travel inside the operators, to each of their experts: exact counts, no padding.
+    """The operators send each token to each of its experts: exact counts, no unused places.
 
-    ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``; the limits of both are
-    checked when the deployment is planned. Operators without a mask send and compute padding like
-    other tokens, and it counts as load.
+    The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``.
+    Their limits are checked when the deployment is planned. If the operators take no mask, padding
+    tokens are sent, computed and counted like other tokens.
 
     Attributes:
-        group: of MC2 alone.
-        operators: the operators on this chip.
+        group: the group that only MC2 uses.
+        operators: MC2's operators on this chip.
     """
 
     group: CommGroup
@@ -164,13 +164,14 @@ class Mc2Exchange:
             expand_scales=scales if operators.takes_scales else None,
             comm_alg=operators.comm_alg,
         )
-        # The operator does not write masked rows; a NaN there would spread to other rows.
+        # The operator does not write masked rows. A NaN in these rows would spread to other rows.
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
     def _experts_of_padding(self, experts: Tensor) -> Tensor:
-        """Return experts that exist, and differ within each row: [m, top_k] or [1, top_k]."""
+        """Return valid expert ids for padding, different within a row: [m, top_k] or [1, top_k]."""
         top_k, num_experts = experts.shape[1], self.local.num_experts
-        # Masked rows travel nowhere, other ones to all experts in turn. fmod has an int32 kernel.
+        # Masked rows are not sent; without a mask, padding is spread evenly over all experts.
+        # fmod has an int32 kernel.
         count = top_k if self.operators.takes_mask else experts.numel()
         ids = torch.arange(count, dtype=torch.int32, device=experts.device)
         return (ids if count <= num_experts else ids.fmod(num_experts)).view(-1, top_k)
@@ -179,8 +180,9 @@ class Mc2Exchange:
 def make_exchanges(
     groups: RankGroups, local: LocalExperts, factor: float, mc2: Mc2Operators | None
 ) -> Mapping[ExchangeKind, Exchange]:
-    """Return the exchanges of an expert parallel group: none for one rank; MC2 if it has a group,
-    by the operators ``mc2``.
+    """Return the exchanges of an expert parallel group; empty if the group has one rank.
+
+    MC2's exchange exists only if MC2 has a group; then ``mc2`` must be set.
     """
     if groups.ep.size == 1:
         return {}
@@ -195,10 +197,10 @@ def make_exchanges(
 
 
 def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Return tokens with their experts and weights in one row each, so that all travel together.
+    """Return rows that contain a token, its experts and its weights, so that one copy sends all.
 
-    Columns of the type of ``x`` hold the bits of the integers and of the wider floats; both begin
-    at multiples of 32 bytes.
+    The columns have the type of ``x``; experts and weights are stored as bits of this type, and
+    begin at multiples of 32 bytes.
     """
     missing = -experts.view(x.dtype).shape[1] % (ALIGNED_BYTES // x.element_size())
     numbers = [part.view(x.dtype) for part in (experts, weights)]
@@ -208,7 +210,7 @@ def pack(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the packed values: x, experts and weights."""
+    """Return the values that ``pack`` has packed: x, experts and weights."""
     width = (rows.shape[1] - hidden) // 2
     used = top_k * torch.int32.itemsize // rows.element_size()
     x, experts, weights = torch.split(rows, [hidden, width, width], 1)

@@ -1,7 +1,7 @@
 """The embedding and the output head, split over the vocabulary.
 
-A vocabulary that is no multiple of the group size is padded with zero rows; their logits are cut
-off.
+If the vocabulary is not a multiple of the group size, zero rows are added; their logits are removed
+from the result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 def vocabulary_part(vocab_size: int, group: CommGroup) -> tuple[int, int]:
-    """Return [start, stop) of this rank's token ids; ``stop`` may exceed the vocabulary."""
+    """Return [start, stop) of this rank's token ids; ``stop`` may be larger than the vocabulary."""
     width = -(-vocab_size // group.size)
     return group.rank * width, (group.rank + 1) * width
 
 
 @dataclass(frozen=True)
 class VocabularyEmbedding:
-    """Rows of the embedding for this rank's part of the vocabulary.
+    """The embedding's rows of this rank's part of the vocabulary.
 
     Attributes:
         weight: [vocab / size, hidden].
@@ -35,9 +35,7 @@ class VocabularyEmbedding:
     group: CommGroup
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[n] int32 -> [n, hidden]; tokens of other ranks count as zero before the sum over
-        ranks.
-        """
+        """[n] int32 -> [n, hidden], summed over ranks; each rank adds only its own tokens' rows."""
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start
@@ -48,10 +46,10 @@ class VocabularyEmbedding:
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """Logits over the whole vocabulary, gathered from the ranks' parts.
+    """Computes logits of this rank's part of the vocabulary, and gathers the parts of all ranks.
 
     Attributes:
-        weight: [hidden, vocab / size]; for tied embeddings a transposed view, not a copy.
+        weight: [hidden, vocab / size]; with tied embeddings, a transposed view of the embedding.
     """
 
     weight: Tensor
@@ -59,7 +57,7 @@ class VocabularyHead:
     group: CommGroup
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab], written to ``out`` if given."""
+        """[n, hidden] -> [n, vocab]. If ``out`` is given, the result is written to it."""
         if self.group.size == 1:
             return torch.mm(hidden, self.weight, out=out)
         parts = self.group.all_gather(torch.mm(hidden, self.weight))  # [size, n, vocab / size]

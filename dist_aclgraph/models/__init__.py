@@ -1,1 +1,1 @@
-"""Model families: what their checkpoints say, and their forward pass."""
+"""Model families: loading their checkpoints, and their forward pass."""

@@ -1,4 +1,4 @@
-"""The interface of a kind of attention: the part of one layer, and the part that layers share."""
+"""The interface of a kind of attention: one layer's part, and the part that all layers share."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from torch import Tensor
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.models.loading import WeightSlices
 
-Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind wants
-Cache = Any  # of one layer; known to the kind that made it
+Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
+Cache = Any  # cache of one layer; only its kind of attention knows the type
 
 
 class LayerAttention(Protocol):
-    """The attention of one layer, in three parts: graphs in pieces hold the first and the last."""
+    """The attention of one layer, in three parts. Graphs in pieces contain the first and the last
+    part.
+    """
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """[n, hidden] -> what ``attend`` takes; the last is room for its result."""
+        """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for its result."""
 
     def attend(
         self, inputs: tuple[Tensor, ...], rope: Rope, cache: Cache, metadata: AttentionMetadata
     ) -> None:
-        """Write the live tokens to the cache and fill ``inputs[-1]``; padding rows are left."""
+        """Write the live tokens to the cache, and their results to ``inputs[-1]``; padding rows of
+        it stay unchanged.
+        """
 
     def output(self, attended: Tensor) -> Tensor:
         """[n, heads, head_dim] -> [n, hidden], summed over the ranks."""
@@ -33,10 +37,10 @@ class AttentionKind(Protocol):
     """The attention state that all layers of a decoder share. Owns the rotary tables.
 
     Attributes:
-        slot_dtype: of the slots that its cache write takes.
-        takes_long_queries: whether requests with any number of queries may attend directly, as long
-            as the cache is not sharded.
-        ropes_written: whether its cache write rotates, and wants rotary rows.
+        slot_dtype: type of the slots for the cache write.
+        takes_long_queries: whether requests with any number of queries may attend directly, if the
+            cache is not sharded.
+        ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
     """
 
     slot_dtype: torch.dtype
@@ -47,7 +51,7 @@ class AttentionKind(Protocol):
         """Return this rank's attention of layer ``index``."""
 
     def rope(self, positions: Tensor) -> Rope:
-        """Gather the rows of [n] int32 positions."""
+        """Return the rotary rows of [n] int32 positions."""
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
-        """Return one layer's cache. Padding reads block 0, so it must not hold NaN."""
+        """Return one layer's cache. Block 0 must not contain NaN, because padding reads it."""

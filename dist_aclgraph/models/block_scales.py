@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SUFFIX = "_scale_inv"  # of the scales' name; they multiply, whatever the name says
+SUFFIX = "_scale_inv"  # End of the scales' name. Weights are multiplied by scales, not divided.
 BLOCK = (128, 128)
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple[int, ...]:
-    """Return the shape of a weight's scales; blocks at the edges may be smaller."""
+    """Return the shape of a weight's scales; blocks at the weight's edges may be smaller."""
     return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
 
 
@@ -21,12 +21,12 @@ def dequantise(
     dtype: torch.dtype,
     block: tuple[int, int] = BLOCK,
 ) -> Tensor:
-    """Multiply a part of a weight by its blocks' scales.
+    """Multiply a part of a weight by the scales of its blocks.
 
     Args:
         part: [rows, columns] in FP8.
         scales: [ceil(all rows / 128), ceil(all columns / 128)] float32.
-        first: row and column of the weight where the part begins.
+        first: row and column at which the part begins in the weight.
     """
     rows, columns = (
         (start + torch.arange(length)) // size

@@ -1,9 +1,9 @@
-"""Reading a checkpoint slice by slice: safetensors only, and no more than a rank needs.
+"""Reads a checkpoint slice by slice: only safetensors, and only the slices that a rank needs.
 
-Files are mapped, not read: ranks of a node share the pages, and each touches its own slices. What
-becomes of a slice (another dtype, int8, floats) is computed on the device, but for FP8, which not
-every chip knows. Weights in FP8 or int8 are multiplied by their scales while they are read, but for
-the int8 matrices of products that run in int8.
+Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
+slices. A slice is converted (to another dtype, to int8, or to floats) on the device. FP8 is
+converted on the host, because not every chip supports FP8. Weights in FP8 or int8 are multiplied by
+their scales while they are read, except int8 matrices of products that run in int8.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.weight_files import tensor_files
 
 CPU = torch.device("cpu")
-PIECE_BYTES = 4 << 20  # less costs calls, more memory of the device, and caches of an emulated one
-SCALED = ("F8_E4M3", "I8")  # as safetensors names them
+# Smaller pieces need more calls. Larger pieces need more device memory, and do not fit in the CPU's
+# caches on an emulated device.
+PIECE_BYTES = 4 << 20
+SCALED = ("F8_E4M3", "I8")  # safetensors' names of the types that have scales
 
 
 class Checkpoint:
     """The tensors of a directory of safetensors files.
 
-    Owns the open files, and room for one piece: new room for each would be new pages for each.
-    Knows names and shapes; nothing about layers or ranks.
+    Owns the open files, and one buffer for pieces, because a new buffer for each piece would need
+    new memory pages each time. Knows names and shapes, but nothing about layers or ranks.
 
     Attributes:
-        dtype: of all floats that are read, whatever they are stored in.
-        device: where all that is read goes.
+        dtype: type of all floats that are read; the files may store another type.
+        device: device of all tensors that are read.
     """
 
     def __init__(
@@ -49,7 +51,11 @@ class Checkpoint:
         device: torch.device = CPU,
         quantises: bool = False,
     ) -> None:
-        """Open a checkpoint; if it ``quantises``, the matrices of products are made int8."""
+        """Open a checkpoint.
+
+        Args:
+            quantises: whether the matrices of products are converted to int8.
+        """
         self.dtype = dtype
         self.device = device
         self._directory = Path(directory)
@@ -62,7 +68,7 @@ class Checkpoint:
         return name in self._file_of
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor in float32 whatever the dtype of the others.
+        """Return a whole tensor in float32, for any ``dtype`` of this object.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -70,7 +76,7 @@ class Checkpoint:
         return self._floats(name, shape, 0, 0, shape[0], torch.float32)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor in the dtype of the checkpoint object.
+        """Return a whole tensor in ``dtype``.
 
         Raises:
             MissingTensorError: the tensor is missing, or has another shape.
@@ -80,7 +86,7 @@ class Checkpoint:
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``; what lies beyond the tensor's end is zero.
+        """Return ``[start, stop)`` of ``dim``; elements after the tensor's end are zero.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -90,12 +96,12 @@ class Checkpoint:
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> None:
-        """Write ``[start, stop)`` of ``dim`` to ``out``, as ``read_part`` would return it.
+        """Write to ``out`` the result that ``read_part`` would return.
 
-        It passes in pieces: beside ``out`` the device holds one of them.
+        The part is sent in pieces, so the device needs memory for one piece in addition to ``out``.
 
         Args:
-            out: on the device, of the part's shape and of any strides.
+            out: tensor on the device, with the part's shape and any strides.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -116,7 +122,7 @@ class Checkpoint:
             out.narrow(dim, there.shape[dim], missing).zero_()
 
     def _gathered(self, piece: Tensor) -> Tensor:
-        """Return a piece with its elements side by side: valid until the next is gathered."""
+        """Return a piece with contiguous elements; it is valid until the next call."""
         if piece.is_contiguous():
             return piece
         if self._room.numel() < piece.nbytes:
@@ -125,7 +131,7 @@ class Checkpoint:
         return gathered.copy_(piece)
 
     def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
-        """Return whether ``read_matrix`` gives int8.
+        """Return whether ``read_matrix`` would return int8.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -137,13 +143,13 @@ class Checkpoint:
     ) -> Matrix:
         """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, as ``read_part`` does.
 
-        Int8 where the checkpoint has it, or where it is quantised now. Inputs that a part lacks
-        count in the scales of its outputs: they are read for that, and forgotten.
+        The result is int8 if the checkpoint stores int8, or if this object quantises. The scale of
+        an output depends on all of its inputs, so inputs outside the part are also read.
 
         Raises:
-            ConfigError: int8 beside float32, which the operators do not take.
+            ConfigError: the weight is int8 and ``dtype`` is float32; no operator accepts this.
             MissingTensorError: as ``read``.
-            UnsupportedModelError: int8 with offsets.
+            UnsupportedModelError: the int8 weight has offsets.
         """
         is_int8 = self._slice(name, shape).get_dtype() == "I8"
         if not self.gives_int8(name, shape):
@@ -173,7 +179,7 @@ class Checkpoint:
         stop: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return what there is of ``[start, stop)`` of ``dim``, multiplied by its scales."""
+        """Return the existing elements of ``[start, stop)`` of ``dim``, multiplied by scales."""
         part = self._cut(name, shape, dim, start, stop)
         if part.dtype == torch.float8_e4m3fn:
             scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[
@@ -188,7 +194,7 @@ class Checkpoint:
         return part.to(dtype)
 
     def _cut(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return what there is of ``[start, stop)`` of ``dim``, as it is stored, on the host."""
+        """Return the existing elements of ``[start, stop)`` of ``dim``, as stored, on the host."""
         source = self._slice(name, shape)
         stop = min(stop, shape[dim])
         start = min(start, stop)
@@ -240,7 +246,7 @@ class Checkpoint:
 
 
 def _padded(part: Tensor, dim: int, length: int) -> Tensor:
-    """Return the part with zeros behind it, ``length`` long in ``dim``."""
+    """Return the part with zeros after it, so that its size in ``dim`` is ``length``."""
     missing = length - part.shape[dim]
     if missing == 0:
         return part

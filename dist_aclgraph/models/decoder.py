@@ -1,4 +1,4 @@
-"""A decoder on one rank: embedding, layers, head; ``ModelSpec`` names the kind of attention."""
+"""A decoder on one rank: embedding, layers and head. ``ModelSpec`` selects the attention."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ class Decoder:
         note: NotePlaced = note_nothing,
         experts: ExpertSetup | None = None,
     ) -> None:
-        """Load this rank's slices; the next-token module only where it ``drafts``.
+        """Load this rank's slices.
 
         Args:
-            note: told the bytes of each weight that is on the device.
-            experts: None runs them as ``ExpertSetup`` has it by default.
+            drafts: whether the next-token module is loaded, too.
+            note: called with the bytes of each weight after it is on the device.
+            experts: None means the defaults of ``ExpertSetup``.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
-            MissingTensorError: a tensor is missing, or has another shape; names the first one.
+            MissingTensorError: a tensor is missing or has another shape; names the first such
+                tensor.
         """
         self.spec = spec
         slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)
@@ -90,7 +92,9 @@ class Decoder:
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab], on every rank; written to ``out`` where one is given."""
+        """[n, hidden] -> [n, vocab], on every rank. If ``out`` is given, the result is written to
+        it.
+        """
         return self._head(hidden, out)
 
 

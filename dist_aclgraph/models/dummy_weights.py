@@ -1,7 +1,7 @@
-"""Weights without files: a checkpoint of zeros, of the shapes that config.json implies.
+"""Weights without files: a checkpoint of zeros, with the shapes that follow from config.json.
 
-Answers mean nothing; steps take the same time as with weights. On the emulated NPU the zeros count
-as device memory, but take none.
+Answers are meaningless, but steps take the same time as with real weights. On the emulated NPU, the
+zeros count as device memory, but use no memory of the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dist_aclgraph.models.int8_weights import Matrix
 
 
 class DummyCheckpoint:
-    """Has every tensor that is asked for, zeros of its shape; called as ``Checkpoint``."""
+    """Returns zeros of the requested shape for every name; has the interface of ``Checkpoint``."""
 
     def __init__(self, dtype: torch.dtype, *, device: torch.device, quantises: bool) -> None:
         self.dtype = dtype
@@ -25,7 +25,7 @@ class DummyCheckpoint:
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole tensor in the dtype of the checkpoint object."""
+        """Return a whole tensor in ``dtype``."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def read_part(
@@ -37,17 +37,19 @@ class DummyCheckpoint:
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> None:
-        """Make ``out`` zero."""
+        """Fill ``out`` with zeros."""
         out.zero_()
 
     def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
-        """Return whether ``read_matrix`` gives int8."""
+        """Return whether ``read_matrix`` returns int8."""
         return self._quantises
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> Matrix:
-        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight; int8 where it quantises."""
+        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, in int8 if this object
+        quantises.
+        """
         part = _cut(shape, dim, start, stop)
         if not self._quantises:
             return Matrix(self.read(name, part).t())

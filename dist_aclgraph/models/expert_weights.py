@@ -1,7 +1,7 @@
-"""Loading a layer's experts.
+"""Loads the experts of a layer.
 
-With expert parallelism a rank loads its experts whole. Without it, the tensor parallel group splits
-each expert by its inner width. Shared experts are always split.
+With expert parallelism, a rank loads some whole experts. Without expert parallelism, the tensor
+parallel group splits each expert by its inner width. Shared experts are always split.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dist_aclgraph.shapes.model_spec import ExpertSpec
 def load_experts(
     slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix: str
 ) -> ExpertLayer:
-    """Return this rank's part of the experts; no others are read.
+    """Return this rank's part of the experts. Other experts are not read.
 
     Args:
         hidden: width of the layer's input and output.
-        prefix: of the feed-forward part's names, such as ``model.layers.3.mlp``.
+        prefix: beginning of the weights' names, such as ``model.layers.3.mlp``.
 
     Raises:
         ConfigError: the experts cannot be divided among the ranks.
@@ -79,7 +79,7 @@ def _load_shared(
 def _gate_up(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
 ) -> list[MatrixPart]:
-    """Part of an MLP's inner width: [hidden, 2 * part]."""
+    """Return a part of an MLP's inner width: [hidden, 2 * part]."""
     names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     return [slices.matrix(name, (width, hidden), 0, *share) for name in names]
 
@@ -87,5 +87,5 @@ def _gate_up(
 def _down(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
 ) -> list[MatrixPart]:
-    """Part of an MLP's inner width: [part, hidden]."""
+    """Return a part of an MLP's inner width: [part, hidden]."""
     return [slices.matrix(f"{prefix}.down_proj", (hidden, width), 1, *share)]

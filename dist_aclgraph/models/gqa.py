@@ -1,5 +1,5 @@
-"""Grouped-query attention of a decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE, by the switches of
-``ModelSpec``.
+"""Grouped-query attention of a decoder. Fields of ``ModelSpec`` select the details of Llama, Qwen2,
+Qwen3 and Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Which heads a rank has. KV heads are replicated where there are fewer than ranks."""
+    """The heads of a rank. If there are fewer KV heads than ranks, several ranks have the same KV
+    head.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -34,7 +36,7 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
     """Split the heads over the tensor parallel group.
 
     Raises:
-        ConfigError: the group does not divide the heads, or they do not line up with KV heads.
+        ConfigError: the group size does not divide the heads, or does not fit the KV heads.
     """
     size = group.size
     num_heads = heads_per_rank(spec.num_heads, size, is_latent=False)
@@ -55,7 +57,10 @@ class GroupedQueryAttention:
     eps: float
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """Return q and k [num_tokens, heads, head_dim], rotated, v, and room like q."""
+        """Return q, k and v, [num_tokens, heads, head_dim] each, and a tensor for the result.
+
+        q and k are rotated.
+        """
         npu, a = torch.ops.npu, self.paged
         n = h.shape[0]
         widths = [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim]
@@ -67,7 +72,7 @@ class GroupedQueryAttention:
             k = npu.npu_rms_norm(k, self.k_norm, self.eps)[0]
         q = npu.npu_rotary_mul(q, *rope)[0]
         k = npu.npu_rotary_mul(k, *rope)[0]
-        # The cache write takes contiguous rows only.
+        # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
         return q, k, v, torch.empty_like(q)
 
@@ -97,7 +102,7 @@ class GroupedQuery:
         dtype: torch.dtype,
         max_len: int,
     ) -> None:
-        """Build the tables for requests of up to ``max_len`` tokens.
+        """Build the rotary tables for requests of up to ``max_len`` tokens.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
@@ -135,10 +140,10 @@ class GroupedQuery:
         )
 
     def rope(self, positions: Tensor) -> Rope:
-        """[n] -> cos and sin [1, n, 1, head_dim], from tables that were built at load."""
+        """[n] -> cos and sin, [1, n, 1, head_dim] each."""
         return self._rotary.rows(positions, (1, -1, 1, self._spec.head_dim))
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
         shape = (num_blocks, block_size, self._heads.num_kv_heads, self._spec.head_dim)
-        # Attention reads whole blocks: a NaN behind the last key would spread.
+        # Attention reads whole blocks, so a NaN after the last key would spread.
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2)))

@@ -1,7 +1,7 @@
-"""Matrices in int8 with one scale for each output: as checkpoints hold them, or made while loading.
+"""Matrices in int8 with one scale for each output, from the checkpoint or quantised at load.
 
-A scale belongs to all inputs of an output, not only to those that a rank holds. So the ranks hold
-parts of the same matrix, however many ranks there are.
+A scale depends on all inputs of an output, not only on the inputs that one rank loads. So the ranks
+have parts of the same matrix, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALE, OFFSET = "_scale", "_offset"  # of their names, behind the weight's
+SCALE, OFFSET = "_scale", "_offset"  # appended to the weight's name
 LARGEST = 127
 
 
@@ -21,34 +21,38 @@ class Matrix:
     """The weight of a product.
 
     Attributes:
-        weight: [in, out]; a view of what is stored, which has a row for each output.
-        scale: [1, out] float32, by which an int8 weight is multiplied; None for floats.
+        weight: [in, out]; a transposed view, because one row is stored for each output.
+        scale: [1, out] float32, factor of an int8 weight; None for floats.
     """
 
     weight: Tensor
     scale: Tensor | None = None
 
     def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> Matrix:
-        """Let ``rearrange`` move outputs: [n, out] -> [n, out]."""
+        """Return the matrix with its outputs in another order.
+
+        Args:
+            rearrange: changes the order of columns, [n, out] -> [n, out].
+        """
         scale = None if self.scale is None else rearrange(self.scale)
         return Matrix(rearrange(self.weight), scale)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest int8 matrix and its scales: the largest weight of each output is 127.
+    """Return the nearest int8 matrix and its scales. The largest weight of each output becomes 127.
 
     Args:
-        weight: [out, in] float32, with all inputs.
+        weight: [out, in] float32; must contain all inputs of the whole matrix.
 
     Returns:
         [out, in] int8 and [out, 1] float32.
     """
     scale = weight.abs().amax(1, keepdim=True) / LARGEST
-    # An output of zeros has the scale 0.
+    # If all weights of an output are zero, its scale is 0.
     steps = torch.where(scale > 0, weight / scale, 0.0)
     return steps.round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
 
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a matrix, either way round, by the scales of its outputs."""
+    """Multiply a matrix by the scales of its outputs; shapes must broadcast."""
     return (weight.float() * scale).to(dtype)

@@ -1,7 +1,8 @@
-"""Decoder layers in a row: norms, residual stream, attention of any kind, feed-forward part.
+"""A sequence of decoder layers: norms, residual stream, any kind of attention, feed-forward part.
 
-The forward pass is a chain of segments split at attention (``before_attention`` and
-``after_attention`` of each layer), so that a graph can be captured for the whole or for the pieces.
+The forward pass is a sequence of segments, cut at attention (``before_attention`` and
+``after_attention`` of each layer). So one graph can be captured for the whole pass, or one graph
+for each segment.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
-Embed = Callable[..., Tensor]  # of tensors with one row for each token: [num_tokens, hidden]
+Embed = Callable[..., Tensor]  # from tensors with one row per token to [num_tokens, hidden]
 
 
 class FeedForward(Protocol):
-    """The part of a layer behind attention."""
+    """The part of a layer after attention."""
 
     def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
         """[n, hidden] -> [n, hidden], summed over the ranks."""
@@ -36,13 +37,13 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True)
 class Mlp:
-    """The feed-forward part of a layer, split over the group by its inner width."""
+    """The feed-forward part of a layer without experts, split over the group by inner width."""
 
     gate_up: Product
     down: RowParallelLinear
 
     def __call__(self, x: Tensor, slots: Tensor, step: ExpertStep) -> Tensor:
-        """[n, hidden] -> [n, hidden]; the other arguments are for layers of experts."""
+        """[n, hidden] -> [n, hidden]; only layers of experts use the other arguments."""
         return self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)))
 
 
@@ -59,7 +60,7 @@ class DecoderLayer:
     def before_attention(
         self, x: Tensor, residual: Tensor | None, rope: Rope
     ) -> tuple[Tensor, ...]:
-        """Return the residual stream, and the inputs of attention."""
+        """Return the residual stream, followed by the inputs of attention."""
         npu = torch.ops.npu
         if residual is None:
             h, residual = npu.npu_rms_norm(x, self.input_norm, self.eps)[0], x
@@ -70,7 +71,7 @@ class DecoderLayer:
     def after_attention(
         self, attended: Tensor, residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output before its residual sum, and the residual stream."""
+        """Return the layer's output, not yet added to the residual stream, and this stream."""
         npu = torch.ops.npu
         h, _, residual = npu.npu_add_rms_norm(
             self.attention.output(attended), residual, self.post_attention_norm, self.eps
@@ -81,7 +82,9 @@ class DecoderLayer:
 def load_layer(
     slices: WeightSlices, spec: ModelSpec, kind: AttentionKind, index: int
 ) -> DecoderLayer:
-    """Return this rank's part of layer ``index``, which may lie beyond the decoder's own."""
+    """Return this rank's part of layer ``index``; an index after the decoder's last layer is
+    allowed.
+    """
     prefix, norm = f"model.layers.{index}", (spec.hidden_size,)
     return DecoderLayer(
         slices.whole(f"{prefix}.input_layernorm.weight", norm),
@@ -106,10 +109,10 @@ def _load_feed_forward(
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Layers one after another, and the norm behind them.
+    """Layers one after another, and a norm after the last layer.
 
     Attributes:
-        norm: [hidden].
+        norm: [hidden], weight of the norm.
     """
 
     kind: AttentionKind
@@ -131,12 +134,12 @@ class LayerStack:
         """Run all layers.
 
         Args:
-            embed: makes the first layer's input of ``inputs``, as part of the first segment.
+            embed: computes the first layer's input from ``inputs``, in the first segment.
             inputs: [num_tokens, ...] each.
             positions: [num_tokens] int32.
-            slots: [num_tokens] int32, ``PADDING_SLOT`` is padding.
-            caches: one per layer.
-            run: what becomes of each segment between two attentions: run now, captured, replayed.
+            slots: [num_tokens] int32; ``PADDING_SLOT`` marks padding.
+            caches: one cache per layer.
+            run: runs, captures or replays a segment.
 
         Returns:
             [num_tokens, hidden], normalised.
@@ -151,7 +154,7 @@ class LayerStack:
         return hidden
 
     def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:
-        """The forward pass, cut at attention: one segment more than there are layers."""
+        """Return the segments of the forward pass: one more than there are layers."""
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

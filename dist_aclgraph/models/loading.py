@@ -1,4 +1,4 @@
-"""One rank's slices of a checkpoint with Hugging Face's names."""
+"""Loads one rank's slices of a checkpoint that uses Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.models.int8_weights import Matrix
 
 WeightSource = Checkpoint | DummyCheckpoint
-NotePlaced = Callable[[int], None]  # bytes of a weight that is on the device
+NotePlaced = Callable[[int], None]  # called with the bytes of a weight that is on the device
 
 
 def note_nothing(num_bytes: int) -> None:
@@ -27,11 +27,11 @@ def note_nothing(num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """``[start, stop)`` of ``dim`` of an [out, in] weight, which is still to be read.
+    """``[start, stop)`` of ``dim`` of an [out, in] weight, which has not been read yet.
 
     Attributes:
-        shape: of the whole weight.
-        rearrange: moves outputs, [n, out] -> [n, out]; None where they stay as they are stored.
+        shape: shape of the whole weight.
+        rearrange: changes the order of outputs, [n, out] -> [n, out]; None keeps the stored order.
     """
 
     name: str
@@ -43,7 +43,7 @@ class MatrixPart:
 
     @property
     def where(self) -> tuple[str, tuple[int, int], int, int, int]:
-        """What a checkpoint is asked for."""
+        """The arguments for the reading methods of a checkpoint."""
         return self.name, self.shape, self.dim, self.start, self.stop
 
     @property
@@ -55,18 +55,18 @@ class MatrixPart:
         return self.shape[0] if self.dim == 1 else self.stop - self.start
 
     def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> MatrixPart:
-        """Let ``rearrange`` move outputs: [n, out] -> [n, out]."""
+        """Return the part with its outputs in another order; see ``rearrange``."""
         return replace(self, rearrange=rearrange)
 
 
 @dataclass(frozen=True)
 class WeightSlices:
-    """Cuts one rank's weights out of a checkpoint and puts them on its device.
+    """Reads one rank's weights from a checkpoint, and copies them to the rank's device.
 
     Attributes:
         group: tensor parallel ranks among which weights are split.
-        experts: how whole experts are divided among ranks, and run.
-        note: told of each weight that is there.
+        experts: how experts are divided among ranks, and how they run.
+        note: called with the bytes of each weight after it is on the device.
     """
 
     checkpoint: WeightSource
@@ -79,24 +79,25 @@ class WeightSlices:
         return self.place(self.checkpoint.read(name, shape))
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``; beyond the tensor's end is zero."""
+        """Return ``[start, stop)`` of ``dim``; elements after the tensor's end are zero."""
         return self.checkpoint.read_part(name, shape, dim, start, stop)
 
     def columns(self, name: str, out: int, width: int, start: int, stop: int) -> Tensor:
-        """Output features [start, stop) of an [out, in] weight in floats, transposed."""
+        """Return outputs [start, stop) of an [out, in] weight, transposed, in floats."""
         columns = MatrixPart(name, (out, width), 0, start, stop)
         return self._read([columns], self.checkpoint.dtype)[0]
 
     def place(self, weight: Tensor) -> Tensor:
-        """Return a weight as it stays: on the device, its elements in order."""
+        """Return a weight in its final form: contiguous, on the device."""
         placed = weight.contiguous().to(self.device)
         self.note(placed.nbytes)
         return placed
 
     def share(self, width: int) -> tuple[int, int]:
-        """This rank's part of an inner width.
+        """Return [start, stop) of this rank's part of an inner width.
 
-        Zero columns pad a width that the group does not divide: silu(0) * 0 = 0.
+        If the group size does not divide the width, zero columns are added; they do not change
+        results, because silu(0) * 0 = 0.
         """
         part = -(-width // self.group.size)
         return self.group.rank * part, (self.group.rank + 1) * part
@@ -104,11 +105,11 @@ class WeightSlices:
     def matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> MatrixPart:
-        """Name ``[start, stop)`` of ``dim`` of an [out, in] weight, for a product."""
+        """Return the description of ``[start, stop)`` of ``dim`` of an [out, in] weight."""
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
     def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:
-        """Return one product for several matrices, side by side."""
+        """Return one product for several matrices, whose outputs are concatenated."""
         weight, scales = self._read(parts, self._dtype_of(parts))
         weight = self.place(weight)
         if not scales:
@@ -116,7 +117,7 @@ class WeightSlices:
         return Int8Linear(weight, self.place(torch.cat(scales, 1).flatten()), bias)
 
     def expert_product(self, experts: Sequence[Sequence[MatrixPart]]) -> ExpertProduct:
-        """Return one product of experts, each with its matrices side by side."""
+        """Return one product for several experts; each expert's matrices are concatenated."""
         dtype = self._dtype_of(part for parts in experts for part in parts)
         stack = torch.empty((len(experts), *_sizes(experts[0])), dtype=dtype, device=self.device)
         filled = [self._fill(row, parts) for row, parts in zip(stack, experts, strict=True)]
@@ -128,23 +129,24 @@ class WeightSlices:
         return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
 
     def _dtype_of(self, parts: Iterable[MatrixPart]) -> torch.dtype:
-        """Return what one operator has its matrices in: int8 if all are, else floats.
+        """Return the type in which one operator gets its matrices: int8 if all of them are int8.
 
-        What a checkpoint leaves in floats is meant to stay so, also beside matrices in int8.
+        Otherwise the type is floats, because matrices that a checkpoint stores in floats must not
+        be quantised.
         """
         are_int8 = all(self.checkpoint.gives_int8(part.name, part.shape) for part in parts)
         return torch.int8 if are_int8 else self.checkpoint.dtype
 
     def _read(self, parts: Sequence[MatrixPart], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Return matrices side by side, [in, outputs of all], and the scales of those in int8."""
+        """Return concatenated matrices, [in, outputs of all], and their scales if they are int8."""
         weight = torch.empty(_sizes(parts), dtype=dtype, device=self.device)
         return weight, self._fill(weight, parts)
 
     def _fill(self, weight: Tensor, parts: Sequence[MatrixPart]) -> list[Tensor]:
-        """Read matrices into ``weight``, one after another: each goes to its columns at once.
+        """Read matrices one after another, each directly into its columns of ``weight``.
 
         Returns:
-            Their scales, [1, out] each, where the weight is int8.
+            The scales of the matrices, [1, out] each; empty if the weight is not int8.
         """
         scales, widths = [], [part.num_outputs for part in parts]
         for part, columns in zip(parts, torch.split(weight, widths, 1), strict=True):
@@ -163,10 +165,12 @@ class WeightSlices:
         return scales
 
     def fused(self, parts: list[tuple[str, int, int, int]], width: int, has_bias: bool) -> Product:
-        """One product for several: of each (name, out features, start, stop), side by side.
+        """Return one product for several weights, whose outputs are concatenated.
 
         Args:
-            width: input features of all.
+            parts: for each weight, its name, its number of outputs, and [start, stop) of the
+                outputs that are used.
+            width: number of inputs of each weight.
         """
         matrices = [self.matrix(n, (out, width), 0, a, b) for n, out, a, b in parts]
         bias = None
@@ -178,7 +182,7 @@ class WeightSlices:
     def row_parallel(
         self, name: str, shape: tuple[int, int], start: int, stop: int, has_bias: bool
     ) -> RowParallelLinear:
-        """Input features [start, stop) of a [out, in] weight of this shape."""
+        """Return the product with inputs [start, stop) of an [out, in] weight of this shape."""
         matrix = self.matrix(name, shape, 1, start, stop)
         bias = self.whole(f"{name}.bias", shape[:1]) if has_bias else None
         if self.group.size == 1:
@@ -187,5 +191,5 @@ class WeightSlices:
 
 
 def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
-    """Return inputs and outputs of matrices side by side."""
+    """Return the numbers of inputs and outputs of concatenated matrices."""
     return parts[0].num_inputs, sum(part.num_outputs for part in parts)

@@ -1,5 +1,5 @@
-"""Multi-head latent attention of a decoder (DeepSeek V2 and V3): products, norms and weights around
-the attention of ``layers/latent_attention.py``.
+"""Multi-head latent attention of a decoder (DeepSeek V2 and V3): the products, norms and weights
+that ``layers/latent_attention.py`` needs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def share_latent_heads(num_heads: int, group: CommGroup) -> range:
     """Return this rank's heads.
 
     Raises:
-        ConfigError: the group does not divide the heads, or into numbers that the attention
-            operator does not take.
+        ConfigError: the group size does not divide the heads, or the attention operator does not
+            support the number of heads on a rank.
     """
     count = heads_per_rank(num_heads, group.size, is_latent=True)
     return range(group.rank * count, (group.rank + 1) * count)
@@ -37,8 +37,9 @@ class MultiHeadLatentAttention:
     """The attention of one layer on this rank.
 
     Attributes:
-        down: hidden -> queries + 512 + 64: what becomes queries, the latent and its rotated key.
-        q_norm, q_up: [q_rank], and q_rank -> heads * 192; None where ``down`` gives the queries.
+        down: hidden -> q_rank (or the queries) + 512 (latent) + 64 (key to rotate).
+        q_norm: [q_rank], weight of a norm; None if ``down`` returns the queries.
+        q_up: q_rank -> heads * 192, the queries; None if ``down`` returns the queries.
     """
 
     down: Product
@@ -49,7 +50,9 @@ class MultiHeadLatentAttention:
     sizes: LatentSpec
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """Return q [n, heads, 128] and [n, heads, 64] rotated, kv [n, 576], and room like q."""
+        """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
+        tensor for the result.
+        """
         npu, sizes, n = torch.ops.npu, self.sizes, h.shape[0]
         x = self.down(h)
         width = sizes.kv_rank + sizes.rope_dim
@@ -81,7 +84,7 @@ class MultiHeadLatent:
     """State that the layers share: the rank's heads and the rotary tables."""
 
     slot_dtype = torch.int64
-    takes_long_queries = False  # directly its operator takes few of a request
+    takes_long_queries = False  # For direct attention, the operator accepts only few queries.
     ropes_written = True
 
     def __init__(
@@ -93,7 +96,7 @@ class MultiHeadLatent:
         dtype: torch.dtype,
         max_len: int,
     ) -> None:
-        """Build the tables for requests of up to ``max_len`` tokens.
+        """Build the rotary tables for requests of up to ``max_len`` tokens.
 
         Raises:
             ConfigError: the heads cannot be split over the group.
@@ -135,14 +138,17 @@ class MultiHeadLatent:
         )
 
     def _queries(self, slices: WeightSlices, name: str, width: int) -> MatrixPart:
-        """[width, heads * 192] of this rank's heads."""
+        """Return the query matrix of this rank's heads, [width, heads * 192]."""
         d = self._sizes.plain_dim + self._sizes.rope_dim
         out, first, last = self._spec.num_heads * d, self._heads.start * d, self._heads.stop * d
         matrix = slices.matrix(name, (out, width), 0, first, last)
         return matrix.rearranged(lambda columns: self._paired(columns, d))
 
     def _paired(self, weight: Tensor, width: int) -> Tensor:
-        """Order what is rotated, at the end of each ``width`` columns, in neighbouring pairs."""
+        """Move the columns that are rotated together next to each other.
+
+        These columns are the last ones of each ``width`` columns.
+        """
         if self._sizes.interleaves:
             return weight
         dim = self._sizes.rope_dim
@@ -168,12 +174,12 @@ class MultiHeadLatent:
         )
 
     def rope(self, positions: Tensor) -> Rope:
-        """[n] -> cos and sin [n, 1, 1, 64], from tables that were built at load."""
+        """[n] -> cos and sin, [n, 1, 1, 64] each."""
         return self._rotary.rows(positions, (-1, 1, 1, self._sizes.rope_dim))
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> LatentCache:
         widths = (self._sizes.kv_rank, self._sizes.rope_dim)
-        # Attention reads whole blocks: a NaN behind the last key would spread.
+        # Attention reads whole blocks, so a NaN after the last key would spread.
         return LatentCache(
             *(
                 torch.zeros((num_blocks, block_size, 1, width), dtype=dtype, device=self._device)

@@ -1,8 +1,8 @@
 """The module of a checkpoint that predicts one token further than the decoder.
 
-A mix of the hidden state at a position and the token after it, followed by one decoder layer.
-Embedding and head are the decoder's; checkpoints repeat them. Reference: the DeepSeek-V3 report,
-section 2.2.
+The module mixes the hidden state at a position with the token after this position, and runs one
+decoder layer on the result. It uses the embedding and the head of the decoder, although checkpoints
+contain copies of both. Reference: the DeepSeek-V3 report, section 2.2.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class NextTokenModule:
-    """One rank's part.
+    """One rank's part of the module.
 
     Attributes:
-        token_norm, hidden_norm: [hidden].
-        mix: [2 * hidden, hidden], the token's half first; whole on every rank.
+        token_norm, hidden_norm: [hidden], weights of norms.
+        mix: [2 * hidden, hidden], the token's half first; every rank has the whole matrix.
         stack: one layer, and the norm before the head.
     """
 
@@ -40,7 +40,7 @@ class NextTokenModule:
     head: VocabularyHead
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
-        """Return the layer's KV cache; its blocks are those of the decoder's layers."""
+        """Return the layer's KV cache, which uses the same block ids as the decoder's layers."""
         return self.stack.kind.make_cache(num_blocks, block_size, dtype)
 
     def forward(
@@ -53,12 +53,12 @@ class NextTokenModule:
         metadata: AttentionMetadata,
         step: ExpertStep,
     ) -> Tensor:
-        """Return [n, hidden], normalised: for ``logits``, and for the token after that.
+        """Return [n, hidden], normalised: the input of ``logits`` and of the next iteration.
 
         Args:
             token_ids: [n] int32, the token after each place.
-            hidden: [n, hidden] at each place, of the decoder or of this module.
-            positions: [n] int32, of the places.
+            hidden: [n, hidden], hidden state of each place, from the decoder or this module.
+            positions: [n] int32, positions of the places.
         """
         inputs = (token_ids, hidden)
         return self.stack.forward(self._mix, inputs, positions, slots, [cache], metadata, step=step)
@@ -80,7 +80,7 @@ def load_next_token_module(
     embedding: VocabularyEmbedding,
     head: VocabularyHead,
 ) -> NextTokenModule:
-    """Load the first next-token module: the layer behind the decoder's last."""
+    """Load the first next-token module, which is the layer after the decoder's last layer."""
     width = spec.hidden_size
     prefix, norm = f"model.layers.{spec.num_layers}", (width,)
     mix = slices.columns(f"{prefix}.eh_proj.weight", width, 2 * width, 0, width)

@@ -1,8 +1,8 @@
-"""Reading a checkpoint into the page cache ahead of the ranks that copy out of it.
+"""Reads a checkpoint into the page cache before ranks copy slices from it.
 
-So the disk reads while slices are computed. The ranks of a node take turns: together they request
-each byte once, from the first to the last, because they need slices of the same tensors at about
-the same time.
+So the disk reads while slices are converted. The ranks of a node take turns, so that together they
+request each byte once, from the first to the last. This order is right, because the ranks need
+slices of the same tensors at about the same time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from itertools import islice
 from pathlib import Path
 
 CHUNK_BYTES = 16 << 20
-MEMORY_SHARE = 0.5  # of what is free: more would be forgotten before it is used
+MEMORY_SHARE = 0.5  # share of free memory; more pages would be evicted before they are used
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A rank among those of its node that load at the same time."""
+    """The index of a rank among the ranks of its node that load at the same time."""
 
     index: int = 0
     count: int = 1
@@ -33,7 +33,11 @@ ALONE = Neighbour()
 
 
 def turns(sizes: Sequence[int], rank: Neighbour) -> Iterator[tuple[int, int, int]]:
-    """Yield a rank's chunks of files of ``sizes`` bytes: index of the file, first byte, bytes."""
+    """Yield a rank's chunks: index of the file, first byte, number of bytes.
+
+    Args:
+        sizes: sizes of the files in bytes.
+    """
     chunks = (
         (index, begin, min(CHUNK_BYTES, size - begin))
         for index, size in enumerate(sizes)
@@ -43,16 +47,16 @@ def turns(sizes: Sequence[int], rank: Neighbour) -> Iterator[tuple[int, int, int
 
 
 def read_ahead(files: Sequence[Path], rank: Neighbour) -> threading.Thread | None:
-    """Have the system read this rank's chunks of the files while this process works.
+    """Let the system read this rank's chunks of the files while this process works.
 
     Returns:
-        The thread that asks; None where the files do not fit into memory: there the system's own
-        reading ahead must do.
+        The thread that requests the chunks; None if the files do not fit into memory, so that only
+        the system's normal read-ahead is used.
     """
     try:
         sizes = [file.stat().st_size for file in files]
     except OSError:
-        return None  # the loader that needs the file says what is wrong
+        return None  # The loader will report the error.
     if sum(sizes) > MEMORY_SHARE * _available_bytes():
         return None
     thread = threading.Thread(target=_ask, args=(files, sizes, rank), daemon=True)
@@ -70,7 +74,7 @@ def _ask(files: Sequence[Path], sizes: Sequence[int], rank: Neighbour) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the bytes of memory that are free, or that cached files could give back."""
+    """Return the bytes of memory that are free or used only by cached files."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

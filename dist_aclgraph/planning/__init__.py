@@ -1,1 +1,1 @@
-"""Graph plans as values: budgets, buckets, negotiation, dispatch; nothing here touches a device."""
+"""Graph plans: budgets, buckets, negotiation and dispatch. No module here uses a device."""

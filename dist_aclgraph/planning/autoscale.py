@@ -1,4 +1,4 @@
-"""The number of groups for a deployment's requests: a rule with hysteresis."""
+"""Decides how many groups a deployment needs for its requests, by a rule with hysteresis."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Demand:
 
     Attributes:
         groups: number of these groups, 1 or more.
-        running, waiting: requests in all of them.
-        rows: requests that one group can run at once.
-        missing: lost groups, which are replaced.
+        running, waiting: numbers of running and of waiting requests in all these groups.
+        rows: number of requests that one group can run at once.
+        missing: number of lost groups, which will be replaced.
     """
 
     groups: int
@@ -27,12 +27,12 @@ class Demand:
 
 @dataclass
 class Autoscaler:
-    """Owns the time since which the load has been too high or too low.
+    """Owns the times at which the load became too high or too low.
 
-    One group is added once more than ``target_waiting`` requests per group have waited during all
-    of ``up_s``. One is removed once no request has waited during all of ``down_s``, while the
-    running requests would have filled at most half of the other groups. So the other groups have
-    room, and no request has to wait afterwards.
+    One group is added if more than ``target_waiting`` requests per group have been waiting for
+    ``up_s`` without a break. One group is removed if, for ``down_s`` without a break, no request
+    has been waiting and the running requests would have filled at most half of the other groups. So
+    after the removal the other groups have room, and no request must wait.
     """
 
     config: AutoscaleConfig
@@ -40,7 +40,7 @@ class Autoscaler:
     _idle_since_s: float | None = None
 
     def decide(self, now_s: float, demand: Demand) -> int:
-        """Return the wanted number of groups, without the lost ones."""
+        """Return the wanted number of groups; lost groups are not counted."""
         config, groups = self.config, demand.groups
         is_busy = demand.waiting > config.target_waiting * groups
         is_idle = not demand.waiting and 2 * demand.running <= (groups - 1) * demand.rows
@@ -51,7 +51,7 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # Lost groups are replaced, as often as that is allowed; do not request them a second time.
+        # Lost groups are replaced as often as their budget allows; do not request them twice.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

@@ -1,4 +1,4 @@
-"""Buckets: the token counts at which graphs are captured, and how a batch is padded to one."""
+"""Buckets: the token counts at which graphs are captured, and how a batch is padded to a bucket."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The graphs of one kind, at several sizes.
 
     Attributes:
-        run_mode: FULL graphs contain their attention; PIECEWISE ones run it between their pieces.
+        run_mode: FULL graphs contain attention; with PIECEWISE graphs, attention runs between the
+            pieces.
         query_len: tokens of each request; 0 accepts any mixture of prefill and decode.
-        buckets: ascending, in tokens.
+        buckets: sizes in tokens, ascending.
         refused: sizes that some rank could not capture; they are not tried again.
-        max_buckets: the largest number that every rank could capture at once; known after a
-            failure.
+        max_buckets: the largest number of buckets that every rank could capture together; None
+            before a capture has failed.
     """
 
     run_mode: RunMode
@@ -34,13 +35,13 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """A description in plain words, for tables and ledgers."""
+        """Name in plain words, for tables and ledgers."""
         return f"{self.run_mode.lower()} {'decode' if self.query_len else 'mixed'}"
 
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A mixed full graph has one request more than can run; this request takes the padding tokens.
+        A mixed full graph has one more request than can run; this request gets the padding tokens.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)
@@ -56,9 +57,10 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         return (graph.mode, graph.query_len) == (self.run_mode, self.query_len)
 
     def keep(self, without: BatchDescriptor | None, limit: int | None = None) -> GraphFamily:
-        """Return the family without one graph, and with at most ``limit`` of the others.
+        """Return the family without one graph, and with at most ``limit`` of the other graphs.
 
-        Both facts are permanent: the size is not tried again, and no more than ``limit`` sizes are.
+        Both changes are permanent: the size of the graph is not tried again, and the family never
+        gets more than ``limit`` sizes.
         """
         left = [b for b in self.buckets if without is None or b != without.num_tokens]
         if limit is not None:
@@ -69,19 +71,19 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stepped_sizes(largest: int) -> list[int]:
-    """Return 1, 2, 4, then steps of 8 below 256 and of 16 from there, up to ``largest``."""
+    """Return 1, 2, 4, then multiples of 8 below 256, then multiples of 16, up to ``largest``."""
     small = [size for size in (1, 2, 4) if size <= largest]
     return [*small, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
 
 
 def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tuple[int, ...]:
-    """Return candidate sizes, ascending: stepped ones, and the largest batch that a graph may hold.
+    """Return candidate sizes, ascending: the stepped sizes, and the size of the largest batch.
 
     Args:
         largest_batch: tokens of the largest batch that can run.
-        max_tokens: tokens of the largest graph.
-        query_len: tokens of each request in a decode step, draft tokens included (k + 1); sizes are
-            multiples of it.
+        max_tokens: maximum number of tokens of a graph.
+        query_len: tokens of each request in a decode step, drafts included (k + 1); sizes are
+            multiples of this number.
     """
     largest = min(largest_batch, max_tokens) // query_len * query_len
     sizes = {-(-size // query_len) * query_len for size in stepped_sizes(largest)}
@@ -89,9 +91,7 @@ def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tu
 
 
 def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the graphs that a configuration would capture if every rank could afford all of
-    them.
-    """
+    """Return the graphs that are captured if every rank has enough streams and memory for all."""
     graph = config.graph
     found = []
     if graph.mode in DECODE_MODES:
@@ -105,7 +105,10 @@ def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
 def asked_sizes(
     mode: str, decode: Sequence[int], mixed: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the keys of ``graph`` that request these sizes, as far as the mode has them."""
+    """Return the keys of the configuration's ``graph`` that request these sizes.
+
+    Keys that the mode does not use are left out.
+    """
     if mode == "FULL_AND_PIECEWISE":
         return {"sizes": tuple(decode), "mixed_sizes": tuple(mixed)}
     if mode == "NONE":
@@ -114,7 +117,7 @@ def asked_sizes(
 
 
 def lazy_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the graphs that may be captured on demand, for shapes that the plan leaves out."""
+    """Return the graphs that may be captured while serving, for shapes that are not in the plan."""
     mode, lazy = config.graph.mode, config.graph.lazy
     found = []
     if config.recovery.exact:
@@ -130,7 +133,7 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
-    if config.recovery.exact:  # the size of a graph may change a token's rounding
+    if config.recovery.exact:  # The size of a graph may change the rounding of results.
         buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
 
@@ -144,7 +147,7 @@ def _mixed_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
 
 
 class BufferSizes(NamedTuple):
-    """Upper limits of the inputs and outputs of graphs, over all of them."""
+    """The largest sizes of inputs and outputs of all graphs."""
 
     num_tokens: int
     num_reqs: int  # rows of block tables
@@ -152,35 +155,37 @@ class BufferSizes(NamedTuple):
 
 
 def buffer_sizes(graphs: Iterable[BatchDescriptor], max_num_seqs: int) -> BufferSizes:
-    """Return sizes that are large enough for each of the graphs; at least one of each."""
+    """Return sizes that are large enough for each graph; every size is at least 1."""
     tokens = reqs = samples = 1
     for graph in graphs:
         tokens = max(tokens, graph.num_tokens)
-        # Pieces contain no attention: they fit any number of requests, and of samples behind them.
+        # Pieces contain no attention, so they fit any numbers of requests and samples.
         reqs = max(reqs, graph.num_reqs or min(graph.num_tokens, max_num_seqs))
         samples = max(samples, graph.num_tokens if graph.query_len else graph.num_reqs)
     return BufferSizes(tokens, reqs, samples)
 
 
 def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
-    """Return the smallest bucket that holds ``num_tokens``, or None if none does.
+    """Return the smallest bucket that holds ``num_tokens``, or None if no bucket is large enough.
 
-    ``buckets`` ascend.
+    Args:
+        buckets: ascending.
     """
     index = bisect_left(buckets, num_tokens)
     return buckets[index] if index < len(buckets) else None
 
 
 def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return at most ``limit`` of the sizes, sampled evenly by index, both ends kept.
+    """Return at most ``limit`` of the sizes, chosen evenly by index, with the first and the last.
 
-    With a limit of one or zero the last size stays, because only that size covers every batch.
+    If the limit is one or less, only the last size is returned, because only this size is large
+    enough for every batch.
     """
     if limit >= len(sizes):
         return list(sizes)
     if limit <= 1:
         return list(sizes[-1:])
     step = (len(sizes) - 1) / (limit - 1)
-    # round() is half-to-even here as in the source; another rounding would pick other sizes.
+    # round() rounds half to even, as in vllm-ascend; another rounding would choose other sizes.
     middle = [sizes[round(i * step)] for i in range(1, limit - 1)]
     return [sizes[0], *middle, sizes[-1]]

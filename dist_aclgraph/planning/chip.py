@@ -1,7 +1,7 @@
-"""Limits of a chip and its release of CANN, checked before anything is loaded.
+"""Limits of a chip and its CANN release, checked before the model is loaded.
 
-The rules are from the operators' documents and tilings (FusedInferAttentionScore, the cache
-writes). They were not tried on an NPU.
+The rules come from the documents and tilings of operators (FusedInferAttentionScore, the cache
+writes). They were not tested on an NPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
-# CANN finds its own version by the variable that its set_env.sh sets.
+# CANN reads its version from a variable that CANN's set_env.sh sets.
 UNKNOWN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
@@ -27,14 +27,16 @@ class Chip:
 
     Attributes:
         name: e.g. Ascend910B1.
-        cann: version of CANN, e.g. 9.1.0; "" where CANN tells none, as without its set_env.sh.
+        cann: version of CANN, e.g. 9.1.0; "" if unknown, for example without CANN's set_env.sh.
     """
 
     name: str
     cann: str
 
     def is_cann_before(self, *version: int) -> bool:
-        """Whether CANN is older than ``version``, as an unknown one counts, for it is stricter."""
+        """Whether CANN is older than ``version``. An unknown version counts as older, because older
+        versions have stricter limits.
+        """
         return tuple(int(number) for number in re.findall(r"[0-9]+", self.cann)[:3]) < version
 
     @property
@@ -48,15 +50,15 @@ class Chip:
             whose: the device in plain words.
 
         Raises:
-            ConfigError: names key, value, limit and remedy.
+            ConfigError: the message names key, value, limit and remedy.
         """
         problem = next(self._problems(config, facts), None)
         if problem is not None:
             raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN})")
 
     def check_assumed(self, config: Config, whose: str) -> None:
-        """Refuse a chip of another generation than the plan's, because it has other prices and
-        limits.
+        """Refuse a chip whose generation differs from the one that the plan assumes, because prices
+        and limits differ.
 
         Raises:
             ConfigError: the message names the key to set.
@@ -69,11 +71,13 @@ class Chip:
             )
 
     def counts_shared_blocks(self, config: Config, facts: ModelFacts) -> bool:
-        """Whether attention refuses lengths that need more blocks than the cache has, where blocks
-        shared by requests count for each of them, and lengths of padding count, too.
+        """Whether attention refuses lengths that together need more blocks than the cache has.
+
+        Attention counts a shared block once for each request that uses it, and also counts the
+        lengths of padding.
         """
         parallel = config.parallel
-        # Over the cache, each rank attends with the queries of all ranks that share it.
+        # Each rank attends to its cache with the queries of all ranks that share the cache.
         head_ranks = max(1, parallel.dcp // parallel.pcp)
         splits = (
             self._has_split_fuse(config, facts, head_ranks)
@@ -83,7 +87,7 @@ class Chip:
         return not facts.mla and not splits
 
     def _has_split_fuse(self, config: Config, facts: ModelFacts, head_ranks: int = 1) -> bool:
-        """Whether the tiling of CANN 9 is used; calls that it does not support use that of CANN 8.
+        """Whether attention uses the tiling of CANN 9; unsupported calls use the tiling of CANN 8.
 
         Args:
             head_ranks: number of ranks whose heads attend together.
@@ -116,14 +120,14 @@ class Chip:
             return
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
-            # There, a full cache is decoded without a graph, in other shapes.
+            # If the cache is full, such attention cannot use a graph, and runs in other shapes.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # Tokens of a prompt, or its pieces, are rows with the same blocks.
+            # Tokens or pieces of a prompt are separate rows that use the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

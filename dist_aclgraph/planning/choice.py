@@ -1,4 +1,4 @@
-"""The sizes to capture: those with the lowest cost for the traffic, exactly."""
+"""Chooses the sizes to capture: the set with the lowest cost for the traffic, found exactly."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Choices:
-    """The best buckets for every number of them.
+    """The best set of buckets for every number of buckets.
 
     Attributes:
         sizes: the candidates, ascending.
-        costs: [max_buckets + 1]; the least expected cost with at most so many buckets, infinite
-            with none.
-        counts: [max_buckets + 1]; the smallest number of buckets that reaches that cost.
-        previous: [max_buckets + 1, sizes]; with k buckets of which the last is the size in this
-            column, the index in ``sizes`` of the previous bucket, plus one.
+        costs: [max_buckets + 1]; entry k is the lowest expected cost with at most k buckets; entry
+            0 is infinite.
+        counts: [max_buckets + 1]; entry k is the smallest number of buckets that has ``costs[k]``.
+        previous: [max_buckets + 1, sizes]; for the best k buckets whose last bucket is size j,
+            entry [k, j] is the index in ``sizes`` of the bucket before the last one, plus one.
     """
 
     sizes: tuple[int, ...]
@@ -45,19 +45,19 @@ class Choices:
 def choices(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> Choices:
-    """Return the best buckets for every number of them up to ``max_buckets``.
+    """Return the best set of buckets for every number of buckets up to ``max_buckets``.
 
-    A batch of n tokens costs as much as the smallest bucket that holds it; the expected cost is the
-    sum over n of weight times cost. Batches above the largest size always run without a graph, and
-    do not count. O(max_buckets * len(sizes)**2).
+    A batch of n tokens costs as much as the smallest bucket that holds n tokens; the expected cost
+    is the sum over n of weight times cost. Batches above the largest size always run without a
+    graph, so they are not counted. Time: O(max_buckets * len(sizes)**2).
 
     Args:
         sizes: candidates, ascending.
         weights: frequency of each number of live tokens.
-        costs: of one step at each size, in any one unit.
+        costs: cost of one step at each size, all in the same unit.
     """
     up_to = _weight_up_to(sizes, weights)
-    # pays[j, i]: cost of the batches above size i - 1 and up to size j, in bucket j.
+    # pays[j, i]: cost in bucket j of the batches above size i - 1 and up to size j.
     pays = (up_to[1:, None] - up_to[None, :]) * np.asarray(costs, np.float64)[:, None]
     n = len(sizes)
     pays[np.tri(n, n + 1, 0) == 0] = np.inf
@@ -81,7 +81,7 @@ def choices(
 def expected_cost(
     buckets: Sequence[int], weights: Mapping[int, float], costs: Mapping[int, float]
 ) -> float:
-    """Return the cost of the batches that fit a bucket, by the rule of ``choices``."""
+    """Return the expected cost, as ``choices`` defines it, of all batches that fit in a bucket."""
     padded = ((weight, pad_to_bucket(tokens, buckets)) for tokens, weight in weights.items())
     return sum(weight * costs[bucket] for weight, bucket in padded if bucket is not None)
 
@@ -95,9 +95,10 @@ def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float
 
 
 def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
-    """Return the cost of a step at each size: its padded tokens, or seconds if any are known.
+    """Return the cost of a step at each size: padded tokens, or seconds if any time was measured.
 
-    Between measured sizes, time grows linearly; outside them, in proportion to the tokens.
+    Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
+    proportional to the tokens.
     """
     if not seconds:
         return [float(size) for size in sizes]
@@ -111,7 +112,7 @@ def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float
 
 
 def _weight_up_to(sizes: Sequence[int], weights: Mapping[int, float]) -> FloatArray:
-    """Return the weight of batches without tokens, then of the batches that fit each size."""
+    """Return [1 + sizes]: first 0, then for each size the weight of all batches that fit in it."""
     dense = np.zeros(sizes[-1] + 1)
     for tokens, weight in weights.items():
         if 0 < tokens <= sizes[-1]:

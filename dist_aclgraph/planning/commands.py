@@ -1,7 +1,7 @@
-"""The moves of the transaction that changes a group's graphs, and the answers of ranks.
+"""The messages of the transaction that changes a group's graphs: commands, and ranks' answers.
 
-They are plain MessagePack, like steps. The same moves travel as actor calls before serving, and
-between steps while serving.
+The messages are plain MessagePack, like steps. Before serving, commands are sent as actor calls;
+while serving, the same commands are sent between steps.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ GraphAction = Literal["adopt", "prepare", "capture", "commit", "release"]
 
 
 class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
-    """One move, carried out by every rank.
+    """One command, which every rank executes.
 
     Attributes:
-        number: counts the commands of an epoch; the answers repeat it.
-        action: ``adopt`` a plan; ``prepare``: run a graph's work eagerly once; ``capture`` it;
-            ``commit``: it may be replayed afterwards; ``release`` it, committed or not.
+        number: number of the command in its epoch; the answers repeat it.
+        action: ``adopt``: use a plan; ``prepare``: run a graph's work eagerly once; ``capture``:
+            capture the graph; ``commit``: allow replays of the graph; ``release``: release the
+            graph, committed or not.
         graph: set for all actions except ``adopt``.
         plan: set for ``adopt``.
     """
@@ -41,12 +42,12 @@ class GraphCommand(msgspec.Struct, frozen=True, tag="graph"):
 
 
 class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
-    """A rank's vote: ``failure`` is None if it has executed the command.
+    """A rank's answer; ``failure`` is None if the rank has executed the command.
 
     Attributes:
         plan_hash: hash of the rank's plan.
         cost: cost of a capture.
-        free_streams: free streams of the device; None if its count does not follow graphs.
+        free_streams: number of the device's free streams; None if captures do not change it.
         live_bytes: used bytes of the graph pool.
         pool_bytes: all bytes of the graph pool.
     """

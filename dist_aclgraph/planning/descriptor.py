@@ -11,11 +11,12 @@ RunMode = Literal["NONE", "PIECEWISE", "FULL"]
 
 
 class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
-    """The key of a captured graph; nothing else identifies it.
+    """The key of a captured graph; nothing else identifies the graph.
 
     Attributes:
-        num_tokens: padded token count, the bucket.
-        num_reqs: padded request count; 0 for a graph without attention, which does not need it.
+        num_tokens: padded number of tokens, the bucket.
+        num_reqs: padded number of requests; 0 for a graph without attention, for which the number
+            does not matter.
         query_len: uniform query length, 0 if lengths differ.
         mode: mode of the capture.
     """
@@ -34,7 +35,7 @@ Table = list[BatchDescriptor | None]  # by token count; index 0 is never used
 
 
 def table_of(graphs: Iterable[BatchDescriptor]) -> Table:
-    """Return the smallest graph that holds each number of tokens.
+    """Return, for each number of tokens, the smallest graph that holds this number.
 
     Args:
         graphs: graphs of one kind, ascending.

@@ -1,6 +1,6 @@
-"""The graph that a batch replays: tables of the graphs that exist on every rank.
+"""Chooses the graph that a batch replays, from tables of the graphs that exist on every rank.
 
-Their descriptors are the only valid graphs; a miss runs eagerly and is counted with its reason.
+A batch without a graph in the tables runs eagerly, and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def always(graph: BatchDescriptor) -> bool:
 
 
 class GraphDispatcher:
-    """Owns the tables and their counters. Knows nothing of devices or captured graphs.
+    """Owns the tables and their counters. Knows nothing about devices or captured graphs.
 
-    Starts with the graphs of the plan; ``add`` and ``remove`` follow the changes while serving.
+    The tables start with the graphs of the plan; while serving, ``add`` and ``remove`` change them.
     """
 
     def __init__(self, plan: GraphPlan, lazy: LazyGraphs | None = None) -> None:
@@ -39,7 +39,8 @@ class GraphDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.live_tokens = 0  # tokens of replayed batches, without padding
         self._step = 0
-        self._decode_seen: Counter[int] = Counter()  # steps by live tokens, since the last ``take``
+        # Number of steps by live tokens since the last ``take_traffic``.
+        self._decode_seen: Counter[int] = Counter()
         self._mixed_seen: Counter[int] = Counter()
         self._make_tables()
 
@@ -49,10 +50,12 @@ class GraphDispatcher:
         """Return the graph that a batch replays, or None and the reason why it runs eagerly.
 
         Args:
-            num_tokens: tokens of the batch, at least one.
-            num_reqs: requests of the batch.
-            query_len: tokens of each request; 0 if they differ, or if some requests are mid-prompt.
-            fits: whether the batch may replay a graph: the KV cache has room for its padding.
+            num_tokens: number of tokens of the batch, at least one.
+            num_reqs: number of requests of the batch.
+            query_len: number of tokens of each request; 0 if requests differ, or if a request is in
+                the middle of its prompt.
+            fits: whether the batch may replay a graph, for example because the KV cache has room
+                for the graph's padding.
         """
         self._step += 1
         uniform = query_len if num_tokens == num_reqs * query_len else 0
@@ -70,7 +73,7 @@ class GraphDispatcher:
         return graph, reason
 
     def add(self, graph: BatchDescriptor) -> None:
-        """Add a graph that exists now on every rank."""
+        """Add a graph that every rank has captured now."""
         self.graphs.add(graph)
         self._make_tables()
 
@@ -80,8 +83,8 @@ class GraphDispatcher:
         self._make_tables()
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Set the plan that steps name from now on. Its graphs exist; of other graphs, only lazy
-        ones exist.
+        """Set the plan for the next steps. All graphs of the plan must exist; all other existing
+        graphs must be lazy graphs.
         """
         self.plan = plan
         if self.lazy is not None:
@@ -90,13 +93,13 @@ class GraphDispatcher:
 
     @property
     def step(self) -> int:
-        """Steps dispatched so far."""
+        """Number of dispatched steps."""
         return self._step
 
     def take_traffic(self) -> Traffic:
         """Return the frequency of each batch size since the last call.
 
-        Any thread may call this; a step that is counted meanwhile may be lost.
+        Any thread may call this; a step that another thread counts at the same time may be lost.
         """
         decode, self._decode_seen = self._decode_seen, Counter()
         mixed, self._mixed_seen = self._mixed_seen, Counter()
@@ -127,9 +130,8 @@ class GraphDispatcher:
     def report(self) -> dict[str, Any]:
         """Return the counters: replays and padding by graph, misses by reason.
 
-        Any thread may call this: each copy is atomic, while the engine's thread may add keys. The
-        engine adds a graph's replays before its padding, so the copies are taken in the opposite
-        order.
+        Any thread may call this, because each copy is atomic; the engine's thread may add keys at
+        the same time. The engine counts a replay before its padding, so padding is copied first.
         """
         padding, replays = dict(self.padding), dict(self.replays)
         return {
@@ -146,8 +148,9 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Return a table per kind: FULL before PIECEWISE, graphs for decoding alone before the
-        others.
+        """Make one table per kind of graph, in the order in which they are tried.
+
+        FULL comes before PIECEWISE, and graphs only for decoding come before other graphs.
         """
         kinds: dict[tuple[bool, bool, int], list[BatchDescriptor]] = {}
         for graph in sorted(self.graphs):

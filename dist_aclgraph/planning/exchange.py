@@ -1,7 +1,7 @@
-"""The way of a step's tokens to experts on other ranks: the rule, and the room of each way.
+"""Chooses how a step's tokens are sent to experts on other ranks, and the room of each exchange.
 
-Every number of the rule is the same on all ranks, so all of them make the same choice without
-communication. A rank sends its own slice of the tokens of its tensor parallel group.
+All inputs of the rule are the same on all ranks, so all ranks make the same choice without
+communication. A rank sends only its slice of its tensor parallel group's tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from dist_aclgraph.planning.mc2 import MIB, Mc2
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import ExchangeKind
 
-# The minimum saving of another way than gathering, per layer: the bytes that a link of 20 GB/s
-# moves in the time of two dozen small operators. Not measured on an NPU.
+# Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
+# all_gather: a link of 20 GB/s sends them in the time of two dozen small operators. This was not
+# measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-MIN_CAPACITY = 16  # rows for one rank; the fewer tokens, the less even is their distribution
+MIN_CAPACITY = 16  # rows for one rank; few tokens are distributed less evenly than many
 
 
 def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
-    """Return the rows that a rank may send to one other in an all-to-all of ``num_rows`` tokens.
+    """Return how many rows a rank may send to each rank in an all-to-all of ``num_rows`` tokens.
 
     Args:
-        factor: multiple of the expected number, if all choices of experts are equally likely.
+        factor: capacity as a multiple of the expected number of rows; all choices of experts are
+            assumed to be equally likely.
     """
     expected = num_rows * (1 - (1 - 1 / ep) ** top_k)
     return min(num_rows, max(MIN_CAPACITY, math.ceil(factor * expected)))
@@ -37,7 +39,7 @@ def experts_per_rank(num_experts: int, ep: int) -> int:
     """Return the number of whole experts of each of ``ep`` ranks.
 
     Raises:
-        ConfigError: they cannot be divided.
+        ConfigError: the experts cannot be divided evenly.
     """
     if num_experts % ep:
         raise ConfigError(f"parallel.ep is {ep}; it must divide the model's {num_experts} experts")
@@ -45,14 +47,14 @@ def experts_per_rank(num_experts: int, ep: int) -> int:
 
 
 class Decision(NamedTuple):
-    """The way of tokens, and its reason."""
+    """The chosen exchange, and the reason for the choice."""
 
     kind: ExchangeKind | None
     reason: str
 
 
 class Stretch(NamedTuple):
-    """A range of batches, ``first`` to ``last`` tokens, with the same way."""
+    """A range of batch sizes, ``first`` to ``last`` tokens, with the same decision."""
 
     first: int
     last: int
@@ -61,15 +63,15 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRule:
-    """Chooses the way for every batch size.
+    """Chooses the exchange for every batch size.
 
     Attributes:
-        tp: ranks of a tensor parallel group.
-        mc2: MC2 in this deployment, with the numbers of the experts; None if every tensor parallel
-            group has all of them.
-        setting: the configured way.
+        tp: number of ranks of a tensor parallel group.
+        mc2: MC2 in this deployment, and the numbers of experts; None if every tensor parallel group
+            has all experts.
+        setting: the configured exchange.
         capacity_factor: see ``expert_capacity``.
-        max_tokens: largest number of tokens of one batch.
+        max_tokens: maximum number of tokens of one batch.
     """
 
     tp: int
@@ -83,11 +85,11 @@ class ExchangeRule:
         """Return the rule of a deployment.
 
         Args:
-            chip: chip of all ranks; its generation and its CANN release matter.
+            chip: chip of all ranks; the rule depends on its generation and CANN release.
 
         Raises:
-            ConfigError: the experts cannot be divided, or the configured way is impossible; the
-                message has value, limit and remedy.
+            ConfigError: the experts cannot be divided evenly, or the configured exchange is
+                impossible; the message names value, limit and remedy.
         """
         parallel, experts = config.parallel, facts.experts
         mc2 = None
@@ -117,20 +119,18 @@ class ExchangeRule:
         return rule
 
     def choose(self, num_tokens: int) -> ExchangeKind | None:
-        """Return the way of tokens if each data parallel rank runs ``num_tokens``, padding
-        included.
-
-        None if no token has to travel.
+        """Return the exchange of a step in which each data parallel rank runs ``num_tokens``,
+        padding included; None if no token must be sent.
         """
         return self.decide(num_tokens).kind
 
     def decide(self, num_tokens: int) -> Decision:
-        """Return the choice with its reason.
+        """Return the exchange and the reason for it.
 
-        All ways take two exchanges per layer. Gathering is the simplest: no token can miss an
-        expert, and no index is computed. The others must save bytes. MC2 moves exactly the chosen
-        tokens. An all-to-all leaves room for uneven routing, and its step is run again if the room
-        is too small.
+        All exchanges communicate twice per layer. all_gather is the simplest: every token reaches
+        its experts, and no index is computed. So another exchange is chosen only if it saves bytes.
+        MC2 sends only the tokens that chose an expert. An all-to-all needs room for uneven routing;
+        if the room is too small, the step must run again.
         """
         mc2 = self.mc2
         if mc2 is None:
@@ -156,10 +156,10 @@ class ExchangeRule:
         return Decision("all_gather", f"no other way saves enough bytes{note}")
 
     def stretches(self) -> list[Stretch]:
-        """Return the choices for all batch sizes, from one token to the largest."""
+        """Return the decisions for all batch sizes, from one token to ``max_tokens``."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            last = min(self.max_tokens, first + self.tp - 1)  # the same number of rows on each rank
+            last = min(self.max_tokens, first + self.tp - 1)  # up to here, each rank has equal rows
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
                 found[-1] = found[-1]._replace(last=last)
@@ -169,7 +169,7 @@ class ExchangeRule:
 
     @property
     def mc2_buffer_mb(self) -> int | None:
-        """HCCL's buffer in MB of MC2's own domain; None if no batch uses MC2."""
+        """Size of HCCL's buffer for MC2's domain, in MB; None if no batch uses MC2."""
         if self.mc2 is None:
             return None
         last = max((s.last for s in self.stretches() if s.decision.kind == "mc2"), default=None)
@@ -178,20 +178,21 @@ class ExchangeRule:
         return self.mc2.buffer_mb or self.mc2.needed_mb(-(-last // self.tp))
 
     def _saved_bytes(self, gathered: int, sent: float) -> float:
-        """Return the bytes that a rank saves in one layer, both ways, if each other rank sends it
-        ``sent`` rows instead of ``gathered``.
+        """Return the bytes that a rank saves in one layer, in both directions.
+
+        Args:
+            gathered: number of rows from each other rank with all_gather.
+            sent: number of rows from each other rank with the exchange.
         """
         assert self.mc2 is not None
         row = self.mc2.hidden * self.mc2.element_bytes
         return 2 * (self.mc2.ep - 1) * (gathered - sent) * row
 
     def _check(self) -> None:
-        """Refuse an explicit MC2 that no batch can use, or not every batch within its operators'
-        limits.
-        """
+        """Refuse a configured MC2 that cannot run all batches that its operators accept."""
         if self.mc2 is None or self.setting != "mc2":
             return
-        # Larger batches than its operators accept use another way.
+        # Batches larger than MC2's operators accept use another exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

@@ -1,9 +1,10 @@
-"""Lazy graphs: shapes outside the plan that are frequent enough to pay for their own graph.
+"""Lazy graphs: graphs for shapes that are not in the plan, but are frequent enough to be captured.
 
-This module only decides. It keeps an LRU of a few shapes, chosen by their expected savings. The
-caller reports the result of each decision: a shape enters after it was captured on every rank, and
-a shape that failed is not tried again for a while. Work is counted in tokens: those of an eager
-step, and the padding of a step that replayed a larger graph than necessary.
+This module only decides. It keeps an LRU list of a few shapes, chosen by their expected savings.
+The caller reports the result of each decision: a shape enters the list after every rank has
+captured it; a shape whose capture failed is not tried again for some time. Savings are counted in
+tokens: all tokens of an eager step, and the avoidable padding of a step that replayed a larger
+graph than necessary.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class LazyChange:
-    """Capture ``graph``; if there is no room for it, release ``victim`` first."""
+    """A decision to capture ``graph``, and to release ``victim`` before if it is not None."""
 
     graph: BatchDescriptor
     victim: BatchDescriptor | None = None
 
 
 class LazyGraphs:
-    """Owns the LRU, and the possible savings of other shapes.
+    """Owns the LRU list, and the possible savings of other shapes.
 
     Args:
         families: kinds and sizes that may be captured lazily.
-        capacity: graphs that may exist at once.
-        min_tokens: work that a shape must cost before it is captured.
-        retry_steps: steps for which a failed shape is not tried again.
+        capacity: maximum number of lazy graphs at the same time.
+        min_tokens: number of tokens that a graph could have saved before it is captured.
+        retry_steps: number of steps for which a failed shape is not tried again.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class LazyGraphs:
         self._min_tokens = min_tokens
         self._retry_steps = retry_steps
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
-        self._wasted: Counter[BatchDescriptor] = Counter()  # tokens, by the shape that saves them
-        self._failed: dict[BatchDescriptor, int] = {}  # step of the last failure
+        self._wasted: Counter[BatchDescriptor] = Counter()  # tokens that each shape would save
+        self._failed: dict[BatchDescriptor, int] = {}  # step of each shape's last failure
         self._evicted: Counter[BatchDescriptor] = Counter()
         self.has_change = False  # whether ``next_change`` would return a change
 
     @classmethod
     def from_config(cls, config: Config, capacity: int) -> LazyGraphs | None:
-        """Return the configured policy, with room for ``capacity`` graphs; None if it is off."""
+        """Return the configured policy with room for ``capacity`` graphs; None if this is 0."""
         if not capacity:
             return None
         return cls(
@@ -73,13 +74,13 @@ class LazyGraphs:
 
     @property
     def graphs(self) -> tuple[BatchDescriptor, ...]:
-        """The graphs that exist, least recently used first."""
+        """The existing lazy graphs, least recently used first."""
         return tuple(self._used)
 
     def note(
         self, num_tokens: int, query_len: int, replayed: BatchDescriptor | None, step: int
     ) -> None:
-        """Count a step: the graph that its batch replayed, and the savings of its own graph."""
+        """Count a step: the use of its graph, and the tokens that a better graph would save."""
         if replayed is not None and replayed in self._used:
             self._used[replayed] = self._used.pop(replayed)
         shape = self._shape_of(num_tokens, query_len)
@@ -92,8 +93,8 @@ class LazyGraphs:
         self.has_change |= self._pays(shape)
 
     def next_change(self) -> LazyChange | None:
-        """Return the shape with the largest savings, if it is worth a capture, and reset its
-        count.
+        """Return the capture of the shape with the largest savings, and reset its savings; None if
+        no shape has saved enough.
         """
         if not self.has_change or not self._capacity:
             return None
@@ -107,8 +108,8 @@ class LazyGraphs:
         return LazyChange(shape, victim)
 
     def _pays(self, shape: BatchDescriptor) -> bool:
-        # The price doubles after each eviction: more shapes than there is room for must not take
-        # turns.
+        # The necessary savings of a shape double after each eviction, so that shapes do not evict
+        # each other again and again.
         return self._wasted[shape] >= self._min_tokens << min(self._evicted[shape], MAX_DOUBLINGS)
 
     def enter(self, graph: BatchDescriptor) -> None:
@@ -116,9 +117,7 @@ class LazyGraphs:
         self._used[graph] = None
 
     def leave(self, graph: BatchDescriptor) -> None:
-        """Note that the graph was released, or became part of the plan, which needs no lazy graph
-        of it.
-        """
+        """Note that the graph was released, or that the plan contains it now."""
         self._used.pop(graph, None)
         self._wasted.pop(graph, None)
         self.has_change = any(map(self._pays, self._wasted))

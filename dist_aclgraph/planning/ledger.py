@@ -1,6 +1,4 @@
-"""The ledger of one rank: its offer, the predicted cost of the plan, the measured cost of
-capture.
-"""
+"""The ledger of one rank: its offer, and the predicted and the measured cost of graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # a larger relative difference between prediction and measurement causes a warning
+TOLERANCE = 0.10  # relative difference of prediction and measurement that causes no warning
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):
@@ -20,9 +18,9 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
     term: str
     unit: str  # "streams" or "bytes"
-    predicted: int | None  # None if the budget model does not know it
-    measured: int | None = None  # filled by the rank that captures
-    parts: dict[str, int] = {}  # the prediction by owner, if known
+    predicted: int | None  # None if the budget model does not predict the item
+    measured: int | None = None  # set by the rank that captures
+    parts: dict[str, int] = {}  # the prediction by owner of the streams, if known
 
     @property
     def is_off(self) -> bool:
@@ -34,7 +32,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     def describe(self) -> str:
         """Return prediction and measurement in words, and the part closest to their difference.
 
-        Devices report the number of free streams, not their owners, so the part is a guess.
+        The part is only a guess at the cause: devices report how many streams are free, but not
+        the owners of used streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:
@@ -46,18 +45,18 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """What one rank offered, was predicted to use, and used; part of reports."""
+    """The streams and bytes that one rank offered, and their predicted and measured use."""
 
     rank: int
     offered_streams: int
     offered_bytes: int
     entries: list[LedgerEntry]
-    terms: dict[str, int] = {}  # the price of one bucket and the fixed price, itemised
-    counts_streams: bool = True  # whether the device's count of streams follows graphs
+    terms: dict[str, int] = {}  # the prices of one bucket and the fixed price, itemised
+    counts_streams: bool = True  # whether captures change the device's count of free streams
 
     @classmethod
     def predict(cls, offer: StreamOffer, plan: GraphPlan, budget_model: BudgetModel) -> Ledger:
-        """Return the ledger of a rank before capture: everything predicted, nothing measured."""
+        """Return the ledger of a rank before captures, with predictions and no measurement."""
         prices = {family.name: budget_model.price(family, offer) for family in plan.families}
         fixed = budget_model.fixed(offer) if plan.families else ()
         entries = [
@@ -92,9 +91,9 @@ class Ledger(msgspec.Struct, kw_only=True):
         return sum(entry.predicted or 0 for entry in self.entries if entry.unit == "streams")
 
     def measure(self, term: str, value: int, unit: str = "streams") -> None:
-        """Enter the measured cost of ``term``; a term without a prediction counts as predicted 0.
+        """Set the measured cost of ``term``; a term without a prediction gets the prediction 0.
 
-        Streams are omitted if the device's count does not follow graphs.
+        Streams are ignored if captures do not change the device's count of free streams.
         """
         if unit == "streams" and not self.counts_streams:
             return
@@ -105,12 +104,14 @@ class Ledger(msgspec.Struct, kw_only=True):
         self.entries.append(LedgerEntry(term=term, unit=unit, predicted=0, measured=value))
 
     def keep(self, plan: GraphPlan) -> None:
-        """Remove the graphs that ``plan`` does not have, with their costs."""
+        """Remove the entries of graphs that are not in ``plan``."""
         graphs = {str(graph) for graph in plan.capture_order}
         self.entries = [e for e in self.entries if e.unit != "streams" or e.term in graphs]
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each term whose measurement is more than 10 % off, or missing."""
+        """Return a sentence for each term whose measurement differs by more than 10 % from the
+        prediction, and one sentence if streams cannot be measured.
+        """
         off = [entry.describe() for entry in self.entries if entry.is_off]
         if not self.counts_streams:
             off.append(
@@ -120,7 +121,7 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 
 def _by_name(price: Price) -> dict[str, int]:
-    """Return a price by owner of the streams, over all graphs of a bucket."""
+    """Return a price by owner of the streams, summed over all graphs of a bucket."""
     parts: Counter[str] = Counter()
     for term in price:
         parts[term.name] += term.total
@@ -128,9 +129,9 @@ def _by_name(price: Price) -> dict[str, int]:
 
 
 def pool_bytes(plan: GraphPlan, offer: StreamOffer, budget_model: BudgetModel) -> int:
-    """Return the bytes that all graphs of a plan take together on a rank; 0 if unknown.
+    """Return the bytes that all graphs of a plan need together on a rank; 0 if unknown.
 
-    They share one pool and are captured largest first, so only the most expensive one counts.
+    Graphs share one pool and are captured largest first, so only the most expensive graph counts.
     """
     return max(
         (

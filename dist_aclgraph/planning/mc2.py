@@ -1,6 +1,6 @@
-"""MC2: operators that bring tokens to their experts; their limits, and when they pay off.
+"""MC2: operators that send tokens to their experts. Their limits, and when they are worth using.
 
-The limits are those of the operators' documents; none was tried on an NPU.
+The limits come from the operators' documents; none was tested on an NPU.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # of an A2
+MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # limits on an A2 with CANN 8
 
 
 class Mc2Batch(NamedTuple):
-    """The tokens and experts of one dispatch and combine.
+    """The sizes of one dispatch and combine.
 
     Attributes:
-        num_rows: most tokens of one rank.
-        num_local: experts of one rank.
+        num_rows: number of tokens of the rank with the most tokens.
+        num_local: number of experts of one rank.
     """
 
     num_rows: int
@@ -34,7 +34,7 @@ class Mc2Batch(NamedTuple):
     top_k: int
 
 
-# Bytes of HCCL's buffer, by the operators' documents.
+# The operators' documents give these formulas for the bytes of HCCL's buffer.
 
 
 def a2_fullmesh_bytes(batch: Mc2Batch) -> int:
@@ -64,12 +64,13 @@ class Mc2Operators:
     """MC2 on one generation of NPUs, with one algorithm.
 
     Attributes:
-        comm_alg: the operators' name of the algorithm.
-        max_rows: tokens of one rank.
-        buffer_bytes: the need of HCCL's buffer.
-        hidden_sizes: widths of a token.
-        pays_from_ep, pays_to_local: ranks, and experts of a rank, for which other projects use MC2.
-        takes_scales: whether the weights of experts travel with the tokens, and back.
+        comm_alg: name of the algorithm as the operators' argument.
+        max_rows: maximum number of tokens of one rank.
+        hidden_sizes: supported hidden sizes.
+        buffer_bytes: returns the necessary bytes of HCCL's buffer.
+        pays_from_ep: smallest number of ranks for which other projects use MC2.
+        pays_to_local: largest number of experts of a rank for which other projects use MC2.
+        takes_scales: whether the weights of experts are sent with the tokens, and back.
         takes_mask: whether the operators can leave out rows.
     """
 
@@ -86,7 +87,7 @@ class Mc2Operators:
     takes_mask: bool = True
 
 
-# Of the algorithms that are possible, the first one is preferred.
+# Among the possible algorithms, the first one is preferred.
 MC2_OPERATORS = (
     Mc2Operators(
         "A2",
@@ -127,12 +128,13 @@ MC2_OPERATORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Mc2:
-    """MC2 in one deployment; every attribute is the same on all its ranks.
+    """MC2 in one deployment. Every attribute is the same on all ranks.
 
     Attributes:
-        element_bytes: of activations.
-        buffer_mb: HCCL's buffer of MC2's own domain; None means as much as a batch needs.
-        algorithm: the configured one.
+        element_bytes: bytes of one element of activations.
+        buffer_mb: size of HCCL's buffer for MC2's domain, in MB; None means the size that the
+            largest batch needs.
+        algorithm: the configured algorithm.
     """
 
     ep: int
@@ -147,7 +149,9 @@ class Mc2:
 
     @cached_property
     def operators(self) -> Mc2Operators | None:
-        """MC2 with the best algorithm for this number of ranks; None if the chip has none."""
+        """The operators with the best algorithm for this number of ranks; None if the chip has no
+        MC2, or not the configured algorithm.
+        """
         found = [p for p in self._known_operators if self.algorithm in ("auto", p.algorithm)]
         return next((p for p in found if self.ep in p.ep_sizes), found[-1] if found else None)
 
@@ -157,22 +161,22 @@ class Mc2:
 
     @property
     def max_rows(self) -> int:
-        """Largest number of tokens per rank that the operators accept, with any buffer."""
+        """Maximum number of tokens per rank that the operators accept, for any buffer size."""
         rows = self.operators.max_rows if self.operators else 0
         return min(rows, MAX_ROWS_CANN_8) if self._is_a2_of_cann_8 else rows
 
     def needed_mb(self, num_rows: int) -> int:
-        """Return the buffer in MB for batches of so many tokens per rank."""
+        """Return the necessary buffer in MB for ``num_rows`` tokens per rank."""
         assert self.operators is not None
         batch = Mc2Batch(num_rows, self.hidden, self.ep, self.num_local, self.top_k)
         return self.operators.buffer_bytes(batch) // MIB + 1
 
     def obstacle(self, num_rows: int) -> str | None:
-        """Return why ``num_rows`` tokens per rank cannot use MC2, None if they can."""
+        """Return why ``num_rows`` tokens per rank cannot use MC2; None if MC2 is possible."""
         return next(self._obstacles(num_rows), None)
 
     def loss(self) -> str | None:
-        """Return why MC2 does not pay off where it is possible, None if it does."""
+        """Return why MC2 is possible but not worth using; None if it is worth using."""
         operators = self.operators
         assert operators is not None
         if self.ep >= operators.pays_from_ep and self.num_local <= operators.pays_to_local:

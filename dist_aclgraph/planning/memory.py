@@ -1,8 +1,9 @@
-"""Device memory of one rank, itemised: computed from shapes, before anything is loaded.
+"""Device memory of one rank, itemised, and computed from shapes before the model is loaded.
 
-Weights and step buffers are the allocations of the runtime. HCCL's buffers follow the vendor's
-document of HCCL_BUFFSIZE: an input and an output buffer of that size for each communicator; they
-were not measured here. Activations are estimates that are rather too high.
+The sizes of weights and step buffers are exactly the runtime's allocations. The sizes of HCCL's
+buffers come from the vendor's document of HCCL_BUFFSIZE: each communicator has an input buffer and
+an output buffer of this size; they were not measured. The sizes of activations are estimates that
+are too high rather than too low.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from dist_aclgraph.shapes.weight_sizes import weight_parts
 from dist_aclgraph.topology import ParallelLayout
 
 MIB, GIB = 1 << 20, 1 << 30
-BUFFERS_OF_A_DOMAIN = 2  # one for input, one for output
+BUFFERS_OF_A_DOMAIN = 2  # one input buffer and one output buffer
 INT32_BYTES = 4
-LARGE = 4  # a refusal names each part that takes a fourth of the device, or more
+LARGE = 4  # An error message names each part that needs a quarter of the device or more.
 WEIGHTS = "weights"
 EAGER_STEPS = "eager steps"
 HCCL_BUFFERS, MC2_BUFFERS = "HCCL buffers", "MC2 buffers"
@@ -54,12 +55,13 @@ class MemoryPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one device besides graphs and KV blocks, and the rest for those.
+    """The memory of one device: what is used, and what is left for graphs and KV blocks.
 
     Attributes:
-        parts: memory in use before the first graph, without that of eager steps.
-        graph_bytes: estimate of the graph pool, used if no budget model predicts it.
-        eager_bytes: estimate of the temporary memory of the largest eager step.
+        device_bytes: all bytes of the device, or its free bytes before the model is loaded.
+        parts: memory in use before the first graph, without the memory of eager steps.
+        graph_bytes: estimated bytes of the graph pool, used if no budget model predicts them.
+        eager_bytes: estimated temporary memory of the largest eager step.
     """
 
     device_bytes: int
@@ -77,15 +79,15 @@ class RankMemory:
         has_hccl_buffers: bool,
         mc2_buffer_mb: int | None = None,
     ) -> RankMemory:
-        """Return the account of a rank.
+        """Return the memory of a rank.
 
         Args:
-            model: a ``ModelSpec`` if the decoder's shape is known; else the checkpoint's files say
-                how large the weights are.
-            device_bytes: all bytes of the device, or the free ones before anything is loaded.
-            has_hccl_buffers: whether ``device_bytes`` must still pay for HCCL's buffers; the
-                emulator has them elsewhere.
-            mc2_buffer_mb: buffer of MC2's own domain; None without MC2.
+            model: a ``ModelSpec`` if the decoder's shape is known; otherwise the sizes of the
+                checkpoint's files are used as sizes of weights.
+            device_bytes: all bytes of the device, or its free bytes before the model is loaded.
+            has_hccl_buffers: whether HCCL's buffers will be allocated in ``device_bytes``; on the
+                emulator they are not in device memory.
+            mc2_buffer_mb: size of MC2's buffer in MB; None without MC2.
         """
         parallel = config.parallel
         hccl = _hccl_buffers(config, mc2_buffer_mb) if has_hccl_buffers else ()
@@ -150,7 +152,7 @@ class RankMemory:
 
     @property
     def needs(self) -> tuple[MemoryPart, ...]:
-        """Everything besides graphs and KV blocks, the largest first; weights are one part."""
+        """All parts except graphs and KV blocks, the largest first; weights are one part."""
         weights = MemoryPart(WEIGHTS, self.weight_bytes)
         eager = MemoryPart(EAGER_STEPS, self.eager_bytes, "estimated from above")
         others = (part for part in self.parts if WEIGHTS not in (part.name, part.why))
@@ -158,15 +160,15 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes for graphs and KV blocks."""
+        """Bytes that are left for graphs and KV blocks."""
         return max(0, self.device_bytes - self.taken_bytes - self.eager_bytes)
 
     def check_fits(self, config: Config, whose: str = "each NPU") -> None:
-        """Refuse weights, buffers and eager steps that do not fit on the device together.
+        """Refuse weights, buffers and eager steps that together do not fit on the device.
 
         Raises:
-            ConfigError: the message has the needed and the available bytes, and the large parts
-                with their remedies.
+            ConfigError: the message names needed and available bytes, the large parts, and how to
+                make each of these parts smaller.
         """
         needed = self.taken_bytes + self.eager_bytes
         if needed <= self.device_bytes:
@@ -184,9 +186,9 @@ class RankMemory:
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
-    """Return how a part can be made smaller, in words that follow a colon."""
+    """Return how to make a part smaller, as the end of an error message."""
     limits = config.scheduler
-    own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)  # of MC2's one domain
+    own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)  # buffer size of MC2's only domain
     remedies = {
         EAGER_STEPS: f"lower scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens})",
         HCCL_BUFFERS: f"set device.hccl_buffer_mb below {config.device.hccl_buffer_mb}",
@@ -198,7 +200,7 @@ def _how_to_shrink(part: MemoryPart, config: Config) -> str:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Return the parts for the communication domains of a rank; each rank has the same number."""
+    """Return the parts for a rank's communication domains; all ranks have as many domains."""
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()
@@ -224,8 +226,8 @@ class EagerStep(NamedTuple):
     """The largest eager step of a rank.
 
     Attributes:
-        num_tokens: all tokens that the rank runs.
-        num_direct: those of them that attend to each shard on their own.
+        num_tokens: number of tokens that the rank runs.
+        num_direct: number of these tokens that attend directly, each as a separate row.
     """
 
     num_tokens: int
@@ -233,19 +235,19 @@ class EagerStep(NamedTuple):
 
 
 def largest_eager_step(config: Config) -> EagerStep:
-    """Return the largest share of a rank: short requests whole, and its chunks of long ones."""
+    """Return the largest share of a rank: all tokens of short requests, and chunks of long ones."""
     limits, pcp = config.scheduler, config.parallel.pcp
     direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)
     if pcp == 1:
         return EagerStep(limits.max_num_batched_tokens, direct)
     split = limits.max_num_batched_tokens - direct
-    # The chunks of a request differ by one token, and a rank has two of them.
+    # A rank has two chunks of each request, and chunk lengths differ by at most one token.
     share = direct + -(-split // pcp) + 2 * limits.max_num_seqs
     return EagerStep(min(share, limits.max_num_batched_tokens), direct)
 
 
 def _largest_graphs(config: Config) -> BufferSizes:
-    """Return the memory of the largest graph of each kind."""
+    """Return buffer sizes that are large enough for the largest graph of each kind."""
     max_num_seqs = config.scheduler.max_num_seqs
     families = (*candidate_families(config), *lazy_families(config))
     return buffer_sizes(
@@ -254,23 +256,26 @@ def _largest_graphs(config: Config) -> BufferSizes:
 
 
 def _step_buffers(config: Config, spec: ModelSpec, largest: BufferSizes) -> tuple[MemoryPart, ...]:
-    """Return the bytes of step buffers: inputs and outputs of the largest graphs, cosines and sines
-    of all positions, the state of sampling and drafting, and token counts of each row.
+    """Return the bytes of step buffers and of token counts.
+
+    Step buffers are the inputs and outputs of the largest graphs, the cos and sin tables of all
+    positions, and the state of sampling and drafting.
     """
     element_bytes, k = DTYPE_BYTES[config.dtype], config.speculative.num_tokens
     num_rows, vocab_size = config.scheduler.max_num_seqs, spec.vocab_size
     num_tokens, num_reqs, num_samples = largest
     max_len = spec.max_model_len(config)
-    # Logits, the greatest of each row, and the hidden states from which drafts begin.
+    # Logits, the greatest logit of each row, and the hidden states from which drafting begins.
     outputs = num_samples * (vocab_size + 1 + (spec.hidden_size if k else 0))
     rope_dim = spec.latent.rope_dim if spec.latent else spec.head_dim
     tables = 2 * (max_len + SPARE_POSITIONS) * rope_dim
     _, inputs = pack_parts(input_sizes(num_tokens, num_reqs, k))
     width = table_width(max_len, Shards.from_config(config).tokens_per_block, k)
-    inputs += num_reqs * width + num_tokens + num_reqs  # place of every token; accepted drafts
-    # random numbers of the race
+    # the block table, the index of every token, and the numbers of accepted drafts
+    inputs += num_reqs * width + num_tokens + num_reqs
+    # the token table, and the random factors and summands of tokens
     sampling = max(num_samples, num_rows) + vocab_size + 2 * vocab_size
-    # of each row and the spare one: drafts, the last token, and the number of accepted drafts
+    # for each row and the spare row: drafts, the last token, and the number of accepted drafts
     if k:
         sampling += aligned((num_rows + 1) * k) + 2 * (num_rows + 1)
     counts = num_rows * vocab_size

@@ -1,4 +1,4 @@
-"""The graph mode that a model and a device support, and the reason if another one was requested."""
+"""Chooses a graph mode that model and device support, and gives reasons for changes of the mode."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ AttentionUpdates = Literal["any", "uniform"]
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSupport:
-    """The abilities of model and device.
+    """The properties of model and deployment that limit graph modes.
 
     Attributes:
-        attention_updates: batches for which captured attention accepts new lengths: any batch, or
-            uniform ones, in which all requests have the same number of tokens (MLA).
-        is_encoder_decoder: the model reads an encoder's states.
-        shares_context: ranks share prompts or shards of caches.
+        attention_updates: for which batches captured attention accepts new lengths: "any", or
+            "uniform" if all requests must have the same number of tokens (MLA).
+        is_encoder_decoder: whether the model reads an encoder's states.
+        shares_context: whether ranks split prompts or share the cache of a request.
     """
 
     attention_updates: AttentionUpdates = "any"
@@ -31,7 +31,7 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Unsupported modes, their replacement, and the reason as a sentence."""
+    """Unsupported modes, the mode that replaces each of them, and the reason as a sentence."""
 
     modes: tuple[GraphMode, ...]
     applies: Callable[[GraphSupport], bool]
@@ -41,7 +41,7 @@ class _Rule:
 
 _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# The first applicable rule that names the mode is followed, until none applies.
+# The first rule that applies to the mode replaces it; this repeats until no rule applies.
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         _FULL,
@@ -68,7 +68,7 @@ _RULES: tuple[_Rule, ...] = (
 def with_possible_mode(
     config: Config, facts: ModelFacts, *, launch_blocking: bool = False
 ) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration with a supported graph mode, and the reasons of changes.
+    """Return the configuration with a supported graph mode, and the reasons for changes.
 
     Raises:
         ConfigError: see ``normalise_mode``.
@@ -89,10 +89,12 @@ def normalise_mode(
     """Return the supported mode for ``wanted``, and a sentence for each change.
 
     Args:
-        launch_blocking: ``environment.launch_blocking()``: every launch waits for the device.
+        launch_blocking: result of ``environment.launch_blocking()``: whether every launch waits for
+            the device.
 
     Raises:
-        ConfigError: launches block and graphs are requested; a capture would wait for ever.
+        ConfigError: the mode has graphs and launches wait for the device; a capture would wait for
+            ever.
     """
     mode, reasons = wanted, []
     while True:
@@ -113,8 +115,9 @@ def check_partition(mode: GraphMode, *, is_soft: bool) -> None:
     """Refuse graphs that would hang on a soft partition of an NPU.
 
     Args:
-        is_soft: ``environment.is_soft_partition()``: an event must be recorded before any wait for
-            it, but a full graph is queued before the updates that record its events.
+        is_soft: result of ``environment.is_soft_partition()``. On a soft partition, an event must
+            be recorded before a wait for it is queued; but a full graph is queued before the
+            updates that record its events.
 
     Raises:
         ConfigError: the mode has full graphs.

@@ -1,4 +1,4 @@
-"""One set of graphs that every rank can afford, chosen by a pure function from all offers."""
+"""Chooses from all offers one set of graphs that every rank can capture; all functions are pure."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
     "tightest_limits",
 ]
 
-LATER_SHARE = 4  # of a rank's streams, this part is kept for later graphs
-NAMED_RANKS = 8  # in an error message; further ranks are only counted
+LATER_SHARE = 4  # At most a quarter of a rank's streams is reserved for later graphs.
+NAMED_RANKS = 8  # An error message names at most 8 ranks, and counts the others.
 
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The tightest of equal limits, and its owner: one rank, or all of them."""
+    """The smallest of all ranks' limits on one resource, and its owner: a rank, or the group."""
 
     limit: Limit
     owner: str
@@ -56,18 +56,18 @@ def negotiate(
 ) -> GraphPlan:
     """Choose the buckets that every rank can capture, with the lowest cost for the traffic.
 
-    The plan is the same on all ranks, because a collective inside a graph must be replayed by all
-    members, and the same for any order of the offers. The plan obeys every limit that the budget
-    model names on any rank. Each family keeps the largest size that fits in memory, as long as a
-    bucket is left for it. Units: streams and bytes.
+    The plan is the same on all ranks, because all members of a group must replay a collective in a
+    graph. The order of the offers does not change the plan. The plan obeys every limit that the
+    budget model returns for any rank. If a family gets a bucket, it gets the largest size that fits
+    in memory. Units: streams and bytes.
 
     Args:
-        families: with all candidate sizes; empty if the workload's mode is NONE.
-        traffic: None means a prior with most weight at small sizes.
+        families: families with all candidate sizes; empty if the workload's mode is NONE.
+        traffic: None means an assumed traffic in which small sizes have most of the weight.
 
     Raises:
         GraphError: there are no offers or no sizes, or two offers come from one rank.
-        StreamBudgetError: not even one bucket fits; lists offer and cost per rank.
+        StreamBudgetError: not even one bucket fits; the message lists offer and cost per rank.
     """
     offers = sorted(offers, key=lambda offer: offer.rank)
     if not offers or len({offer.rank for offer in offers}) < len(offers):
@@ -121,10 +121,10 @@ def keep_room(
     capacity: int,
     budget_model: BudgetModel,
 ) -> tuple[list[StreamOffer], int]:
-    """Return the offers with streams reserved for later graphs, and the number of those graphs.
+    """Return the offers with streams reserved for later graphs, and the number of later graphs.
 
-    The number is at most ``capacity``, and limited so that these graphs take only a part of any
-    rank's streams from the plan.
+    The number is at most ``capacity``. It is also limited so that later graphs need at most a
+    quarter of any rank's streams.
     """
     if not families:
         return list(offers), 0
@@ -144,7 +144,7 @@ def tightest_limits(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> list[RankLimit]:
-    """Return the limits over all ranks: of equal prices, the smallest amount."""
+    """Return the limits of all ranks; of limits with equal prices, only the smallest amount."""
     found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
     for offer in offers:
         for limit in budget_model.limits(families, offer):
@@ -155,7 +155,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield the results of earlier captures, which override the budget model."""
+    """Yield the limits that failed captures have shown; they add to the budget model's limits."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -166,10 +166,10 @@ def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
 def step_seconds(
     families: Sequence[GraphFamily], offers: Sequence[StreamOffer]
 ) -> list[dict[int, float]]:
-    """Return the seconds of a step for each family by bucket, on the slowest rank.
+    """Return for each family the seconds of a step by bucket, on the slowest rank.
 
-    All are empty unless ranks timed a step of every family, because seconds and tokens cannot be
-    added.
+    If the steps of a family were not timed, the results of all families are empty, because costs in
+    seconds and costs in tokens cannot be added.
     """
     found: list[dict[int, float]] = [{} for _ in families]
     for family, seconds in zip(families, found, strict=True):
@@ -182,9 +182,7 @@ def step_seconds(
 
 @dataclass(frozen=True)
 class _Menu:
-    """The possible choices of a family, by number of buckets; without a bucket, its weight runs
-    eagerly.
-    """
+    """The possible choices of a family by number of buckets, and the weight of its batches."""
 
     choices: Choices
     weight: float
@@ -205,10 +203,11 @@ def _menu(
 
 
 def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...]:
-    """Return the affordable numbers of buckets with the lowest expected cost.
+    """Return the affordable number of buckets of each family, with the lowest expected cost.
 
-    A family without a bucket runs eagerly, which costs more than any saving elsewhere. So the order
-    is: fewest such families, of the smallest weight; then lowest cost; then fewest buckets.
+    The batches of a family without a bucket run eagerly, which costs more than other families can
+    save. So choices are compared in this order: number of families without a bucket, weight of
+    these families, expected cost, number of buckets.
     """
 
     def key(counts: tuple[int, ...]) -> tuple[int, float, float, int]:
@@ -222,8 +221,8 @@ def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...
 
 
 def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield counts within all limits: every choice for the first families, with the largest
-    possible count for the last one.
+    """Yield numbers of buckets within all limits: all combinations for the first families, each
+    with the largest possible number for the last family.
     """
     *head, last = most
     for counts in product(*(range(n + 1) for n in head)):
@@ -246,7 +245,9 @@ def fit_memory(
     offers: Sequence[StreamOffer],
     budget_model: BudgetModel,
 ) -> tuple[list[GraphFamily], list[str]]:
-    """Return the families without the sizes that exceed some rank's memory, and the reasons."""
+    """Return the families without the sizes that need more memory than a rank offers, and the
+    reasons.
+    """
     fitting, reasons, lacking = [], [], []
     for family in families:
         room = [_room(family, offer, budget_model) for offer in offers]
@@ -269,7 +270,7 @@ def fit_memory(
 
 
 def _room(family: GraphFamily, offer: StreamOffer, budget_model: BudgetModel) -> float:
-    """Return the tokens of the largest bucket that fits in a rank's memory."""
+    """Return the size of the largest bucket that fits in a rank's memory; it may be infinite."""
     each = budget_model.bytes_per_token(family, offer)
     return offer.free_bytes / each if each else math.inf
 
@@ -281,7 +282,7 @@ def _why(
     limits: Sequence[RankLimit],
     budget_model: BudgetModel,
 ) -> str:
-    """Return one sentence with the reason for a family's number of buckets."""
+    """Return one sentence that explains the number of buckets of a family."""
     count, wanted = counts[index], len(family.buckets)
     if count == wanted:
         return f"all {wanted} {family.name} sizes fit"
@@ -300,7 +301,7 @@ def _shortfalls(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> str:
-    """Return the ranks that cannot afford a single bucket, and its cost there."""
+    """Return an error message: the ranks that cannot capture any bucket, and a bucket's cost."""
     lines = []
     for offer in offers:
         limits = budget_model.limits(families, offer)

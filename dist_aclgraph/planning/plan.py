@@ -1,6 +1,6 @@
 """GraphPlan: the immutable, versioned set of buckets that a group agreed on.
 
-It also has the decision after a failed capture, as a value that the controller executes.
+This module also decides what to do after a failed capture; the controller executes the decision.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The graphs that every rank captures, and their order. Immutable: a new version replaces
-    it.
+    """The graphs that every rank captures, and their order. Immutable: a change makes a new
+    version.
     """
 
     version: int
     mode: GraphMode
     families: tuple[GraphFamily, ...] = ()  # empty if nothing is captured
-    max_num_seqs: int = 0  # requests that run at once
+    max_num_seqs: int = 0  # maximum number of requests that run at once
     budget_model: BudgetModelName
-    reasons: tuple[str, ...] = ()  # reasons for the choice of buckets, oldest first
+    reasons: tuple[str, ...] = ()  # reasons for the choice of buckets, the oldest first
 
     @property
     def capture_order(self) -> tuple[BatchDescriptor, ...]:
-        """All graphs, largest first: smaller ones then fit in the pool of the largest."""
+        """All graphs, largest first, so that smaller graphs fit in the pool of the largest one."""
         found = [
             family.describe(bucket, self.max_num_seqs)
             for family in self.families
@@ -44,16 +44,16 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_graphs(self) -> int:
-        """Buckets of all families."""
+        """Number of buckets of all families."""
         return sum(len(family.buckets) for family in self.families)
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 of all fields: equal on all ranks that hold the same plan."""
+        """Hex SHA-256 of all fields, equal on all ranks that have the same plan."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
     def without(self, failure: CaptureFailure) -> GraphPlan:
-        """Return the next version, without a graph whose capture failed while serving."""
+        """Return the plan's next version, without a graph whose capture failed while serving."""
         families = [f.keep(failure.graph) if f.has(failure.graph) else f for f in self.families]
         reason = f"capture of {failure.graph} failed on rank {failure.rank} ({failure.cause})"
         return msgspec.structs.replace(
@@ -64,11 +64,12 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
-        """Return the next version, with as many graphs as the ranks were able to capture.
+        """Return the next version of the plan, with as many graphs as ranks were able to capture.
 
-        An operator that fails removes only its own graph. If streams or memory ran out, the failed
-        graph's family keeps as many buckets as it had captured, both ends among them if possible.
-        If it had captured none, another family took everything, and loses one bucket.
+        If an operator failed, only the failed graph is removed. If streams or memory ran out, the
+        family of the failed graph keeps as many buckets as it had captured, the smallest and the
+        largest size among them if possible. If this family had captured no bucket, the family with
+        the most captured buckets has used the resources, and loses one bucket.
 
         Raises:
             GraphError: the graph is not part of the plan.
@@ -118,11 +119,12 @@ def plan_report(plan: GraphPlan) -> dict[str, Any]:
 
 
 class CaptureCost(msgspec.Struct, frozen=True):
-    """The cost of one bucket's capture on one rank; bytes are the growth of the pool.
+    """The cost of one bucket's capture on one rank.
 
-    Streams are 0 if the device's count does not follow graphs. ``digest`` identifies the sequence
-    of captured operators. ``ai_cpu`` counts the captured operators that run on the device's AI CPU,
-    which is much slower than its cores; None if the device does not report them.
+    ``streams`` is 0 if captures do not change the device's count of free streams. ``bytes`` is the
+    growth of the graph pool. ``digest`` identifies the sequence of captured operators. ``ai_cpu``
+    counts the captured operators that run on the device's AI CPU, which is much slower than its
+    cores; None if the device does not report them.
     """
 
     streams: int = 0
@@ -132,7 +134,7 @@ class CaptureCost(msgspec.Struct, frozen=True):
     ai_cpu: dict[str, int] | None = None
 
     def ai_cpu_warning(self, graph: BatchDescriptor) -> str:
-        """Return a sentence about the operators of ``graph`` on the AI CPU; empty without any."""
+        """Return a sentence about the operators of ``graph`` that run on the AI CPU, or ""."""
         if not self.ai_cpu:
             return ""
         names = ", ".join(f"{name} ({count})" for name, count in sorted(self.ai_cpu.items()))
@@ -149,7 +151,7 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     @property
     def undone(self) -> str:
-        """The result, as a sentence for reports."""
+        """The failure and its consequence, as a sentence for reports."""
         return (
             f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "
             f"{self.message}"
@@ -157,13 +159,13 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
 
 class Shrink(msgspec.Struct, frozen=True):
-    """Roll back, release graphs that the new plan lacks, and continue with the new plan."""
+    """The decision to roll back, release graphs that are not in ``plan``, and continue with it."""
 
     plan: GraphPlan
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """Capture nothing more: the epoch ends, or serving continues without graphs."""
+    """The decision to capture no more graphs: the epoch ends, or serving continues without them."""
 
     reason: str
 
@@ -172,7 +174,7 @@ CaptureDecision = Shrink | GiveUp
 
 
 def decide_after_failure(plan: GraphPlan, failure: CaptureFailure) -> CaptureDecision:
-    """Return the action after a failed capture; the same on any rank."""
+    """Return the decision after a failed capture; it is the same on every rank."""
     failed = failure.graph
     if failure.cause == "timeout":
         # A silent rank may block its peers inside a collective.

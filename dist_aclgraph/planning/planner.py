@@ -1,7 +1,7 @@
 """Planner: everything about a deployment's graph plans that follows from configuration and model.
 
-The controller gets offers from ranks; ``plan`` and ``simulate`` assume offers. All of them then use
-the code here.
+The controller gets offers from ranks; the commands ``plan`` and ``simulate`` assume offers. All
+three pass the offers to this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from dist_aclgraph.topology import ParallelLayout
 
 @dataclass(frozen=True)
 class NegotiatedPlan:
-    """A plan, the offers behind it with room for lazy graphs, and the number of lazy graphs."""
+    """A plan and the basis for it.
+
+    Attributes:
+        plan: the negotiated plan.
+        offers: the offers of all ranks; ``reserve`` includes the streams for lazy graphs.
+        lazy_capacity: number of lazy graphs for which streams are reserved.
+    """
 
     plan: GraphPlan
     offers: list[StreamOffer]
@@ -38,13 +44,14 @@ class NegotiatedPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans for one configuration. Knows no device.
+    """Plans for one configuration. Knows nothing about devices.
 
     Attributes:
-        config: with a supported graph mode; ``mode_reasons`` has the reasons of changes.
+        config: the configuration with a supported graph mode.
+        mode_reasons: reasons for changes of the graph mode.
         cache_spec: the KV cache of one rank.
-        max_model_len: the longest request that the configuration allows.
-        families: graphs that are captured if every rank can afford them.
+        max_model_len: maximum length of a request.
+        families: graphs that are captured if every rank has enough streams and memory.
         lazy_families: graphs that may be captured while serving.
     """
 
@@ -63,7 +70,8 @@ class Planner:
         """Read the model's facts, and check that the configuration can serve the model.
 
         Raises:
-            ConfigError, ModelError: it cannot; the message has the key or file, and the remedy.
+            ConfigError, ModelError: the configuration cannot serve the model; the message names the
+                key or file, and the remedy.
         """
         facts = read_model_facts(config.model)
         check_model(config, facts)
@@ -87,7 +95,7 @@ class Planner:
 
     @property
     def largest_graphs(self) -> list[BatchDescriptor]:
-        """The largest graph of each kind; among equal kinds, that of the first family."""
+        """The largest graph of each family, without repetitions; lazy families come last."""
         max_num_seqs = self.config.scheduler.max_num_seqs
         families = (*self.families, *self.lazy_families)
         return list(
@@ -95,12 +103,12 @@ class Planner:
         )
 
     def negotiate(self, offers: Sequence[StreamOffer]) -> NegotiatedPlan:
-        """Negotiate one plan over offers, with room for lazy graphs.
+        """Choose one plan from the offers of all ranks, and reserve streams for lazy graphs.
 
         Raises:
-            StreamBudgetError: a rank cannot afford a single bucket.
+            StreamBudgetError: a rank has too few streams or bytes for a single bucket.
         """
-        # Ranks with the same offer limit a plan equally: the first of them represents all.
+        # Equal offers limit a plan equally, so only the first of equal offers is used.
         first_of = {content_of(offer): offer for offer in reversed(offers)}
         kept, capacity = keep_room(
             list(first_of.values()),
@@ -127,12 +135,12 @@ class Planner:
         )
 
     def reserved_bytes(self, plan: GraphPlan, offers: Sequence[StreamOffer]) -> dict[int, int]:
-        """Return by rank the memory of a plan's graphs, and of lazy ones.
+        """Return, by rank, the bytes that a plan's graphs and lazy graphs need.
 
         Args:
-            offers: all offers of the plan's negotiation.
+            offers: all offers from which the plan was chosen.
         """
-        # Keep no room for graphs that do not fit now; it would leave none for the cache.
+        # Lazy graphs that do not fit now get no memory; otherwise the cache would get none.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}
@@ -144,11 +152,12 @@ class Planner:
         offers: Sequence[StreamOffer],
         step_seconds: Mapping[BatchDescriptor, float],
     ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-        """Return a plan that serves the traffic better, and the changes that lead to it; or None.
+        """Return a better plan for the traffic, and the actions that lead to it; None if there is
+        none.
 
         Args:
-            offers: the offers of ``plan``'s negotiation, before anything was captured.
-            step_seconds: measured time of steps by replayed graph.
+            offers: the offers from which ``plan`` was chosen, made before any capture.
+            step_seconds: measured time of a step, by replayed graph.
         """
         return choose_again(
             plan,
@@ -161,10 +170,9 @@ class Planner:
         )
 
     def _reach(self) -> list[str]:
-        """Return which decode batches run eagerly: those above the configured sizes, or above the
-        largest graph.
+        """Return sentences about decode batches that are larger than any graph and run eagerly.
 
-        Mixed batches are omitted: they contain prompts, which users expect to run eagerly.
+        Mixed batches are not mentioned, because users expect that prompts run eagerly.
         """
         query_len = self.config.speculative.num_tokens + 1
         largest = self.config.scheduler.max_num_seqs * query_len
@@ -177,5 +185,5 @@ class Planner:
 
 
 def content_of(offer: StreamOffer) -> bytes:
-    """Return the properties that equal offers of two ranks share."""
+    """Return an encoding of an offer without its rank; it is the same for equal offers."""
     return msgspec.msgpack.encode(msgspec.structs.replace(offer, rank=0))

@@ -1,4 +1,4 @@
-"""A plan that follows its traffic while serving: when to change it, and by which single actions."""
+"""Adapts a plan to its traffic while serving: when to change it, and by which single actions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.traffic import Traffic, weights_of
 
 MIN_GAIN = 0.05  # share of the expected cost that a new plan must save
-MIN_WEIGHT = 256.0  # decayed number of steps that the histogram needs
-# older ones are removed, because a plan travels, and is chosen again while it serves
+MIN_WEIGHT = 256.0  # minimum number of observed steps, after decay
+# A plan keeps only its latest reasons, because plans are sent to ranks and change again and again.
 MAX_REASONS = 32
 
 
@@ -52,10 +52,10 @@ def choose_again(
     budget_model: BudgetModel,
     config: GraphConfig,
 ) -> tuple[GraphPlan, tuple[Action, ...]] | None:
-    """Return a plan that serves the traffic better, and the changes that lead to it; or None.
+    """Return a better plan for the traffic, and the actions that lead to it; None if there is none.
 
     Args:
-        step_seconds: measured time of steps by replayed graph.
+        step_seconds: measured time of a step, by replayed graph.
         offers, families: as in ``propose``.
     """
     offers = [_timed(offer, step_seconds) for offer in offers]
@@ -74,9 +74,10 @@ def choose_again(
 
 
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
-    """Return the offer with step times as further probes; the first probes still give the prices.
+    """Return the offer with step times as additional probes; prices come from the first probes.
 
-    Only kinds with a probe get one; another kind would seem to cost nothing.
+    Only kinds of graphs that have a probe get an additional one. Otherwise a kind without a probe
+    would get the price 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
     times = (
@@ -97,20 +98,20 @@ def propose(
     min_gain: float = MIN_GAIN,
     min_weight: float = MIN_WEIGHT,
 ) -> GraphPlan | None:
-    """Return the next version of a plan, or None if the traffic gives no reason for one.
+    """Return the next version of a plan, or None if no other plan is much better for the traffic.
 
     The new plan has the same families with the same largest buckets. So every batch that replays a
-    graph now will still do so.
+    graph with the old plan will also replay a graph with the new plan.
 
     Args:
-        traffic: traffic since the plan is in use, with decay.
-        offers: the offers of ``plan``'s negotiation, before anything was captured.
-        families: with all candidate sizes.
-        min_gain: share of the expected cost that must be saved.
-        min_weight: steps that must have been seen.
+        traffic: traffic since the first use of the plan, with decay.
+        offers: the offers from which ``plan`` was chosen, made before any capture.
+        families: families with all candidate sizes.
+        min_gain: minimum share of the expected cost that the new plan must save.
+        min_weight: minimum number of observed steps, after decay.
 
     Raises:
-        GraphError: there are no offers, or two of one rank.
+        GraphError: there are no offers, or two offers come from one rank.
     """
     if not plan.families or traffic.weight < min_weight:
         return None
@@ -123,7 +124,7 @@ def propose(
             version=plan.version + 1,
             max_num_seqs=plan.max_num_seqs,
         )
-    except StreamBudgetError:  # the model predicts less than the ranks have captured
+    except StreamBudgetError:  # The budget model allows less than the ranks have captured.
         return None
     if not _keeps_reach(plan, new):
         return None
@@ -144,15 +145,16 @@ def transition(
 ) -> tuple[Action, ...]:
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
-    Captures come first, largest first. If the old graphs leave no room for the next capture, an
-    unwanted graph is released before it. Every limit that both plans obey is obeyed after each
-    action, and the largest bucket of each family always exists.
+    Captures come before releases, and the largest graph is captured first. Only if there is no room
+    for the next capture, a graph that is not in the new plan is released before it. After each
+    action, every limit that both plans obey is obeyed, and the largest bucket of each family
+    exists.
 
     Args:
-        offers: the offers of ``old``'s negotiation, before anything was captured.
+        offers: the offers from which ``old`` was chosen, made before any capture.
 
     Raises:
-        GraphError: the plans differ in their families, or in the largest bucket of one.
+        GraphError: the plans have different families, or a family has different largest buckets.
     """
     if not _keeps_reach(old, new):
         raise GraphError(
@@ -163,11 +165,11 @@ def transition(
 
 
 def reunite(plans: Sequence[GraphPlan]) -> GraphPlan:
-    """Return the common plan of groups after a capture failed on some: the graphs that all of them
-    have.
+    """Return the common plan of groups after a capture failed in some groups: the graphs that all
+    groups have.
 
-    Its version is newer than theirs. A graph that one group could not capture is not tried again on
-    any.
+    The version of the common plan is newer than the versions of ``plans``. A graph that one group
+    could not capture is not tried again in any group.
     """
     newest = max(plans, key=lambda plan: plan.version)
     families = []
@@ -221,7 +223,7 @@ def _admitted(graphs: Sequence[BatchDescriptor], plan: GraphPlan, limits: Sequen
 
 
 def _keeps_reach(old: GraphPlan, new: GraphPlan) -> bool:
-    """Whether both have the same families with the same largest bucket."""
+    """Whether both plans have the same families with the same largest buckets."""
 
     def reach(plan: GraphPlan) -> list[tuple[str, int, int]]:
         return sorted((*_kind(f), f.buckets[-1]) for f in plan.families)
@@ -230,7 +232,7 @@ def _keeps_reach(old: GraphPlan, new: GraphPlan) -> bool:
 
 
 def _candidates(family: GraphFamily, families: Sequence[GraphFamily]) -> GraphFamily:
-    """Return the possible sizes of a family: none above those that the ranks captured."""
+    """Return a family with all possible sizes, up to the largest size that ranks have captured."""
     wanted = next((f.buckets for f in families if _kind(f) == _kind(family)), ())
     tried = {size for size in wanted if size <= family.buckets[-1]} - set(family.refused)
     return msgspec.structs.replace(family, buckets=tuple(sorted({*family.buckets, *tried})))

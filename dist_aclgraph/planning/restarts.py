@@ -1,4 +1,4 @@
-"""How often, and when, a failed action is tried again, and a lost object is started again."""
+"""Decides when a failed action is tried again, and how often a lost process is started again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 
 
 class Backoff:
-    """Owns the pause between attempts: it doubles after each failure, up to ``LONGEST_PAUSE_S``.
+    """Owns the pause between attempts. The pause doubles after each failure, up to
+    ``LONGEST_PAUSE_S``.
 
-    All times are of one monotonic clock.
+    All times must come from the same monotonic clock.
 
     Args:
         first_s: the pause after the first failure.
@@ -22,7 +23,7 @@ class Backoff:
         self._next_s = 0.0
 
     def pause_s(self, now_s: float) -> float:
-        """Return the rest of the pause after the last failure; any thread may call it."""
+        """Return the remaining seconds of the pause; any thread may call this."""
         return max(0.0, self._next_s - now_s)
 
     def is_due(self, now_s: float) -> bool:
@@ -30,20 +31,20 @@ class Backoff:
         return self.pause_s(now_s) == 0.0
 
     def failed(self, now_s: float) -> None:
-        """Note that an attempt failed, or could not begin: the next one waits."""
+        """Note that an attempt failed or could not begin; the next attempt must wait."""
         self._next_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def succeeded(self) -> None:
-        """Reset: the next failure counts as the first."""
+        """Note that an attempt succeeded; the next failure counts as the first one."""
         self._pause_s = self._first_s
 
 
 class RestartBudget(Backoff):
-    """Counts restarts, which are limited per hour. Owns their times.
+    """Limits the number of restarts per hour. Owns the times of restarts.
 
     Args:
-        per_hour: limit of restarts within any hour.
+        per_hour: maximum number of restarts within any hour.
     """
 
     def __init__(self, per_hour: int) -> None:
@@ -52,11 +53,11 @@ class RestartBudget(Backoff):
         self._taken_s: deque[float] = deque()
 
     def is_left(self, now_s: float) -> bool:
-        """Whether a restart is allowed; any thread may call it."""
+        """Whether a restart is allowed now; any thread may call this."""
         return sum(taken_s > now_s - HOUR_S for taken_s in tuple(self._taken_s)) < self.per_hour
 
     def spend(self, now_s: float) -> bool:
-        """Count a restart, if one is allowed; return whether it was."""
+        """If a restart is allowed, count it; return whether it is allowed."""
         while self._taken_s and self._taken_s[0] <= now_s - HOUR_S:
             self._taken_s.popleft()
         if not self.is_left(now_s):

@@ -1,4 +1,6 @@
-"""The time of steps without a graph: a line over their tokens, fitted to measured steps."""
+"""Models the time of a step without a graph as a linear function of its tokens, fitted to measured
+steps.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-KEPT = 1 - 1 / 200  # weight of earlier steps, at each further step
-ONE_SIZE = 1e-9  # relative spread of sizes below which a slope would be rounding alone
+KEPT = 1 - 1 / 200  # Each new step multiplies the weight of earlier steps by this factor.
+ONE_SIZE = 1e-9  # Below this relative spread of sizes, a slope would only be a rounding error.
 
 
 class Line(NamedTuple):
-    """Seconds of a step: those of any step, and those of each of its tokens."""
+    """Seconds of a step: a constant, and the seconds of each token."""
 
     base_s: float
     token_s: float
@@ -21,14 +23,14 @@ class Line(NamedTuple):
 
 
 class LineFit:
-    """Fits a line to measured steps by least squares; old steps lose weight slowly.
+    """Fits a line to measured steps by least squares; the weight of old steps decreases slowly.
 
-    One thread adds; any thread may read.
+    Only one thread may call ``add``; any thread may call ``line``.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = np.zeros(5)  # of weights, tokens, seconds, tokens squared, tokens x seconds
+        self._sums = np.zeros(5)  # weight, tokens, seconds, tokens squared, tokens x seconds
 
     def add(self, num_tokens: int, seconds: float) -> None:
         step = (1, num_tokens, seconds, num_tokens**2, num_tokens * seconds)
@@ -36,7 +38,7 @@ class LineFit:
         self.count += 1
 
     def line(self) -> Line:
-        """Return the line, neither part of which is negative; at least one step was added."""
+        """Return the line, without negative values. At least one step must have been added."""
         weight, tokens, seconds, squares, products = self._sums.tolist()
         spread = weight * squares - tokens**2
         slope = 0.0

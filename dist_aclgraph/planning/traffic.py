@@ -1,7 +1,7 @@
-"""The frequency of each batch size, for which buckets are chosen.
+"""The frequency of each batch size; buckets are chosen for these frequencies.
 
-Engines count the batches; this module evaluates the counts. All functions are pure, and the clock
-is an argument.
+Engines count the batches; this module evaluates the counts. All functions are pure, and the time is
+an argument.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-PRIOR_SHARE = 0.02  # share of the weight for unseen sizes, so that they keep a bucket
+PRIOR_SHARE = 0.02  # weight of the prior, as a share, so that sizes not seen yet can get a bucket
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights by live tokens, without padding; a new step has the weight one.
+    """The weight of each batch size in live tokens, without padding. A new step has weight one.
 
     Attributes:
-        decode: batches in which every request has the same few tokens.
-        mixed: all others.
+        decode: batches in which every request decodes, with the same number of tokens.
+        mixed: all other batches.
     """
 
     decode: dict[int, float] = {}
@@ -31,19 +31,19 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: GraphConfig) -> Traffic:
-        """Return the expected traffic of the configuration; empty if it has none."""
+        """Return the expected traffic of the configuration; empty if none is configured."""
         return cls(decode=dict(config.traffic or {}), mixed=dict(config.mixed_traffic or {}))
 
     @property
     def weight(self) -> float:
-        """Weight of all steps, with decay."""
+        """Sum of the weights of all steps, after decay."""
         return sum(self.decode.values()) + sum(self.mixed.values())
 
 
 def fade(traffic: Traffic, elapsed: float, half_life: float) -> Traffic:
-    """Return the traffic after ``elapsed``; half of its weight remains after each ``half_life``.
+    """Return the traffic after ``elapsed``; each ``half_life`` halves its weight.
 
-    Both are seconds, or both steps.
+    ``elapsed`` and ``half_life`` must have the same unit, seconds or steps.
     """
     share = 0.5 ** (elapsed / half_life)
     return Traffic(
@@ -63,9 +63,11 @@ def merge(parts: Iterable[Traffic]) -> Traffic:
 
 
 def prior(largest: int, unit: int = 1) -> dict[int, float]:
-    """Return the weights for unknown traffic: 1/n, so small sizes have most of the weight.
+    """Return the weights for unknown traffic. A batch of n tokens has weight 1/n, so small sizes
+    have most of the weight.
 
-    ``unit`` is the query length: batches are multiples of it.
+    Args:
+        unit: query length; batch sizes are multiples of it.
     """
     return {tokens: 1.0 / tokens for tokens in range(unit, largest + 1, unit)}
 
@@ -75,9 +77,9 @@ def weights_of(
 ) -> tuple[dict[int, float], ...]:
     """Return for each family the weights of the batches that it would replay.
 
-    Decode batches count for the family for decoding alone, up to its largest bucket. All other
+    Decode batches up to the largest decode bucket count for the family that only decodes. All other
     batches count for the family that accepts any batch. A family without observed traffic gets the
-    prior, and any other family a small share of the prior.
+    prior; for any other family, a small share of the prior is added to the observed traffic.
     """
     traffic = traffic or Traffic()
     reach = max((f.buckets[-1] for f in families if f.query_len and f.buckets), default=0)
@@ -105,7 +107,7 @@ class TrafficHistory:
     """Owns the observed traffic, with decay, and the time of the last update.
 
     Args:
-        now_s: a clock's time, in seconds, as in all methods.
+        now_s: time in seconds; all methods must use the same clock.
     """
 
     def __init__(self, config: GraphConfig, now_s: float) -> None:
@@ -115,14 +117,14 @@ class TrafficHistory:
 
     @property
     def next_look_s(self) -> float:
-        """Time until the next update is due; infinity if never."""
+        """Time at which the next update is due; infinity if there is no update."""
         return self._looked_s + (self._config.rebucket_s or math.inf)
 
     def is_due(self, now_s: float) -> bool:
         return now_s >= self.next_look_s
 
     def record(self, seen: Sequence[Traffic], now_s: float) -> Traffic:
-        """Add the traffic since the last update; return all of it."""
+        """Add the traffic since the last update; return the whole traffic after decay."""
         faded = fade(self._traffic, now_s - self._looked_s, self._config.traffic_half_life_s)
         self._looked_s = now_s
         self._traffic = merge([faded, *seen])

@@ -1,11 +1,11 @@
-"""The recovery of a lockstep group after a failure: one pure function of the known facts.
+"""Chooses the recovery of a lockstep group after a failure, by one pure function.
 
-RESUME keeps all processes: their devices' work is aborted, communicators are resumed, and the
-interrupted steps run again; weights, KV and graphs stay. RECOMPUTE does the same without the KV:
-requests are computed again from their first token. REJOIN keeps the living processes, with intact
-weights: lost processes are started in their places, and all join a new group; KV and graphs are
-lost. REBUILD replaces the group by another one, on any places. If one of the others fails, REBUILD
-follows.
+RESUME keeps all processes: the work of their devices is aborted, communicators are resumed, and the
+interrupted steps run again; weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
+is lost: requests are computed again from their first token. REJOIN keeps the running processes and
+their weights: lost processes are started again in the same places, and all processes join a new
+group; KV and graphs are lost. REBUILD replaces the group by another one, in any places. If RESUME,
+RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# After so many steps without a failure, the next failure counts as the first in a row.
+# After 100 steps without a failure, the next failure counts as the first one in a row.
 SOUND_STEPS = 100
 
-# How often in a row a group resumes after each kind of failure; 0 means never. A second failure
-# directly after the first shows that resuming has not fixed it.
+# How often in a row a group resumes after each kind of failure; 0 means never. If a failure follows
+# directly after another one, resuming has not fixed the cause.
 TRIES: dict[DeviceFault, int] = {
-    "stopped": 2,  # the peers of a failed rank; the failed rank's kind sets the limit
-    "link": 2,  # links may fail for a moment
-    "remote": 1,  # the peers report more
+    "stopped": 2,  # reported by peers of a failed rank; the failed rank's fault sets the limit
+    "link": 2,  # A link may fail only for a moment.
+    "remote": 1,  # The peers report the cause.
     "retry": 1,
     "suspect": 1,
-    "operator": 1,  # a repeated failure comes from its input or from the chip
-    "uce_kv": 1,  # the memory is repaired, and its KV computed again
-    "uce_tensor": 0,  # lost contents: weights, or tensors at fixed addresses of graphs
-    "uce": 0,  # the same, with unknown contents
-    "ecc": 0,  # cannot be repaired
+    "operator": 1,  # If the failure repeats, the cause is the operator's input or the chip.
+    "uce_kv": 1,  # The memory is repaired, and the KV is computed again.
+    "uce_tensor": 0,  # Weights, or tensors at addresses that graphs contain, are lost.
+    "uce": 0,  # It is unknown which contents are lost.
+    "ecc": 0,  # The memory cannot be repaired.
 }
 
-# Faults after which the KV cache may not hold the written values.
+# Faults after which the KV cache may have lost its values.
 LOSES_KV: frozenset[DeviceFault | None] = frozenset({"uce_kv"})
 
-# Faults after which a process may join another group: its memory holds the loaded weights, or the
-# faulty part is known and can be released. An unknown error is not among them.
+# Faults after which a process may join another group, because its weights are intact, or because
+# the faulty part of its memory is known and can be released. After an unknown error, a process may
+# not join another group.
 MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
-# If a rejoined group is lost within this time, its survivors do not rejoin again.
+# If a rejoined group fails within this time, its remaining processes do not rejoin again.
 SOUND_S = 60.0
 
 
@@ -55,13 +56,14 @@ class Failure:
     """The known facts about a failed group.
 
     Attributes:
-        faults: the fault of each rank that reported one; None is an unknown error.
-        lost: ranks whose process has exited, or does not answer.
-        in_a_row: number of resumptions since the group was last sound.
-        may_resume: whether the configuration allows to stop and restart devices.
-        is_over: whether the group's epoch has ended, and its requests already continue elsewhere.
-        size: ranks of the group.
-        served_s: seconds since survivors of another group joined this one; None without survivors.
+        faults: the fault of each rank that reported one; None means an unknown error.
+        lost: ranks whose process has exited or does not answer.
+        in_a_row: number of resumptions since the last ``SOUND_STEPS`` steps without a failure.
+        may_resume: whether the configuration allows stopping and restarting devices.
+        is_over: whether the group's epoch has ended and its requests already run elsewhere.
+        size: number of ranks of the group.
+        served_s: seconds since processes of an earlier group joined this group; None if all its
+            processes are new.
     """
 
     faults: Mapping[GroupRank, DeviceFault | None]

@@ -1,1 +1,1 @@
-"""The order of requests: the decision of a step, and the messages that carry it."""
+"""Decides which requests run in each step, and builds the messages for workers and clients."""

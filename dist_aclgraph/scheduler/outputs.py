@@ -24,14 +24,13 @@ class StepOutputs:
 
     Attributes:
         requests: [num_reqs].
-        keys: [num_reqs], of the requests.
+        keys: [num_reqs], ``Request.key`` of each request.
         token_ids: [num_new], request by request.
         ends: [num_reqs], end of each request's tokens; None means one token each.
         firsts: [n], indices of requests that got their first tokens.
-        finish_reasons: of finished requests, by index.
-        logprobs: [num_new], or empty if no request wants them.
-        failed: requests that end without a token of this step, because their logits were not
-            finite.
+        finish_reasons: the finish reason of each finished request, by its index.
+        logprobs: [num_new], or empty if no request wants log-probabilities.
+        failed: requests that end without a new token, because their logits were NaN or infinite.
     """
 
     requests: Sequence[Request] = ()
@@ -72,12 +71,12 @@ class StepOutputs:
 
     @property
     def each_end(self) -> IntArray:
-        """[num_reqs], ``ends`` as an array, also if it is None."""
+        """[num_reqs], end of each request's tokens, also if ``ends`` is None."""
         return np.arange(1, len(self) + 1, dtype=np.int32) if self.ends is None else self.ends
 
     @property
     def each_logprobs(self) -> tuple[RowLogprobs | None, ...]:
-        """[num_new], also if no request wants them."""
+        """[num_new], a report or None for each token, also if ``logprobs`` is empty."""
         return self.logprobs or (None,) * self.num_tokens
 
     def __len__(self) -> int:
@@ -88,11 +87,11 @@ class StepOutputs:
         return self.deltas(np.arange(len(self), dtype=np.int32)).each(names)
 
     def deltas(self, numbers: IntArray, picked: Places | None = None) -> StepDeltas:
-        """Return the message to the client of some requests.
+        """Return the message to one client about its requests.
 
         Args:
-            numbers: [n], the client's numbers of these requests.
-            picked: [n], their indices in ascending order; None means all.
+            numbers: [n], the numbers that the client gave its requests.
+            picked: [n], indices of these requests in ascending order; None means all requests.
         """
         notes = self._notes()
         tokens, ends, logprobs = self.token_ids, self.ends, self.logprobs
@@ -113,7 +112,7 @@ class StepOutputs:
         )
 
     def _notes(self) -> dict[int, Note]:
-        """Return what else requests get that began or ended, by their indices."""
+        """Return the further results of requests that began or ended, by the request's index."""
         notes = {}
         firsts = dict.fromkeys(self.firsts.tolist())
         for index in firsts | dict.fromkeys(self.finish_reasons):

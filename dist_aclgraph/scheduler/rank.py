@@ -1,9 +1,9 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
-There are no phases: each request's computed tokens catch up with its known tokens. These may be a
-prompt in chunks, the last sampled tokens, or a history after preemption. Requests that decode come
-first: a step always has room for all of them. Other requests share the rest of the step in the
-order of their deadlines.
+There are no phases: a request runs known tokens until all of them are computed. Known tokens are
+the prompt, which runs in chunks, the last sampled tokens, or, after a preemption, prompt and
+output. Requests that decode are scheduled first; a step always has room for all of them. The other
+requests share the rest of the step in the order of their deadlines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Lack(NamedTuple):
     """Requests that decode and lack blocks for their next tokens.
 
     Attributes:
-        short: [n], their indices; missing: [n], number of missing blocks.
+        short: [n], indices of these requests; missing: [n], number of blocks that each one lacks.
     """
 
     short: Places
@@ -54,19 +54,19 @@ class Lack(NamedTuple):
 
 
 class RankScheduler:
-    """Owns the rows and the block pool of one data-parallel rank. The group decides which requests
-    it gets.
+    """Owns the rows and the block pool of one data-parallel rank. ``Scheduler`` gives requests to
+    the ranks.
 
-    A step: ``lack``, ``begin``, ``start`` for each new request, ``build``, and ``advance`` with its
-    result. The next step may be built before the result: everything is known then except the
-    tokens, and the number of accepted drafts.
+    Calls for one step: ``lack``, ``begin``, ``start`` for each new request, ``build``, and
+    ``advance`` with the step's result. The next step may be built before the result arrives,
+    because only the tokens and the number of accepted drafts are unknown by then.
 
     Args:
         index: index of this data-parallel rank in the group.
-        num_drafts: draft tokens that workers have for each sampled request.
-        num_prompt_ranks: ranks that split its prompts.
-        exact: whether existing output of a request is computed as it was sampled: token by token,
-            in decode steps.
+        num_drafts: number of drafts that workers have for each sampled request.
+        num_prompt_ranks: number of ranks that split prompts.
+        exact: whether existing output of a request is computed again token by token in decode
+            steps, because it was also sampled in decode steps.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class RankScheduler:
         self._decode_len = num_drafts + 1
         self._num_prompt_ranks = num_prompt_ranks
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._appended: IntArray = NO_PAIRS  # row, token id: results of the last step
+        self._appended: IntArray = NO_PAIRS  # row, token id: new tokens to send to workers
         self._steady: RankStep | None = None  # the last step, if the next one may repeat it
-        self._margin = 0  # tokens that every request of a steady step can grow by: ``_is_quiet``
+        self._margin = 0  # number of tokens for which steps stay quiet, see ``_measure_margin``
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
-        # of running requests: number of requests that stop at each id
+        # for each stop id, the number of running requests that stop at it
         self._stop_ids: Counter[int] = Counter()
-        self._knows_nothing = False  # workers have lost their rows, and must get all of them again
-        # a request that needs more than so many free blocks
+        self._knows_nothing = False  # Workers have lost all rows, and the next step sends them.
+        # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # number of verifications of a request's drafts that could accept them
+        # how often a request's drafts were verified and could be accepted
         self.num_verified = 0
-        # number of verifications that accepted so many drafts
+        # by number of accepted drafts, how often a verification accepted this number
         self._accepted = np.zeros(self._decode_len, np.int64)
 
     @property
@@ -114,25 +114,23 @@ class RankScheduler:
 
     @property
     def num_free_rows(self) -> int:
-        """Number of further requests that could run."""
+        """Number of additional requests that could run."""
         return len(self._free_rows)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """Number of times the first, the second, ... draft token of a request was accepted."""
+        """How often the first, the second, ... draft of a request was accepted."""
         at_least: list[int] = self._accepted[::-1].cumsum()[::-1].tolist()
         return at_least[1:]
 
     # ---- deciding a step
 
     def lack(self) -> Lack | None:
-        """Return the requests that lack blocks for the next step; None if none can lack any."""
+        """Return the requests that lack blocks for the next step; None if none needs a block."""
         return None if self._is_quiet else self._missing_blocks()
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether a request would have to be preempted, and steps in flight may still free
-        blocks.
-        """
+        """Whether to wait for steps in flight, which may free blocks, instead of preempting."""
         if lack is None or not self._flights:
             return False
         return lack.num_blocks > self.pool.num_free
@@ -140,10 +138,10 @@ class RankScheduler:
     def begin(
         self, lack: Lack | None, kind: StepKind = "mixed"
     ) -> tuple[StepBuilder, list[Request]]:
-        """Begin a step with all requests that decode, unless it is a step of prompts; return it,
-        and the requests that were preempted for it.
+        """Begin a step; return its builder, and the requests that were preempted for the step.
 
-        If nothing runs in the step, nothing has changed.
+        Unless the step is one of prompts, all requests that decode run in it. The caller may drop
+        a builder without work, because beginning such a step has changed nothing.
         """
         is_open = kind != "decode"
         if kind == "prompt":
@@ -165,7 +163,9 @@ class RankScheduler:
         return builder, victims
 
     def _unserved(self, kind: StepKind) -> list[int]:
-        """Return the indices of unsampled requests that may run in a step, in order."""
+        """Return the indices of requests without a sampled token that may run, in order of
+        service.
+        """
         rows = self.rows
         is_unserved = rows.known == rows.started
         if kind != "mixed":
@@ -175,7 +175,7 @@ class RankScheduler:
 
     @property
     def _decodes(self) -> npt.NDArray[np.bool_]:
-        """[num_requests], requests that have sampled, and may get another token."""
+        """[num_requests], whether a request has a sampled token and may get another one."""
         rows = self.rows
         is_open: npt.NDArray[np.bool_] = (rows.known > rows.started) & (rows.known < rows.limit)
         return is_open
@@ -205,8 +205,10 @@ class RankScheduler:
         )
 
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
-        """Whether the step may start the request: rows and tokens are free, and blocks are not
-        known to be missing.
+        """Whether the step may start the request.
+
+        True if a row and tokens are free, unless blocks were missing at the last try and no further
+        block has become free.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -219,11 +221,12 @@ class RankScheduler:
     def match(self, request: Request) -> list[int]:
         """Return the cached blocks of a waiting request's prefix.
 
-        At least one token must be computed, because its logits choose the next one.
+        The last token is never matched, because it must be computed: its logits choose the next
+        token.
         """
         if not self.pool.prefix_cache or request.is_suspect:
             return []
-        if request.sampling.prompt_logprobs >= 0:  # logits exist where tokens are computed
+        if request.sampling.prompt_logprobs >= 0:  # Only computed tokens have logits.
             return []
         count = (len(request.tokens) - 1) // self.pool.block_size
         self._hash_blocks(request, count)
@@ -232,8 +235,8 @@ class RankScheduler:
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
 
-        All blocks of the known tokens are taken at once, so that no prompt is preempted half-way.
-        Returns False if they are not free.
+        Allocates the blocks of all known tokens at once, so that a prompt never lacks blocks when
+        half of it is computed. Returns False if too few blocks are free.
         """
         size, num_tokens = self.pool.block_size, len(request.tokens)
         missing = -(-num_tokens // size) - len(shared)
@@ -263,7 +266,7 @@ class RankScheduler:
         return True
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
-        """Return the decided step, empty if nothing runs, and its message."""
+        """Return the decided step, which is empty if no request runs, and its message."""
         is_quiet = self._is_quiet and builder.is_steady
         if not builder.is_steady:
             self._steady, step = None, builder.build()
@@ -292,7 +295,7 @@ class RankScheduler:
         )
 
     def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
-        """Return all rows in their current state, for workers that have lost theirs."""
+        """Return all rows in their current state, for workers that have lost their rows."""
         started = {start.row for start in builder.started}
         for index in range(len(self.rows)):
             self.rows.settle(index)
@@ -304,10 +307,10 @@ class RankScheduler:
         return (*running, *builder.started)
 
     def rewind(self) -> None:
-        """Undo the steps in flight, whose state workers have lost.
+        """Undo the steps in flight, because workers have lost the state of these steps.
 
-        Blocks stay with their owners. The KV that these steps have written is written again before
-        it is read.
+        Requests keep their blocks. Later steps write the KV of the undone steps again before it is
+        read.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -319,7 +322,7 @@ class RankScheduler:
         self._knows_nothing = True
 
     def lose_kv(self) -> list[Request]:
-        """Forget all blocks, cached ones too; return the running requests, which wait again."""
+        """Forget all blocks, also cached ones; return the running requests, which wait again."""
         victims = self.running
         self._release(victims)
         self.pool.clear()
@@ -328,9 +331,9 @@ class RankScheduler:
         return victims
 
     def leave_out(self) -> RankStep:
-        """Return the only step in flight without the requests that have left since.
+        """Return the only step in flight, without the requests that have left since its decision.
 
-        Their blocks may be in the prefix cache by now, and are not written again.
+        The blocks of these requests may be in the prefix cache now, so they must not be written.
         """
         (flight,) = self._flights
         is_there = flight.places >= 0
@@ -342,9 +345,9 @@ class RankScheduler:
         return step
 
     def again(self, step: RankStep) -> RankBatch:
-        """Return the message that has workers run the only step in flight again.
+        """Return the message that lets workers run the only step in flight again.
 
-        Workers have its rows; the message has the results of the previous step.
+        Workers already have the step's rows; the message adds the tokens of the previous step.
         """
         return RankBatch(step.records.tobytes(), self._take_appended())
 
@@ -353,9 +356,10 @@ class RankScheduler:
         return appended.tobytes()
 
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
-        """Whether the cache has blocks for a full graph's padding, if attention counts them.
+        """Whether the cache has enough blocks for a full graph's padding.
 
-        All padding is in the dummy block, but attention counts it like other blocks.
+        All padding is in the dummy block, but attention may count it like other blocks
+        (``counts_shared`` of ``BlockPool``).
         """
         pool = self.pool
         if not pool.counts_shared:
@@ -367,9 +371,10 @@ class RankScheduler:
     # ---- after a step
 
     def release_non_finite(self, new: NewTokens) -> list[Request]:
-        """Release the requests of the oldest step whose logits were not finite, and return them.
+        """Release and return the requests of the oldest step whose logits were NaN or infinite.
 
-        Their KV may be NaN, so their blocks are cleaned before other requests get them.
+        The KV of these requests may be NaN, so their blocks are cleaned before other requests get
+        these blocks.
         """
         flight = self._flights[0]
         samples = np.flatnonzero(flight.step.records[:, 3] > 0)
@@ -382,9 +387,7 @@ class RankScheduler:
         return found
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
-        """Take in the results of the oldest step; return the new tokens, and the finished
-        requests.
-        """
+        """Apply the results of the oldest step; return the new tokens and the finished requests."""
         flight = self._flights.popleft()
         rows, indices, records = self.rows, flight.indices, flight.step.records
         for prompt in new.prompts:
@@ -421,25 +424,25 @@ class RankScheduler:
         return outputs, finished
 
     def _note_appended(self, row: IntArray, new: NewTokens) -> None:
-        """Store new tokens for the next message to workers, those of [n] rows in ``new``."""
+        """Store the new tokens of [n] rows for the next message to workers."""
         appended = np.empty((len(new.token_ids), 2), np.int32)
         appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
         appended[:, 1] = new.token_ids
-        if len(self._appended):  # from an earlier step, which no plan has followed
+        if len(self._appended):  # tokens of an earlier step that no message has sent yet
             appended = np.concatenate([self._appended, appended])
             appended = appended[np.argsort(appended[:, 0], kind="stable")]
         self._appended = appended
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether the next step is steady, and no request in it can end by length, fill a block or
-        need one.
+        """Whether the next step has the same requests, and none of them can reach its maximum
+        length, fill a block or need a block.
         """
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return the number of tokens that every request can grow by before one of these
-        happens.
+        """Return the number of tokens that every request can get before one of them reaches its
+        maximum length, fills a block or needs a block.
         """
         rows = self.rows
         if not len(rows):
@@ -454,11 +457,11 @@ class RankScheduler:
 
         Args:
             sampled: [num_samples], requests of the tokens in ``new``.
-            is_quiet: whether none of them can end by its length.
+            is_quiet: whether no request can reach its maximum length.
 
         Returns:
-            the tokens that requests get; the finish reasons of finished requests, by index in
-            ``sampled``.
+            The tokens that requests get; the finish reason of each finished request, by its index
+            in ``sampled``.
         """
         tokens: list[int] = new.token_ids.tolist()
         has_stops = not self._stop_ids.keys().isdisjoint(tokens)
@@ -490,8 +493,10 @@ class RankScheduler:
     # ---- requests that leave
 
     def abort(self, request: Request) -> None:
-        """Remove a running request. Results of steps in flight for it are dropped; their writes
-        come before any later step of the next owners of its blocks.
+        """Remove a running request, and drop its results of steps in flight.
+
+        These steps may still write the request's blocks; they end before a later step uses the
+        blocks for other requests.
         """
         self._release([request])
 
@@ -512,13 +517,13 @@ class RankScheduler:
     # ---- blocks
 
     def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
-        """Give blocks for their next tokens to requests that decode, if necessary by preempting the
-        requests that are served last.
+        """Give blocks to the requests that decode and lack blocks for their next tokens.
 
-        Drafts beyond the last possible token of a request get no block.
+        If too few blocks are free, the requests that are last in the order of service are
+        preempted. Drafts beyond the last possible token of a request get no block.
 
         Returns:
-            flat records (row, index in the block table, block id), and the preempted requests.
+            Flat records (row, index in the block table, block id), and the preempted requests.
         """
         rows, size = self.rows, self.pool.block_size
         victims: list[Request] = []
@@ -546,7 +551,7 @@ class RankScheduler:
         return Lack(short, -(-(ends[short] - rows.covered[short]) // size))
 
     def _store_full_blocks(self, indices: Indices) -> None:
-        """Give the blocks that the step has filled to the prefix cache."""
+        """Add the full blocks of the step's requests to the prefix cache."""
         rows, size = self.rows, self.pool.block_size
         computed = rows.computed[indices] - rows.flying[indices]
         is_full = np.flatnonzero(computed >= rows.next_full[indices])
@@ -561,7 +566,7 @@ class RankScheduler:
             rows.next_full[index] = (num_full + 1) * size
 
     def _hash_blocks(self, request: Request, count: int) -> None:
-        """Extend the request's hashes to ``count`` full blocks; each is computed once."""
+        """Extend the request's hashes to ``count`` full blocks; each hash is computed only once."""
         size = self.pool.block_size
         hashes = request.hashes
         while len(hashes) < count:
@@ -573,7 +578,7 @@ class RankScheduler:
 def _still_there(
     indices: Places, records: IntArray, new: NewTokens
 ) -> tuple[Places, IntArray, NewTokens]:
-    """Remove requests from a step that have left since it was decided."""
+    """Return a step without the requests that have left since it was decided."""
     is_there = indices >= 0
     samples = records[:, 3] > 0
     counts = np.ones(int(samples.sum()), np.int32) if new.counts is None else new.counts

@@ -1,4 +1,4 @@
-"""A step of one data-parallel rank: mutable while it is decided, then fixed until its result."""
+"""A step of one data-parallel rank. It is mutable until it is decided, and fixed afterwards."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class NewTokens(NamedTuple):
 
     Attributes:
         token_ids: [num_new], request by request.
-        counts: [num_samples], tokens of each sampled request; None means one each.
-        logprobs: [num_new], or empty.
-        non_finite: [n], indices, among the sampled requests, of those whose tokens are meaningless.
-        prompts: log-probabilities of prompts, of requests that want them.
+        counts: [num_samples], number of tokens of each sampled request; None means one each.
+        logprobs: [num_new], or empty if no request wants log-probabilities.
+        non_finite: [n], indices among the sampled requests; the tokens of these requests are
+            meaningless, because their logits are NaN or infinite.
+        prompts: log-probabilities of prompts, for requests that want them.
     """
 
     token_ids: IntArray
@@ -43,7 +44,7 @@ class NewTokens(NamedTuple):
         """Return the first tokens of each request.
 
         Args:
-            kept: [num_samples], number of kept tokens; requests with none are omitted.
+            kept: [num_samples], number of kept tokens; a request without kept tokens is omitted.
         """
         counts = np.ones(len(kept), np.int32) if self.counts is None else self.counts
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -55,12 +56,12 @@ class NewTokens(NamedTuple):
 
 @dataclass
 class _Chunk:
-    """The next tokens of an unsampled request."""
+    """The next known tokens of a request that has not sampled a token yet."""
 
-    index: int  # among the running requests
+    index: int  # index among the running requests
     length: int
-    left: int  # tokens behind the chunk that may run with it
-    replayed: int  # known tokens behind those; each of them runs in its own step
+    left: int  # number of tokens directly after the chunk that may run in the same step
+    replayed: int  # number of known tokens after them; each runs in its own step
 
     @property
     def samples(self) -> bool:
@@ -74,12 +75,13 @@ class StepBuilder:
     Attributes:
         decoding: [num_decoding], indices of the requests that decode; each runs ``decode_len``
             tokens.
-        budget: tokens that the step may still take.
-        max_chunk: tokens of one prompt, while other requests want to run.
-        is_open: whether requests may be started.
-        unserved: indices of unsampled running requests, in order.
-        num_prompt_ranks: ranks that split prompts.
-        kind: what the step may run: anything; requests behind their prompts; a chunk of one prompt.
+        budget: number of tokens that may still be added to the step.
+        max_chunk: largest number of tokens of one prompt while other requests want to run.
+        is_open: whether waiting requests may be started.
+        unserved: indices of running requests that have not sampled a token, in order of service.
+        num_prompt_ranks: number of ranks that split prompts.
+        kind: the work that the step may contain: "mixed" allows anything, "decode" only requests
+            whose prompt is computed, "prompt" only a chunk of one prompt.
     """
 
     rows: RunningRows
@@ -97,7 +99,7 @@ class StepBuilder:
     _chunks: list[_Chunk] = field(default_factory=list)
 
     def add_chunk(self, index: int) -> None:
-        """Let a request run its next tokens, up to its share of the step."""
+        """Add a request's next tokens to the step, up to the request's share."""
         rows, computed = self.rows, int(self.rows.computed[index])
         end = max(int(rows.prompt_end[index]), computed + 1)
         length = min(end - computed, self.max_chunk, self.budget)
@@ -107,7 +109,11 @@ class StepBuilder:
             self._chunks.append(_Chunk(index, length, left, replayed))
 
     def serve_chunks(self, before: Request | None = None) -> None:
-        """Serve unsampled running requests in order: those before a waiting request, or all."""
+        """Add chunks of running requests that have not sampled a token, in order of service.
+
+        Args:
+            before: add only requests that are served before this waiting request; None adds all.
+        """
         while self.unserved and self.budget > 0:
             index = self.unserved[0]
             if before is not None and self.rows.requests[index].order > before.order:
@@ -122,12 +128,12 @@ class StepBuilder:
 
     @property
     def is_steady(self) -> bool:
-        """Whether all running requests decode, and nothing else runs."""
+        """Whether all running requests decode, and the step runs nothing else."""
         return self.decoding is EVERY and not self._chunks
 
     def build(self) -> RankStep:
-        """Return the step. Unused room goes to the prompts that are served first."""
-        if self.kind == "decode":  # a graph samples its first requests
+        """Return the step. The prompts that are served first get the unused part of the budget."""
+        if self.kind == "decode":  # A graph samples the first requests of its batch.
             self._chunks.sort(key=lambda chunk: not chunk.samples)
         for chunk in self._chunks:
             more = min(chunk.left, self.budget)
@@ -135,7 +141,7 @@ class StepBuilder:
             chunk.left -= more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # excludes requests that arrive while the step runs
+        if isinstance(indices, slice):  # Requests that arrive while the step runs are excluded.
             indices = slice(0, num_decoding)
         if self._chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
@@ -164,13 +170,14 @@ class RankStep:
     """The work of one rank in a step.
 
     Attributes:
-        indices: [num_reqs], indices among the running requests when it was built.
+        indices: [num_reqs], indices among the running requests at the time of the decision.
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
-        num_decoding: the first so many requests decode.
-        decode_len: tokens of a request that decodes: its last one, and its drafts.
-        num_prompt_ranks: ranks that split prompts.
-        is_uniform: whether the other requests replay their output in the same shape.
-        reports_prompts: whether logits of a prompt are wanted, which no full graph computes.
+        num_decoding: number of requests that decode; they come first.
+        decode_len: number of tokens of a request that decodes: its last token and its drafts.
+        num_prompt_ranks: number of ranks that split prompts.
+        is_uniform: whether the other requests run like requests that decode, because they compute
+            existing output again.
+        reports_prompts: whether a request wants logits of its prompt, which no full graph computes.
     """
 
     indices: Indices
@@ -198,11 +205,11 @@ class RankStep:
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
-        """Return three numbers: tokens of the largest share of a rank, requests, and the query
-        length if all requests have the same, else 0.
+        """Return three numbers: the tokens of the prefill rank with the largest share, the
+        requests, and the query length if all requests have the same one, else 0.
 
-        Only decode steps have a query length. A step of prompts of equal length has 0, because it
-        samples at other places.
+        Prompts of one token, or of ``decode_len`` tokens, also give 0: they sample at other places
+        than a decode step.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])
@@ -217,7 +224,7 @@ class RankStep:
         """Return the sampled tokens of the rank that owns this step's output.
 
         Raises:
-            WorkerError: it is not what was asked for.
+            WorkerError: the result does not fit this step.
         """
         tokens, limits = unpack_ints(result.token_ids), self.num_logits
         if not result.counts and self.num_positions == len(limits):
@@ -264,10 +271,10 @@ class Flight:
     """A step of one rank, from its decision to its result.
 
     Attributes:
-        indices: [num_reqs], current indices of its requests among the running ones; -1 for a
-            request that has left.
-        is_quiet: whether no request can end by its length, or fill a block, in it.
-        cleaned: blocks that are cleaned before it.
+        indices: [num_reqs], current index of each request among the running requests; -1 if the
+            request has left.
+        is_quiet: whether no request can reach its maximum length or fill a block in this step.
+        cleaned: blocks that are set to zero before this step.
     """
 
     step: RankStep
@@ -277,21 +284,24 @@ class Flight:
 
     @property
     def places(self) -> Places:
-        """[num_reqs], ``indices`` as an array, also if it is a slice."""
+        """[num_reqs], current index of each request, also if ``indices`` is a slice."""
         at = self.indices
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 
     def move(self, moves: Places) -> None:
-        """Update the indices after some running requests have left."""
+        """Update the indices after some running requests have left.
+
+        Args:
+            moves: the result of ``RunningRows.remove``.
+        """
         places = self.places
         self.indices = np.where(places < 0, -1, moves[places])
 
 
 def largest_of(steps: Sequence[RankStep]) -> tuple[int, int, int]:
-    """Return tokens, requests and uniform query length of a graph that is large enough for each of
-    the steps.
+    """Return the tokens, requests and query length that a graph needs to hold each of the steps.
 
-    The query length is 0 if the steps differ in it.
+    The query length is 0 if the steps have different query lengths.
     """
     if len(steps) == 1:
         return steps[0].shape

@@ -18,27 +18,28 @@ class Request:
     """One request, from ``Scheduler.add()`` to its finish. Only the scheduler changes it.
 
     Attributes:
-        tokens: prompt and output. While it runs, the newest are in its rank's ``RunningRows``.
-        max_tokens: maximum length of its output; None means up to the end of the context.
+        tokens: prompt and output. While the request runs, ``RunningRows`` has the newest tokens.
+        max_tokens: maximum length of the output; None means up to the end of the context.
         stop_ids: all ids that end the output.
-        key: a number by which its owner finds its results of a step; the owner sets it before the
+        key: a number by which the request's owner finds its results; the owner sets it before the
             request is scheduled.
-        arrival: order of arrival; filled by the scheduler, like the next two.
-        deadline: step by which its prompt should have run: later by one for each
-            ``scheduler.long_prompt_tokens``. The earliest deadline goes first, so short prompts
-            overtake long ones, until a long one has waited for the time of its own computation.
-        max_total_tokens: prompt and output together end here.
-        dp_rank: the data-parallel rank that runs it; row: its place in the batch there, -1 while
-            waiting.
-        block_ids: its block table.
-        hashes: hashes of its full blocks, as far as they were needed; they survive a preemption.
-        prompt_end: position where its output begins; in a request that was submitted again, a part
-            of the prompt is its existing output.
-        num_cached_tokens: tokens of the prompt found in the prefix cache; -1 until the first
+        arrival: order of arrival; the scheduler sets ``arrival``, ``deadline`` and
+            ``max_total_tokens``.
+        deadline: the step by which the prompt should have run: the current step plus one for each
+            ``SchedulerConfig.prompt_share`` tokens. The earliest deadline is served first, so short
+            prompts overtake a long one, until it has waited as long as its computation takes.
+        max_total_tokens: maximum length of prompt and output together.
+        dp_rank: the data-parallel rank that runs the request.
+        row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
+        block_ids: the block table.
+        hashes: hashes of the first full blocks, as many as were needed; a preemption keeps them.
+        prompt_end: position where the output begins. If a request was submitted again, the last
+            part of its prompt is existing output.
+        num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
             admission.
-        prompt_logprobs: of its prompt, as far as it has been computed since the last start.
-        is_suspect: whether its logits were non-finite once. It is computed again, without shared
-            blocks.
+        prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
+        is_suspect: whether the logits have been NaN or infinite once; then the request is computed
+            again without shared blocks.
     """
 
     __slots__ = (
@@ -78,8 +79,8 @@ class Request:
         """Make a waiting request.
 
         Args:
-            sampling: final parameters, with a seed.
-            cache_salt: blocks are shared only with requests of the same salt.
+            sampling: the final parameters, which include a seed.
+            cache_salt: blocks are shared only between requests with the same salt.
         """
         if not len(prompt_token_ids):
             raise InvalidParameterError(
@@ -113,20 +114,20 @@ class Request:
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:
-        """Return the message that puts the request into a row of every worker of a rank."""
+        """Return the message that puts the request into a row, for all workers of ``dp_rank``."""
         self.dp_rank, self.row = dp_rank, row
         return RowStart(row, pack_ints(self.tokens), pack_ints(self.block_ids), self.sampling)
 
     def leave_row(self) -> None:
-        """Reset row and blocks; the request is computed again from the first token."""
+        """Reset row and blocks. If the request runs again, it is computed from the first token."""
         self.row = -1
         self.block_ids = []
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """Return how many of the new tokens the request gets if one of them ends it, else None.
+        """Return how many of the new tokens the request gets if a stop token ends it, else None.
 
         Args:
-            num_known: tokens of the request before them.
+            num_known: number of the request's tokens before the new ones.
         """
         for count, token_id in enumerate(new, 1):
             if token_id in self.stop_ids and num_known + count > self.min_total_tokens:
@@ -137,11 +138,11 @@ class Request:
 def row_sampling(
     params: SamplingParams, *, seed: int, num_prompt_tokens: int, end_ids: Iterable[int]
 ) -> RowSampling:
-    """Return the sampler's view of a request.
+    """Return the parameters of a request that the sampler needs.
 
     Args:
-        seed: used if ``params`` has none.
-        end_ids: all ids that end the output; suppressed up to ``min_tokens``.
+        seed: used if ``params`` has no seed.
+        end_ids: all ids that end the output; they are forbidden until it has ``min_tokens``.
     """
     biases = dict(params.logit_bias)
     biases |= {word[0]: -math.inf for word in params.bad_word_ids if len(word) == 1}

@@ -1,8 +1,8 @@
-"""The lockstep group of a request: one rule, by the cached prefix and the waiting work.
+"""Chooses the lockstep group of a request, by the cached prefix and the waiting work.
 
-An ingress does not see the caches of the groups. Each ingress remembers the prefixes that it has
-sent to each group, as many as the group's cache holds. It shares only one number per group with
-other replicas: the waiting tokens of its own requests.
+An ingress does not see the caches of the groups. It remembers the prefixes that it has sent to each
+group, up to the size of the group's cache. Replicas of the ingress tell each other only one number
+per group: how many tokens of their requests wait there.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from dataclasses import dataclass, field
 from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.kv.block_pool import BlockHash, hash_block, salted_root
 
-# The weight of an open request in addition to its uncomputed prompt tokens: it takes a place in
-# every step until it ends.
+# Each open request counts as this many tokens, in addition to the uncomputed tokens of its prompt,
+# because it needs a place in every step until it ends.
 REQUEST_TOKENS = 64
-# A cached token counts twice: this request does not wait for it, and no other request waits for its
-# computation elsewhere.
+# A cached token counts twice: neither this request nor any other request must wait for its
+# computation.
 WORTH_OF_CACHED = 2
 
 
 def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) -> int:
-    """Return the index of the group with the least waiting work, less its cached tokens.
+    """Return the index of the group with the smallest ``waiting - WORTH_OF_CACHED * cached``.
 
-    So the group has at most ``WORTH_OF_CACHED * cached`` more waiting tokens than the least loaded
-    group; within this limit, equal prefixes go to the same group. Among equal groups, the one with
-    more cached tokens is chosen, then the next one from ``first`` on.
+    So a group with the request's prefix is chosen even if it has up to ``WORTH_OF_CACHED * cached``
+    more waiting tokens than the least loaded group. Among equal groups, the group with more cached
+    tokens is chosen, then the next group from ``first`` on.
 
     Args:
-        waiting: tokens that wait at each group, at least one group.
-        cached: tokens of the request's prompt that each group has in its cache.
+        waiting: number of tokens that wait at each group; at least one group.
+        cached: number of the prompt's tokens that each group has in its cache.
+        first: index of the preferred group among equal ones.
     """
     count = len(waiting)
     return min(
@@ -43,7 +44,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
     """Return the hashes of the full blocks of a prompt that a prefix cache may supply.
 
-    As in the scheduler, at least one token must be computed.
+    As in the scheduler, the last token is never cached, because its logits are needed.
 
     Args:
         prompt: int32 [num_prompt_tokens].
@@ -57,14 +58,15 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 
 
 class PrefixMemory:
-    """The blocks that were sent to a group, as many as it can hold; the longest unused are dropped.
+    """The hashes of blocks that were sent to a group, as many as its cache has blocks.
 
-    Owns their hashes. Does not know the real contents of the group's cache.
+    If there are more, the least recently used hashes are dropped. Does not know the real contents
+    of the group's cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._known: OrderedDict[BlockHash, None] = OrderedDict()  # longest unused first
+        self._known: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._known)
@@ -100,7 +102,7 @@ class _Group:
 @dataclass
 class _Open:
     group: str
-    uncomputed: int  # tokens of its prompt
+    uncomputed: int  # number of prompt tokens that are still to be computed
 
 
 @dataclass
@@ -123,8 +125,8 @@ class RequestRouter:
     """Owns one ingress's knowledge of the groups, by name, and of its open requests.
 
     Args:
-        first: index of the first choice among equal groups; it differs between replicas, so that
-            they do not all begin with the same group.
+        first: index of the preferred group among equal ones; replicas have different values, so
+            that they do not all begin with the same group.
     """
 
     first: int = 0
@@ -133,19 +135,19 @@ class RequestRouter:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add a group, or replace its cache; caches of groups may differ."""
+        """Add a group, or change the size of a known group's cache. Groups may differ in size."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)
             self.counts.setdefault(group, RoutedCounts())
             return
         known.memory.num_blocks = cache_blocks
-        if known.tokens_per_block != tokens_per_block:  # the value was a guess
+        if known.tokens_per_block != tokens_per_block:  # The previous value was a guess.
             known.tokens_per_block = tokens_per_block
             known.memory.clear()
 
     def remove(self, group: str) -> None:
-        """Remove a group, whose requests have ended."""
+        """Remove a group after all of its requests have ended."""
         self._groups.pop(group, None)
         self.counts.pop(group, None)
 
@@ -156,19 +158,19 @@ class RequestRouter:
         known.others_tokens = 0
 
     def hear(self, group: str, others_tokens: int) -> None:
-        """Set the number of tokens that wait at a group for requests of other replicas."""
+        """Set how many tokens of other replicas' requests wait at a group."""
         self._groups[group].others_tokens = others_tokens
 
     def load(self, group: str) -> int:
-        """Return the number of tokens that wait at a group for this router's own requests."""
+        """Return how many tokens of this router's requests wait at a group."""
         return self._groups[group].own_tokens
 
     def route(self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]) -> str:
-        """Choose a group for a request and book it there.
+        """Choose a group for a request, and count the request there.
 
         Args:
             prompt: int32 [num_prompt_tokens].
-            among: the groups that take requests, at least one.
+            among: names of the groups that accept requests, at least one.
         """
         names = list(among)
         groups = [self._groups[name] for name in names]
@@ -193,14 +195,14 @@ class RequestRouter:
         return name
 
     def begun(self, request_id: str) -> None:
-        """Note the first token of a request: its prompt no longer waits."""
+        """Note the first token of a request, whose prompt is computed then."""
         request = self._open.get(request_id)
         if request is not None and request.uncomputed:
             self._groups[request.group].own_tokens -= request.uncomputed
             request.uncomputed = 0
 
     def ended(self, request_id: str) -> None:
-        """Note the end of a request, for whatever reason; unknown ones are ignored."""
+        """Note the end of a request, for any reason; unknown requests are ignored."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._groups[request.group].own_tokens -= request.uncomputed + REQUEST_TOKENS

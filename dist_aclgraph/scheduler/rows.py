@@ -1,6 +1,6 @@
 """RunningRows: the requests that have a row on one data-parallel rank, as columns of integers.
 
-Values that change in every step are columns, so a step runs no Python code per request.
+Values that change in every step are stored in columns, so a step needs no Python loop.
 """
 
 from __future__ import annotations
@@ -23,24 +23,29 @@ NUM_COLUMNS = 14
 class RunningRows:
     """Owns the columns; index i is the i-th request in order of admission.
 
-    With steps in flight, ``computed`` and ``known`` are their smallest values after these steps;
-    with drafts they may become larger by ``slack``.
+    ``computed`` and ``known`` include the steps in flight, with their smallest possible result; if
+    drafts are accepted, both become larger by at most ``slack``.
 
-    Attributes: columns of int32, [num_requests] each. row: place in the workers' batch. key: the
-    request's key, for its owner. computed: tokens whose KV is in cache; it catches up with
-    ``known``. known: tokens that exist, prompt and output. slack: drafts in flight, which may all
-    be accepted. flying: number of computed tokens that steps in flight compute. received: number of
-    known tokens that the host has. started: tokens of the row at its start; later ones were
-    sampled. prompt_end: tokens up to here are computed in chunks; later tokens of the row's start
-    are computed one per step, as when they were sampled. limit: prompt and output together end
-    here. covered: tokens that the request's blocks have room for. next_full: number of computed
-    tokens at which one more block is full. num_recent: tokens that ``settle`` adds to the request's
-    own. can_verify: 1 if drafts may be accepted, 0 if penalties make tokens depend on them.
+    Attributes: columns of int32, [num_requests] each.
+        row: row of the request in the workers' batch.
+        key: ``Request.key``.
+        computed: number of tokens whose KV is in the cache; it grows up to ``known``.
+        known: number of existing tokens, prompt and output.
+        slack: number of drafts in steps in flight, which may all be accepted.
+        flying: number of tokens in ``computed`` that steps in flight compute.
+        received: number of tokens in ``known`` that the host has.
+        started: number of tokens at the start of the row; later tokens were sampled in this row.
+        prompt_end: tokens before this position are computed in chunks; the other tokens at the
+            start of the row are computed one per step, in the way in which they were sampled.
+        limit: maximum length of prompt and output together.
+        covered: number of tokens for which the request has blocks.
+        next_full: value of ``computed`` at which one more block is full.
+        num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
+        can_verify: 1 if drafts may be accepted, 0 if penalties make tokens depend on drafts.
 
     Args:
-        capacity: rows of the batch.
-        window: number of new tokens of a request that are kept here before ``settle`` must be
-            called.
+        capacity: maximum number of rows of the batch.
+        window: maximum number of new tokens of a request before ``settle`` must be called.
     """
 
     def __init__(self, capacity: int, window: int) -> None:
@@ -51,7 +56,7 @@ class RunningRows:
         self._name_columns()
 
     def _name_columns(self) -> None:
-        """Make the attributes views of the current number of requests."""
+        """Make the attributes views of the columns, for the current number of requests."""
         (
             self.row,
             self.key,
@@ -111,10 +116,10 @@ class RunningRows:
         return list(map(self.requests.__getitem__, indices.tolist()))
 
     def remove(self, indices: list[int]) -> Places:
-        """Remove requests; later ones move up. Their own token lists are updated first.
+        """Remove requests, after updating their token lists; later requests get smaller indices.
 
         Returns:
-            [num_requests before], new index of each request; -1 if removed.
+            The new index of each request that existed before; -1 if the request was removed.
         """
         for index in indices:
             self.settle(index)
@@ -130,10 +135,10 @@ class RunningRows:
     # ---- steps
 
     def take_off(self, indices: Indices, records: IntArray) -> None:
-        """Count the least results of a step that was decided.
+        """Add the smallest possible result of a decided step to the columns.
 
         Args:
-            records: [n, 4] as in ``RankBatch.scheduled``, of the requests at indices.
+            records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
@@ -143,7 +148,7 @@ class RunningRows:
         self.slack[indices] += drafts
 
     def put_back(self, indices: Indices, records: IntArray) -> None:
-        """Undo a step that counts for nothing. Arguments as ``take_off``."""
+        """Undo ``take_off`` for a step that is dropped; the arguments are the same."""
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
         self.computed[indices] -= grown
@@ -152,11 +157,11 @@ class RunningRows:
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """Count the results of a step that has run.
+        """Correct the columns by the result of a finished step.
 
         Args:
-            records: as for ``take_off``.
-            passed: [n], accepted drafts of each request; None means none.
+            records: the argument of ``take_off`` for this step.
+            passed: [n], number of accepted drafts of each request; None means 0 for each.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
         self.flying[indices] -= records[:, 2] - drafts
@@ -168,12 +173,12 @@ class RunningRows:
     # ---- tokens
 
     def append(self, indices: Indices, tokens: IntArray, counts: IntArray | None) -> None:
-        """Receive new tokens.
+        """Store new tokens of requests.
 
         Args:
             indices: [n], indices of the requests that get tokens.
             tokens: [num_new], request by request.
-            counts: [n]; None means one each.
+            counts: [n], number of new tokens of each request; None means one each.
         """
         rows, recent = self.row[indices], self.num_recent[indices]
         if counts is None:
@@ -188,7 +193,7 @@ class RunningRows:
         self.received[indices] += grown
 
     def settle(self, index: int) -> None:
-        """Update a request's own token list."""
+        """Move a request's recent tokens from here to ``Request.tokens``."""
         request, recent = self.requests[index], int(self.num_recent[index])
         request.tokens.frombytes(self._recent[request.row, :recent].tobytes())
         self.num_recent[index] = 0

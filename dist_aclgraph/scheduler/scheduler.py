@@ -1,9 +1,8 @@
-"""Scheduler: decides which requests run next. One decision per step, for all ranks of a lockstep
-group.
+"""Scheduler: makes one decision per step, for all ranks of a lockstep group: which requests run.
 
-Requests wait together, in the order of their deadlines; each runs on one data-parallel rank, chosen
-when it is admitted. All ranks run one step at a time, idle ranks too, and replay the graph that the
-largest batch needs.
+Requests wait in one queue, in the order of their deadlines. When a request is admitted, it is given
+to one data-parallel rank. All ranks run the same steps, also ranks without work, and replay the
+graph that the largest batch needs.
 """
 
 from __future__ import annotations
@@ -57,19 +56,20 @@ class Scheduler:
     """Owns requests, and decides for all data-parallel ranks of a lockstep group. Knows nothing
     about devices, channels or time.
 
-    ``schedule()`` decides a step, ``update()`` takes in its results. The next step may be decided
-    before ``update()``. A request whose end is noticed one step late has run one step for nothing;
-    tokens are not affected. At most two steps are in flight, because workers have only the last
-    one's tokens.
+    ``schedule()`` decides a step, ``update()`` applies its results. The next step may be decided
+    before ``update()``. If the end of a request is noticed one step late, the request has run one
+    step too many; the result of this step is dropped. At most two steps are in flight, because
+    workers keep only the tokens of the last step.
 
     Args:
-        pools: pools of the data-parallel ranks, all equal.
-        num_drafts: draft tokens that workers have for each sampled request.
-        tp: workers of a data-parallel rank; the first of them owns its output.
-        choose_exchange: how the tokens of a step travel to their experts.
-        exact: whether the shape of each token's step depends on its request alone: a step runs a
-            chunk of one prompt on each rank, or requests behind their prompts. Existing output of a
-            request is computed token by token, as before.
+        pools: one block pool for each data-parallel rank, all of the same size.
+        num_drafts: number of drafts that workers have for each sampled request.
+        tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first one owns its output.
+        choose_exchange: returns the exchange that sends a step's tokens to their experts.
+        exact: whether the shape in which a token is computed depends only on its request. Then a
+            step contains either a chunk of one prompt on each rank, or requests whose prompt is
+            computed; existing output of a request is computed token by token, as when it was
+            sampled.
     """
 
     def __init__(
@@ -96,21 +96,21 @@ class Scheduler:
             RankScheduler(index, config, pool, num_drafts, pcp, exact=exact)
             for index, pool in enumerate(pools)
         ]
-        # Kinds of steps; the first kind that has work is chosen.
+        # Kinds of steps, in the order in which they are tried; the first one with work is chosen.
         self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
-        self.waiting: deque[Request] = deque()  # in order
+        self.waiting: deque[Request] = deque()  # in the order of deadlines
         self._ranks_per_batch = tp * pcp
         self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._in_flight: deque[_Decided] = deque()  # oldest first
-        self._is_void = False  # the step in flight does not count, and must run again
-        self.last_num_tokens = 0  # of the last decided step, on the rank with the most
+        self._is_void = False  # whether the step in flight is void and must run again
+        self.last_num_tokens = 0  # tokens of the largest rank's batch in the last decided step
         self.num_reruns = 0
-        self.num_non_finite = 0  # requests that ended because of non-finite logits
-        self.num_admitted_tokens = 0  # tokens of admitted requests, and
-        self.num_cached_tokens = 0  # those of them found in the prefix cache
-        self.expert_tokens: dict[int, int] = {}  # computed by each rank's experts
+        self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
+        self.num_admitted_tokens = 0  # tokens of admitted requests
+        self.num_cached_tokens = 0  # tokens of admitted requests found in the prefix cache
+        self.expert_tokens: dict[int, int] = {}  # by rank, number of tokens its experts computed
 
     @property
     def running(self) -> list[Request]:
@@ -130,12 +130,12 @@ class Scheduler:
         return sum(rank.num_preemptions for rank in self.ranks)
 
     def add(self, request: Request) -> None:
-        """Add a request to the waiting ones, in order.
+        """Add a request to the queue, in the order of deadlines.
 
         Raises:
-            RequestTooLongError: it can never fit into the model's context or the KV cache.
+            RequestTooLongError: the request is too long for the model's context or the KV cache.
             QueueFullError: too many requests are waiting.
-            InvalidParameterError: its id is in use.
+            InvalidParameterError: another request has the same id.
         """
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
@@ -153,10 +153,10 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
-        """End a request at once, even while a step runs it; returns None if it is unknown or
-        finished.
+        """End a request at once, even while a step runs it.
 
-        Results of steps in flight for it are dropped.
+        Results of steps in flight for the request are dropped. Returns None if the request is
+        unknown or finished.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -171,37 +171,39 @@ class Scheduler:
         )
 
     def abort_all(self, reason: FinishReason = "error") -> list[RequestDelta]:
-        """End every request, e.g. because the group cannot be rebuilt."""
+        """End every request, for example because the group cannot be started again."""
         outputs = [self.abort(request_id, reason) for request_id in list(self._requests)]
         return [output for output in outputs if output is not None]
 
     # ---- one step
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step. Returns None if no rank can run; results of steps in flight may
-        change this.
+        """Decide the next step.
+
+        Returns None if no rank has a request that can run, or if the results of steps in flight are
+        needed first.
         """
         if self._is_void and (again := self._run_again()) is not None:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
         if self._in_flight and self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS:
-            return None  # it may have to run again
+            return None  # The step in flight may have to run again.
         lacks = [rank.lack() for rank in self.ranks]
         if any(rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
             return None
         for kind in self._kinds:
             builders = self._build(kind, lacks)
             if any(builder.has_work for builder in builders):
-                # Steps of prompts and decode steps take turns.
+                # The chosen kind is tried last next time, so that the kinds take turns.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         return None
 
     def _build(self, kind: StepKind, lacks: Sequence[Lack | None]) -> list[StepBuilder]:
-        """Begin a step of one kind on all ranks, with all requests that may start.
+        """Begin a step of one kind on all ranks, and start all waiting requests that fit.
 
         Args:
-            lacks: requests of each rank that lack blocks, before the step.
+            lacks: for each rank, the requests that lack blocks for this step.
         """
         builders = []
         for rank, lack in zip(self.ranks, lacks, strict=True):
@@ -221,17 +223,17 @@ class Scheduler:
         return builders
 
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
-        """Take in the results of all ranks for the oldest step in flight; return the outputs.
+        """Apply the results of all ranks for the oldest step in flight; return the outputs.
 
-        Results of another epoch or step are stale and change nothing. If tokens found no room on
-        their way to their experts, the step does not count: ``schedule()`` issues it again. A
-        request with non-finite logits waits again, and is computed once more from its first token,
-        in clean blocks of its own, because its blocks may have been the cause. If its logits are
-        non-finite again, it ends.
+        Results of another epoch or step are ignored. If a token found no room in the exchange
+        between experts, the step is void, and ``schedule()`` issues it again. If the logits of a
+        request are NaN or infinite, its blocks may be the cause: the request waits again, and is
+        computed once more from its first token, in clean blocks that it does not share. If its
+        logits are NaN or infinite again, the request ends.
 
         Raises:
-            WorkerError: the step failed on a rank, or has not the expected tokens; the epoch is
-                over, and the caller must call ``abort_all()``.
+            WorkerError: the step failed on a rank, or does not have the expected tokens. Then the
+                epoch is over, and the caller must call ``abort_all()``.
         """
         if not self._in_flight or self._is_void:
             return NOTHING
@@ -246,7 +248,8 @@ class Scheduler:
             return NOTHING
         if plan.exchange is not None and self._is_void_after(plan, current):
             return NOTHING
-        # All results are read before the first is taken in: a failed step must leave no result.
+        # All results are checked before the first one is applied, because a failed step must
+        # change nothing.
         brought = [
             step.read(self._output_of(rank, plan, current)) if step.num_reqs else NO_TOKENS
             for rank, step in zip(self.ranks, steps, strict=True)
@@ -265,7 +268,7 @@ class Scheduler:
         return replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests that were not suspect before wait again; return the others, which end."""
+        """Let requests wait again, unless they were suspect before; end and return suspect ones."""
         failed = []
         for request in requests:
             if request.is_suspect:
@@ -279,10 +282,10 @@ class Scheduler:
         return failed
 
     def rewind(self, epoch: int) -> None:
-        """Undo the steps in flight: the group has resumed, with its KV, in another epoch.
+        """Undo the steps in flight, because the group has resumed with its KV in another epoch.
 
-        ``schedule()`` decides them again, and sends all rows again to workers. No request begins
-        again.
+        Then ``schedule()`` decides steps for the same tokens, and sends all rows to workers again.
+        Requests keep their computed tokens.
         """
         self.epoch = epoch
         self._in_flight.clear()
@@ -291,9 +294,9 @@ class Scheduler:
             rank.rewind()
 
     def lose_kv(self) -> None:
-        """Compute every request again from its first token, because the devices lost all KV.
+        """Let every request wait and start again at its first token, because all KV is lost.
 
-        No step is in flight. No client gets a token twice.
+        No step may be in flight. Clients do not get any token twice.
         """
         assert not self._in_flight, "rewind() comes first"
         for rank in self.ranks:
@@ -320,17 +323,17 @@ class Scheduler:
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """[num_drafts], number of times that the first, the second, ... draft token was
-        accepted.
-        """
+        """[num_drafts], how often the first, the second, ... draft of a request was accepted."""
         counts = [rank.accepted_by_position for rank in self.ranks]
         return [sum(at_position) for at_position in zip(*counts, strict=True)]
 
     # ---- the decision
 
     def _admit(self, request: Request, builders: Sequence[StepBuilder]) -> bool:
-        """Give the first waiting request to a rank: the longest cached prefix decides, then the
-        fewest running requests, then the most free blocks. Returns False if no rank can take it.
+        """Give the first waiting request to a rank; return False if no rank can start it.
+
+        The rank with the longest cached prefix is preferred, then the rank with the fewest running
+        requests, then the rank with the most free blocks.
         """
         offers = []
         for rank, builder in zip(self.ranks, builders, strict=True):
@@ -346,7 +349,7 @@ class Scheduler:
         return False
 
     def _decide(self, builders: Sequence[StepBuilder]) -> StepPlan:
-        """Make the plan of the steps that were built for the ranks."""
+        """Make the plan for all ranks from their builders."""
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
         busy = [step for step in steps if step.num_reqs]
@@ -368,18 +371,18 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all logits of the steps, and the caches have blocks for its
-        padding, if attention counts them.
+        """Whether a graph computes all logits that the steps need, and the caches have enough
+        blocks for the graph's padding.
         """
         return graph.mode != "FULL" or all(
             not step.reports_prompts and rank.has_room_for_padding(step, graph)
             for rank, step in zip(self.ranks, steps, strict=True)
         )
 
-    # ---- steps that count for nothing
+    # ---- void steps
 
     def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
-        """Add the counts of experts; return whether tokens found no room."""
+        """Store the token counts of experts; return whether a token found no room."""
         for result in results.values():
             self.expert_tokens[result.rank] = result.expert_tokens
             if result.num_unplaced and plan.exchange not in MAY_LOSE_TOKENS:
@@ -393,10 +396,9 @@ class Scheduler:
         return self._is_void
 
     def _run_again(self) -> StepPlan | None:
-        """Issue the step in flight again, with an exchange that has room for all tokens; None if
-        all of its requests have left.
+        """Issue the step in flight again, with an exchange that has room for all tokens.
 
-        The same KV is written again.
+        The step writes the same KV again. Returns None if all requests of the step have left.
         """
         self._is_void = False
         plan, _ = self._in_flight.pop()
@@ -421,7 +423,7 @@ class Scheduler:
     def _output_of(
         self, rank: RankScheduler, plan: StepPlan, results: dict[int, StepResult]
     ) -> StepResult:
-        """Return the result with a data-parallel rank's tokens: that of its first worker."""
+        """Return the result of a data-parallel rank's first worker, which contains the tokens."""
         owner = rank.index * self._ranks_per_batch
         result = results.get(owner)
         if result is None:
@@ -429,10 +431,10 @@ class Scheduler:
         return result
 
     def _max_total_tokens(self, request: Request) -> int:
-        """Return the length of prompt plus output at which the request ends.
+        """Return the maximum length of the request, prompt and output together.
 
-        The KV of the last token is never needed, so the cache may be one token too small for it.
-        Without ``max_tokens`` the cache limits the request.
+        The KV of the last token is never needed, so a request may be one token longer than the
+        cache. Without ``max_tokens`` the size of the cache limits the request.
         """
         pool = self.ranks[0].pool
         cache = pool.num_usable * pool.block_size + 1

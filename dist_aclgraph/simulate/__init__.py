@@ -1,1 +1,1 @@
-"""The effect of a load on a deployment: its real decisions, replayed without devices or Ray."""
+"""Simulates a deployment under a load: the deployment's real decisions, without devices or Ray."""

@@ -1,7 +1,8 @@
-"""The batches of a simulation, replayed with other sets of graphs.
+"""Dispatches the batches of a simulation again with other sets of graphs.
 
-Other graphs would change the time of steps, and so the composition of batches; this effect is
-ignored here. All rows have the same batches; graphs change only in the first row.
+Other graphs would change the time of steps, and therefore the composition of batches; this effect
+is ignored. All rows have the same batches. Only in the first row, the set of graphs changes during
+the simulation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return a row for each set of graphs: padding, eager steps, and streams.
 
-    ``is_affordable``: whether the ranks could capture it; the tightest rank has ``usable`` streams.
+    ``is_affordable`` tells whether the ranks could capture the set; ``usable`` is the number of
+    streams of the rank with the fewest streams.
     """
     rows = [
         {
@@ -60,7 +62,7 @@ def compare(
 
 
 def powers_of_two(family: GraphFamily, count: int) -> tuple[int, ...]:
-    """Return the powers of two in whole requests, and the largest size."""
+    """Return the sizes for 1, 2, 4, ... requests, and the largest size."""
     largest, unit = family.buckets[-1], family.query_len or 1
     sizes = {unit << i for i in range((largest // unit).bit_length())}
     return tuple(sorted({size for size in sizes if size < largest} | {largest}))
@@ -91,7 +93,7 @@ def _plans(
     for mode in OTHER_MODES:
         other = deployment.with_mode(mode)
         if other.config.graph.mode == mode != deployment.config.graph.mode:
-            # The same ranks, with this mode's reserve for lazy graphs.
+            # Use the same ranks, but reserve streams for the lazy graphs of this mode.
             asked = [other.offers[offer.rank] for offer in distinct(offers)]
             found = other.planner.negotiate(asked)
             yield f"{mode}, held", other, found.offers, found.plan

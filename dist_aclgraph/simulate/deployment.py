@@ -1,6 +1,6 @@
-"""A deployment without devices: the offers that its ranks would make, and their plan.
+"""A deployment without devices: the offers that its ranks would make, and the resulting plan.
 
-The numbers of such devices are assumptions, and ``assumptions`` lists them.
+The properties of the devices are assumptions, which ``assumptions`` lists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-NPU_STREAMS_TAKEN = 69  # before anything is joined: 1979 were free on a 910C with CANN 9.0
+NPU_STREAMS_TAKEN = 69  # before groups are joined: 1979 streams were free on a 910C with CANN 9.0
 EMULATOR_STREAMS_TAKEN = 34  # streams of torch_npu and the runner, counted on the emulator
 
 
@@ -36,10 +36,10 @@ class ContextRoom:
     """The capacity of a data parallel rank's KV cache.
 
     Attributes:
-        bytes_per_token: of KV on each of its NPUs, on average.
-        tokens: of all requests.
-        longest: tokens of one request alone, within the model's context.
-        requests: number of requests of the given length at once.
+        bytes_per_token: average bytes of KV per token on each NPU of the rank.
+        tokens: number of tokens of all requests together.
+        longest: maximum length of a single request, within the model's context.
+        requests: number of requests of the given length at the same time.
     """
 
     bytes_per_token: float
@@ -50,14 +50,15 @@ class ContextRoom:
 
 @dataclass(frozen=True)
 class AssumedDeployment:
-    """The known facts about a deployment before any device is open.
+    """The facts about a deployment that are known or assumed before any device is opened.
 
     Attributes:
         planner: everything that follows from configuration and model.
-        memory: memory of the rank with the least.
-        unknown_shape: reason why weights are not computed from the decoder's shape; "" if they are.
-        offers: of all ranks, in their order.
-        exchange: way of tokens to experts of other ranks.
+        memory: memory of the rank with the least memory.
+        unknown_shape: why the sizes of weights are not computed from the decoder's shape; "" if
+            they are.
+        offers: offers of all ranks, in the order of ranks.
+        exchange: chooses the exchange with experts of other ranks.
     """
 
     planner: Planner
@@ -68,12 +69,13 @@ class AssumedDeployment:
 
     @classmethod
     def from_config(cls, config: Config) -> AssumedDeployment:
-        """Read the model's facts and assume its devices.
+        """Read the model's facts, and assume the devices of the configuration.
 
         Raises:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                the configured exchange is impossible, the chip is unknown, no node holds a tensor
-                parallel group, or weights, buffers and eager steps do not fit on a device.
+                the configured exchange is impossible, the chip is unknown, a node has too few NPUs
+                for a tensor parallel group, or weights, buffers and eager steps do not fit on a
+                device.
         """
         _check_chip(config)
         _check_nodes(config)
@@ -107,7 +109,7 @@ class AssumedDeployment:
 
     @property
     def config(self) -> Config:
-        """With a supported graph mode."""
+        """The configuration with a supported graph mode."""
         return self.planner.config
 
     @property
@@ -116,7 +118,7 @@ class AssumedDeployment:
 
     @property
     def layout(self) -> ParallelLayout:
-        """With MC2's own domain, if it is used."""
+        """The layout, including MC2's domain if MC2 is used."""
         has_mc2 = self.exchange.mc2_buffer_mb is not None
         return replace(self.planner.layout, mc2=has_mc2)
 
@@ -125,13 +127,13 @@ class AssumedDeployment:
         return self.planner.budget_model
 
     def graph_bytes(self, pool_bytes: int) -> int:
-        """Return the bytes of graphs: ``pool_bytes``, or an estimate if that is 0 for unknown."""
+        """Return the bytes of graphs: ``pool_bytes``, or an estimate if it is 0 (unknown)."""
         if self.config.graph.mode == "NONE":
             return 0
         return pool_bytes or self.memory.graph_bytes
 
     def without_shared_context(self) -> AssumedDeployment:
-        """Return the same NPUs with dcp 1 and pcp 1: data parallel ranks take the place of PCP's.
+        """Return a deployment on the same NPUs with dcp=1 and pcp=1, and more data parallel ranks.
 
         Raises:
             ConfigError: see ``from_config``.
@@ -145,7 +147,8 @@ class AssumedDeployment:
         """Return the capacity of a data parallel rank's KV cache.
 
         Args:
-            pool_bytes: see ``num_blocks``.
+            pool_bytes: bytes of a rank's graphs; 0 means unknown.
+            request_tokens: length of a request, for ``ContextRoom.requests``.
 
         Raises:
             ConfigError: fewer than two blocks fit.
@@ -162,10 +165,13 @@ class AssumedDeployment:
         )
 
     def num_blocks(self, pool_bytes: int) -> int:
-        """Return the KV blocks of a rank whose graphs take so many bytes; 0 means not predicted.
+        """Return the number of KV blocks of a rank.
+
+        Args:
+            pool_bytes: bytes of the rank's graphs; 0 means unknown.
 
         Raises:
-            ConfigError: too few fit, see ``KVCacheSpec.choose_num_blocks``.
+            ConfigError: too few blocks fit, see ``KVCacheSpec.choose_num_blocks``.
         """
         free_bytes = max(0, self.memory.free_bytes - self.graph_bytes(pool_bytes))
         planner = self.planner
@@ -173,7 +179,7 @@ class AssumedDeployment:
 
     @property
     def assumptions(self) -> list[str]:
-        """The assumptions about the devices, in sentences."""
+        """The assumptions about the devices, as sentences."""
         device = self.config.device
         found: list[str] = []
         if self.unknown_shape:
@@ -206,7 +212,7 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return offers that differ in more than their rank; the first one of equal offers."""
+    """Return different offers: of offers that differ only in their rank, only the first one."""
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
         found.setdefault(content_of(offer), offer)
@@ -214,7 +220,7 @@ def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
 
 
 def _check_chip(config: Config) -> None:
-    """Refuse NPUs of an unknown chip, unless their memory is given."""
+    """Refuse NPUs of an unknown chip, unless the configuration gives their memory."""
     device = config.device
     if device.kind != "npu" or device.memory_mb is not None or family_of(device.chip):
         return
@@ -226,7 +232,7 @@ def _check_chip(config: Config) -> None:
 
 
 def _check_nodes(config: Config) -> None:
-    """Refuse a tensor parallel group that no node holds; the start would refuse it, too."""
+    """Refuse a tensor parallel group with more ranks than a node has NPUs, as a real start does."""
     parallel, family = config.parallel, family_of(config.device.chip)
     if config.device.kind != "npu" or family is None or parallel.tp_across_nodes:
         return
@@ -239,7 +245,7 @@ def _check_nodes(config: Config) -> None:
 
 
 def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
-    """Return the decoder's shape, or None and the reason."""
+    """Return the decoder's shape and "", or None and the reason why the shape is unknown."""
     try:
         return read_model_spec(model), ""
     except ModelError as e:

@@ -1,7 +1,7 @@
-"""The loop of one simulated lockstep group: the real scheduler, dispatcher and graph changes.
+"""The loop of one simulated lockstep group, with the real scheduler, dispatcher and graph changes.
 
-Three things are not real: the clock advances by the assumed time of a step, captures of ranks
-always succeed, and tokens are meaningless.
+Three things are not real: the clock advances by the assumed time of each step, captures always
+succeed, and tokens are meaningless.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from dist_aclgraph.simulate.tally import LastStep, Tally, WatchedDispatcher
 from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
-IDLE_POLL_S = 0.1  # between two graph changes of an idle group
-MAX_VERSIONS = 256  # the latest plan versions are kept
-STEPS_BETWEEN_LOOKS = 512  # of the simulation's observer
-LOGITS, RECORD = 3, 4  # index of num_logits in a record of ``RankBatch.scheduled``; its length
+IDLE_POLL_S = 0.1  # time between two graph changes of an idle group
+MAX_VERSIONS = 256  # number of latest plan versions that are kept
+STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
+LOGITS, RECORD = 3, 4  # index of num_logits in a record of ``RankBatch.scheduled``; record length
 
 OnProgress = Callable[[], None]
 
 
 @dataclass
 class SimulatedRanks:
-    """The ranks of a group; one answers for all. Every capture succeeds.
+    """The ranks of a group. One rank answers for all ranks, and every capture succeeds.
 
     Attributes:
-        captures, releases: numbers of graphs.
+        captures, releases: numbers of captured and of released graphs.
     """
 
     plan: GraphPlan
@@ -76,11 +76,11 @@ class SimulatedRanks:
 
 @dataclass
 class Counts:
-    """Events besides steps."""
+    """Counts of events other than steps."""
 
     generated_tokens: int = 0
     finished: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # by the kind of error
+    refused: Counter[str] = field(default_factory=Counter)  # refused requests by class of error
     lazy_captures: int = 0
     lazy_evictions: int = 0
     plan_captures: int = 0
@@ -92,10 +92,10 @@ class SimulatedGroup:
     """One lockstep group and its clock.
 
     Args:
-        shares_plan_with: number of groups that change their plan together, this one included; the
-            others are assumed to have the same traffic.
-        accepted: probability that a draft is accepted if all drafts before it are.
-        seed: of the drafts.
+        shares_plan_with: number of groups that change their plan together, this group included; the
+            other groups are assumed to have the same traffic.
+        accepted: probability that a draft is accepted if all drafts before it are accepted.
+        seed: seed of the random acceptance of drafts.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SimulatedGroup:
         self._offers = _probed(deployment, distinct(negotiated.offers))
         self._weight = shares_plan_with
         self._history = TrafficHistory(config.graph, 0.0)
-        self._is_unseen = False  # whether steps ran since the last update
+        self._is_unseen = False  # whether steps have run since the last choice of buckets
         self.clock_s = 0.0
         self.tally = Tally()
         self.counts = Counts()
@@ -165,7 +165,7 @@ class SimulatedGroup:
     def play_batches(
         self, batches: Iterator[Batch], max_seconds: float, on_progress: OnProgress
     ) -> None:
-        """Dispatch one batch after the other, as if the scheduler had made them."""
+        """Dispatch one batch after another, as if the scheduler had decided these batches."""
         for batch in batches:
             if self.clock_s >= max_seconds:
                 return
@@ -186,7 +186,10 @@ class SimulatedGroup:
             pass
 
     def play_until(self, until_s: float, on_progress: OnProgress) -> Iterator[StepOutputs]:
-        """Let time pass; yield the results of each step. Without an end, until all work is done."""
+        """Advance the clock to ``until_s``, and yield the results of each step.
+
+        If ``until_s`` is infinite, stop when all work is done.
+        """
         scheduler, flying = self.scheduler, self._flying
         while self.clock_s < until_s:
             self._look_again()
@@ -206,7 +209,11 @@ class SimulatedGroup:
                 self._wait(until_s, is_changed)
 
     def submit(self, name: str, arrival: Arrival) -> bool:
-        """Accept a request, whose name is a number; return whether it was accepted."""
+        """Submit a request; return whether the scheduler accepted it.
+
+        Args:
+            name: request id, a number as text.
+        """
         request = Request(
             name,
             arrival.token_ids(int(name)),
@@ -223,7 +230,11 @@ class SimulatedGroup:
         return True
 
     def _run(self, plan: StepPlan, step: LastStep, on_progress: OnProgress) -> StepOutputs:
-        """Let a step run; ``step`` has the arguments of the dispatcher."""
+        """Run a decided step; return its outputs.
+
+        Args:
+            step: the dispatcher's arguments and answer for this step.
+        """
         results = []
         for dp_rank, batch in enumerate(plan.batches):
             logits = np.frombuffer(batch.scheduled, dtype="<i4")[LOGITS::RECORD]
@@ -240,10 +251,10 @@ class SimulatedGroup:
         return outputs
 
     def _num_tokens_of(self, num_logits: IntArray) -> IntArray:
-        """Return the new tokens of each sampled request: one, and its accepted drafts.
+        """Return the number of new tokens of each sampled request: one plus its accepted drafts.
 
         Args:
-            num_logits: [num_samples], one, and the drafts that are verified.
+            num_logits: [num_samples], one plus the number of verified drafts.
         """
         if not self._num_drafts:
             return num_logits
@@ -254,7 +265,7 @@ class SimulatedGroup:
         return counts
 
     def _end_step(self, step: LastStep, on_progress: OnProgress) -> None:
-        """Let the time of a step pass."""
+        """Count a step, and advance the clock by its time."""
         self.tally.add(self.clock_s, step)
         graph = step.graph
         if graph is None:
@@ -266,7 +277,7 @@ class SimulatedGroup:
             on_progress()
 
     def _wait(self, until_s: float, is_changed: bool) -> None:
-        """Let time pass without a request, up to the next event."""
+        """Advance the clock of an idle group to the next event."""
         if is_changed or self.changes.is_changing:
             until_s = min(until_s, self.clock_s + IDLE_POLL_S)
         elif self._is_unseen:
@@ -276,7 +287,7 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Make the due changes of graphs; return whether anything changed."""
+        """Make the due captures and releases; return whether anything changed."""
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases
@@ -297,7 +308,7 @@ class SimulatedGroup:
         return bool(captures or releases)
 
     def _look_again(self) -> None:
-        """If it is time, choose the buckets again, as the controller does."""
+        """If an update is due, choose the buckets again, as the controller does."""
         if not self._history.is_due(self.clock_s):
             return
         self._is_unseen = False
@@ -328,9 +339,10 @@ class SimulatedGroup:
 
 
 def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers with the probes that ranks would have captured for a calibrated budget.
+    """Return the offers with the probes that real ranks would measure for a calibrated budget.
 
-    With these probes, buckets are chosen again by the times of steps; otherwise by their tokens.
+    With these probes, buckets are chosen again by the times of steps; without probes, by the tokens
+    of steps.
     """
     config, model = deployment.config, deployment.budget_model
     if model.name != "calibrated":
@@ -356,7 +368,7 @@ def _probed(deployment: AssumedDeployment, offers: list[StreamOffer]) -> list[St
 
 
 def _times(traffic: Traffic, count: int) -> Traffic:
-    """Return the traffic of so many groups with equal traffic."""
+    """Return the sum of the traffic of ``count`` groups with equal traffic."""
     return Traffic(
         decode={tokens: weight * count for tokens, weight in traffic.decode.items()},
         mixed={tokens: weight * count for tokens, weight in traffic.mixed.items()},

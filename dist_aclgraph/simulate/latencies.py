@@ -1,4 +1,4 @@
-"""Latencies of a simulation's requests: to their first token, and of each further token."""
+"""Latencies of a simulation's requests: time to the first token, and time per further token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class Latencies:
     """Owns the times of arrivals and first tokens, in simulated seconds.
 
     Attributes:
-        first_token_s: of each request that has begun, from its arrival (TTFT).
-        per_token_s: of each finished request of several tokens, the mean time between two of its
-            tokens (TPOT).
+        first_token_s: for each request with a first token, the time from its arrival to this token
+            (TTFT).
+        per_token_s: for each finished request with several tokens, the mean time between two tokens
+            (TPOT).
     """
 
     def __init__(self) -> None:
@@ -28,10 +29,12 @@ class Latencies:
         self._arrived_s[name] = at_s
 
     def note_outputs(self, now_s: float, outputs: StepOutputs) -> None:
-        """Note the first tokens and the ends in the outputs of a step, which has just ended."""
+        """Note the first tokens and the ends of requests in the outputs of a step that ended at
+        ``now_s``.
+        """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # else it begins again, after a preemption
+            if name in self._arrived_s:  # Otherwise the request begins again after a preemption.
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:
@@ -43,7 +46,7 @@ class Latencies:
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return mean, median and 99th percentile; zeros if there is no value."""
+    """Return mean, median and 99th percentile; all are 0 if there is no value."""
     found = np.array(seconds or [0.0])
     return {
         "mean": float(found.mean()),
@@ -53,7 +56,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def latency_report(latencies: Latencies, num_tokens: int, seconds: float) -> dict[str, Any]:
-    """Return the latencies of a group, and its tokens a second, as plain values."""
+    """Return the latencies of a group, and its tokens per second, as plain values."""
     return {
         "first_token_s": quantiles(latencies.first_token_s),
         "per_token_s": quantiles(latencies.per_token_s),

@@ -1,14 +1,15 @@
-"""The load of a simulation: batches or requests, read line by line from a trace or drawn.
+"""The load of a simulation: batches or requests, read line by line from a trace, or drawn randomly.
 
-A trace is JSON lines, or CSV with a header. Each line is
+A trace is a file of JSON lines, or of CSV with a header. Each line is either
 
-- a batch, one step of a rank: ``decode`` (requests that decode), or ``num_reqs`` and ``query_len``,
-  or ``tokens`` (a mixture of prefill and decode; of split prompts, the rank's share); or
-- a request: ``arrival_s``, ``prompt_tokens``, ``output_tokens``, in the order of arrival. If its
-  prompt begins as others do: ``shared_tokens``, the length of that prefix, and ``shared``, a number
-  that names the prefix if there are several.
+- a batch, which is one step of a rank. Columns: ``decode`` (number of requests that decode); or
+  ``num_reqs`` and ``query_len``; or ``tokens`` (a mixture of prefill and decode; if prompts are
+  split, the rank's share); or
+- a request. Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``. Lines are in the order of
+  arrival. If several prompts have the same prefix: ``shared_tokens``, the length of this prefix,
+  and ``shared``, a number that identifies the prefix if there are several prefixes.
 
-Other columns are ignored. Only one line is held in memory.
+Other columns are ignored. Only one line is in memory at a time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import numpy as np
 from dist_aclgraph.errors import ConfigError
 
 MAX_LINE_BYTES = 1 << 16
-MAX_TOKENS = 1 << 20  # limit of a batch or a prompt
-SPREAD = 0.7  # sigma of the logarithm of drawn lengths
-CHUNK = 1024  # requests drawn at once
-SHOWN = 80  # characters of a bad line
+MAX_TOKENS = 1 << 20  # maximum number of tokens of a batch or a prompt
+SPREAD = 0.7  # standard deviation of the logarithm of drawn lengths
+CHUNK = 1024  # number of requests that are drawn at once
+SHOWN = 80  # number of characters of a bad line that an error message shows
 
 REQUEST_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 BATCH_COLUMNS = (("decode",), ("num_reqs", "query_len"), ("tokens",))
@@ -41,7 +42,10 @@ Kind = Literal["batches", "requests"]
 
 
 class Batch(NamedTuple):
-    """One step: live tokens, requests, and the tokens of each request; 0 if they differ."""
+    """One step: numbers of live tokens and of requests, and the tokens of each request.
+
+    ``query_len`` is 0 if requests have different numbers of tokens.
+    """
 
     num_tokens: int
     num_reqs: int
@@ -49,7 +53,7 @@ class Batch(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One request. Its prompt begins with ``shared_tokens`` tokens of the shared prefix
+    """One request. The first ``shared_tokens`` tokens of its prompt are the prefix with the number
     ``shared``.
     """
 
@@ -60,8 +64,10 @@ class Arrival(NamedTuple):
     shared_tokens: int = 0
 
     def token_ids(self, number: int) -> list[int]:
-        """Return a prompt that differs from all others except for its prefix; ``number`` identifies
-        it.
+        """Return the prompt; after its prefix, it differs from the prompts of all other numbers.
+
+        Args:
+            number: identifies the request.
         """
         own = self.prompt_tokens - self.shared_tokens
         return [-1 - self.shared] * self.shared_tokens + [number % (1 << 31)] * own
@@ -69,18 +75,18 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Prefixes that prompts share: the n-th is n times as rare as the first.
+    """Prefixes that prompts share. The n-th prefix is n times as rare as the first one.
 
     Attributes:
         count: number of different prefixes.
-        tokens: length of each, in front of a prompt's own tokens.
+        tokens: length of each prefix; prompts become longer by this number.
     """
 
     count: int
     tokens: int
 
     def given_to(self, arrivals: Iterable[Arrival], seed: tuple[int, ...]) -> Iterator[Arrival]:
-        """Yield the arrivals, each with a prefix before its own prompt."""
+        """Yield the arrivals, with a prefix added before each prompt."""
         random = np.random.default_rng((*seed, self.count))
         rarity = 1 / np.arange(1, self.count + 1)
         each = np.cumsum(rarity / rarity.sum())
@@ -101,8 +107,8 @@ class Load(Generic[Item]):
     """A load that can be iterated several times.
 
     Attributes:
-        begin: returns a new iterator over it.
-        progress: part of it that has been read, from 0 to 1.
+        begin: returns a new iterator over the load.
+        progress: returns the part of the load that has been read, from 0 to 1.
     """
 
     begin: Callable[[], Iterator[Item]]
@@ -110,14 +116,18 @@ class Load(Generic[Item]):
 
 
 class Trace:
-    """A trace file. The first line determines its kind.
+    """A trace file. Its first line determines its kind.
 
     Raises:
-        ConfigError: it cannot be read, or its first line is of no kind.
+        ConfigError: the file cannot be read, or its first line is neither a batch nor a request.
     """
 
     def __init__(self, path: Path, decode_len: int = 1) -> None:
-        """Read the first line; ``decode_len``: tokens of a request that decodes."""
+        """Read the first line.
+
+        Args:
+            decode_len: number of tokens of a request that decodes.
+        """
         self._path = path
         self._decode_len = decode_len
         self._read = 0
@@ -201,7 +211,7 @@ class Trace:
             yield number, text, dict(zip(self._columns, values, strict=True))
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        """Yield number and text of each line that is not blank."""
+        """Yield the number and the text of each line that is not blank."""
         self._read = 0
         with self._path.open("rb") as file:
             number = 0
@@ -254,14 +264,14 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson:
-    """Requests that arrive at random, with lognormal lengths around their means.
+    """Requests that arrive at random, with lengths from lognormal distributions.
 
     Attributes:
-        rate: arrivals per second.
-        prompt_tokens, output_tokens: means, before the lengths are clipped.
-        max_total_tokens: maximum length of a request, prompt and output.
-        max_requests, max_seconds: end of the load.
-        seed: equal seeds draw equal loads.
+        rate: mean number of arrivals per second.
+        prompt_tokens, output_tokens: mean lengths, before lengths are clipped.
+        max_total_tokens: maximum length of prompt and output together.
+        max_requests, max_seconds: the load ends at the first of these limits.
+        seed: equal seeds give equal loads.
     """
 
     rate: float

@@ -1,8 +1,8 @@
-"""A load that several groups share: requests are sent by the rule of the ingress, and by a simpler
-rule.
+"""A load that several groups share. Two rules for sending requests to groups are compared: the rule
+of the ingress, and a simpler rule.
 
-All groups run at once, each with its own clock; no clock is later than the arrival of a request
-that is sent.
+All groups run at the same time, each with its own clock. When a request is sent, all groups have
+been simulated up to its arrival.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BY_COUNT = "fewest outstanding"
 
 
 class Routing(Protocol):
-    """The rule that sends requests to groups; ``RequestRouter`` is one."""
+    """A rule that chooses groups for requests. ``RequestRouter`` implements the ingress's rule."""
 
     def route(
         self, request_id: str, prompt: bytes, cache_salt: str, among: Collection[str]
@@ -34,7 +34,7 @@ class Routing(Protocol):
 
 
 class FewestOutstanding:
-    """The simpler rule for comparison: the group with the fewest requests."""
+    """The simpler rule: choose the group with the fewest open requests."""
 
     def __init__(self) -> None:
         self._group_of: dict[str, str] = {}
@@ -52,7 +52,7 @@ class FewestOutstanding:
 
 
 class RoutedLoad:
-    """A load played over groups."""
+    """Plays a load on several groups."""
 
     def __init__(self, routing: Routing, groups: Sequence[SimulatedGroup]) -> None:
         self._routing = routing
@@ -109,7 +109,7 @@ def compare_routing(
     make_arrivals: Callable[[], Iterable[Arrival]],
     on_arrival: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Play one load by each rule, over new groups each time; our rule is the first."""
+    """Play one load with each rule, on new groups each time; return the ingress's rule first."""
     rows = []
     for name in (BY_CACHE, BY_COUNT):
         groups = make_groups()

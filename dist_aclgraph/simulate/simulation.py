@@ -1,6 +1,6 @@
-"""A whole simulation: one group for each distinct plan of a deployment, and the overall result.
+"""A whole simulation: one group for each different plan of a deployment, and the overall result.
 
-Groups with equal plans get equal shares of the load, so one of them represents all.
+Groups with equal plans get equal shares of the load, so one of these groups represents the others.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
 DEFAULT_REQUESTS = 1000
-MAX_GROUPS = 8  # number of simulated groups; those that represent most groups come first
+MAX_GROUPS = 8  # maximum number of simulated groups; groups that represent most others come first
 
-OnProgress = Callable[[float], None]  # part that is done, from 0 to 1
+OnProgress = Callable[[float], None]  # called with the part that is done, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The load to play: a trace, or ``poisson`` requests a second.
+    """The load to play: a trace, or ``poisson`` requests per second.
 
-    ``requests`` and ``seconds`` limit it, for the whole deployment. ``beginnings`` is the number of
-    prefixes that drawn prompts share; with several groups, their routing is shown, too.
-    ``accepted`` is the probability that a draft is accepted if all drafts before it are.
+    ``requests`` and ``seconds`` limit the load of the whole deployment. ``beginnings`` is the
+    number of prefixes that drawn prompts share; if there are several groups, the result then also
+    compares routing rules. ``accepted`` is the probability that a draft is accepted if all drafts
+    before it are accepted.
     """
 
     trace: Path | None = None
@@ -58,10 +59,10 @@ class LoadOptions:
     seed: int = 0
 
     def check_options(self) -> None:
-        """Return if the options fit together.
+        """Check that the options are valid and fit together.
 
         Raises:
-            ConfigError: they do not; the message has the reason.
+            ConfigError: the options are invalid; the message has the reason.
         """
         if (self.trace is None) == (self.poisson is None):
             raise ConfigError("a simulation needs a load: either --trace FILE or --poisson RATE")
@@ -92,11 +93,11 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Lockstep groups whose ranks make equal offers, and which therefore hold the same plan.
+    """Lockstep groups whose ranks make equal offers, and which therefore have the same plan.
 
     Attributes:
         first: index of the group that is simulated.
-        num_groups: number of groups that it represents.
+        num_groups: number of groups that the simulated group represents, itself included.
     """
 
     first: int
@@ -112,13 +113,13 @@ def simulate(
     with_comparison: bool = False,
     on_progress: OnProgress = lambda share: None,
 ) -> dict[str, Any]:
-    """Play a load and return the results as plain values (JSON-able).
+    """Play a load, and return the results as plain values that JSON can encode.
 
     Equal arguments give equal results, except for ``speed``, which depends on this machine.
 
     Raises:
         ConfigError: the model, the options or the trace are invalid.
-        StreamBudgetError: a rank cannot afford a single bucket.
+        StreamBudgetError: a rank has too few streams for a single bucket.
     """
     options.check_options()
     deployment = AssumedDeployment.from_config(config)
@@ -199,7 +200,7 @@ def simulate(
 
 
 def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
-    """Return the groups by offer; those that represent most groups come first."""
+    """Return one kind for all groups with equal offers; kinds with the most groups come first."""
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":
         return [GroupKind(0, len(groups), deployment.planner.negotiate(offers))]
@@ -262,7 +263,7 @@ def group_report(group: SimulatedGroup, kind: GroupKind) -> dict[str, Any]:
 
 
 def _drafts_report(stats: dict[str, int]) -> dict[str, Any]:
-    """Return how often drafts were verified, and the mean number of tokens that this gave."""
+    """Return how often drafts were verified, and the mean number of tokens of a verification."""
     verified = stats["drafts"]
     each = 1 + stats["accepted_tokens"] / verified if verified else 1.0
     return {"verifications": verified, "tokens_per_verification": each}
@@ -311,7 +312,8 @@ def _draw(
     """Draw a share of the load, with the shared prefixes of its prompts.
 
     Args:
-        first: index of the group that gets it, or of the first of several.
+        share: share of the deployment's load.
+        first: index of the group that gets the share, or of the first of several groups.
 
     Raises:
         ConfigError: the prefixes are too long.
@@ -348,7 +350,7 @@ def _routing(
     times: StepTimes,
     num_blocks: int,
 ) -> list[dict[str, Any]] | None:
-    """Play the drawn load with shared prefixes over several groups, by each rule of routing."""
+    """Play the drawn load with shared prefixes on several groups, once for each routing rule."""
     num_groups = min(len(deployment.layout.lockstep_groups), MAX_GROUPS)
     if not options.beginnings or num_groups == 1:
         return None
@@ -370,7 +372,7 @@ def _routing(
 
 
 def _max_total_tokens(deployment: AssumedDeployment, num_blocks: int) -> int:
-    """Return the limit of a request's tokens by context and cache."""
+    """Return the maximum length of a request, which the context or the cache limits."""
     tokens_per_block = Shards.from_config(deployment.config).tokens_per_block
     return min(deployment.planner.max_model_len, (num_blocks - 1) * tokens_per_block + 1)
 

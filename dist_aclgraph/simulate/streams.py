@@ -1,4 +1,4 @@
-"""Streams of graphs, predicted by the budget model, on the rank with the fewest free streams."""
+"""Predicts the streams of graphs by the budget model, on the rank with the fewest free streams."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 
-Held = dict[str, int]  # streams by family, streams used before the first bucket, and all
+Held = dict[str, int]  # streams of each family; "fixed": before the first bucket; "all": the sum
 
 
 def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) -> StreamOffer:
-    """Return the offer of the rank to which the plan leaves the fewest streams."""
+    """Return the offer of the rank that has the fewest streams left after the plan's captures."""
     model = deployment.budget_model
 
     def left(offer: StreamOffer) -> int:
@@ -29,7 +29,7 @@ def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) ->
 def streams_held(
     deployment: AssumedDeployment, offer: StreamOffer
 ) -> Callable[[Iterable[BatchDescriptor]], Held]:
-    """Return a function that counts the streams of a set of graphs on an offer's rank."""
+    """Return a function that predicts the streams of a set of graphs on the rank of an offer."""
     planner, model = deployment.planner, deployment.budget_model
     kinds = [*planner.families, *planner.lazy_families]
     families: dict[str, GraphFamily] = {family.name: family for family in kinds}
@@ -47,7 +47,7 @@ def streams_held(
 
 
 def is_affordable(deployment: AssumedDeployment, offer: StreamOffer, plan: GraphPlan) -> bool:
-    """Whether the rank of an offer can afford a plan, by the budget model."""
+    """Whether the rank of an offer can capture all graphs of a plan, by the budget model."""
     limits = deployment.budget_model.limits(plan.families, offer)
     counts = [len(family.buckets) for family in plan.families]
     return all(limit.admits(counts) for limit in limits)

@@ -1,4 +1,4 @@
-"""Counts of a simulation besides the dispatcher's: steps over time, and by batch size."""
+"""Counts of a simulation, in addition to the dispatcher's: steps over time, and by batch size."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import Dispatch, Fits, GraphDispatcher, always
 
-MAX_BINS = 128  # of a time line; the width of bins doubles when all are in use
+MAX_BINS = 128  # maximum number of bins; when a step needs another bin, the width of bins doubles
 FIRST_WIDTH_S = 1.0
 
 
 @dataclass
 class Shares:
-    """Steps, and the use of their tokens."""
+    """Numbers of steps and of their tokens."""
 
     steps: int = 0
     eager_steps: int = 0
@@ -24,7 +24,7 @@ class Shares:
     padded_tokens: int = 0
 
     def add(self, num_tokens: int, graph: BatchDescriptor | None, times: int = 1) -> None:
-        """Count a step, or several equal ones."""
+        """Count a step, or several equal steps."""
         self.steps += times
         self.live_tokens += num_tokens * times
         if graph is None:
@@ -58,7 +58,7 @@ class Shares:
 
 
 class TimeLine:
-    """Shares over time, in at most ``MAX_BINS`` bins of equal width."""
+    """Counts over time, in at most ``MAX_BINS`` bins of equal width."""
 
     def __init__(self) -> None:
         self.width_s = FIRST_WIDTH_S
@@ -75,7 +75,7 @@ class TimeLine:
         found.add(num_tokens, graph)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return the bins in which a step ran, by the second of their begin."""
+        """Return the bins that contain a step, each with its start in seconds."""
         return [
             {"from_s": index * self.width_s, **self.bins[index].report()}
             for index in sorted(self.bins)
@@ -91,7 +91,10 @@ class TimeLine:
 
 @dataclass
 class Tally:
-    """All steps of a group: over time, and by live tokens and uniform query length (or 0)."""
+    """Counts of all steps of a group: over time, and by (live tokens, query length).
+
+    The query length is 0 if the requests of a batch have different lengths.
+    """
 
     over_time: TimeLine = field(default_factory=TimeLine)
     by_batch: dict[tuple[int, int], Shares] = field(default_factory=dict)
@@ -112,7 +115,7 @@ class Tally:
         return found
 
     def by_tokens(self) -> list[dict[str, Any]]:
-        """Return the shares by live tokens, ascending."""
+        """Return the counts by number of live tokens, ascending."""
         found: dict[int, Shares] = {}
         for (num_tokens, _), shares in self.by_batch.items():
             found.setdefault(num_tokens, Shares()).merge(shares)
@@ -121,7 +124,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class LastStep:
-    """A request to the dispatcher, and its answer."""
+    """The arguments of a call of the dispatcher, and the returned graph."""
 
     num_tokens: int
     query_len: int
@@ -129,7 +132,7 @@ class LastStep:
 
 
 class WatchedDispatcher(GraphDispatcher):
-    """The dispatcher, and its last request."""
+    """A dispatcher that remembers its last call."""
 
     last: LastStep
 
@@ -145,7 +148,7 @@ class WatchedDispatcher(GraphDispatcher):
 def replay_batches(
     by_batch: Mapping[tuple[int, int], Shares], dispatcher: GraphDispatcher
 ) -> Shares:
-    """Return the results of batches that were counted before, with another set of graphs."""
+    """Return the counts that the same batches would have with another set of graphs."""
     found = Shares()
     for (num_tokens, query_len), shares in by_batch.items():
         num_reqs = num_tokens // query_len if query_len else 1

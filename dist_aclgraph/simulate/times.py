@@ -1,6 +1,7 @@
-"""The assumed time of a step: a constant, plus a time per padded token.
+"""The time of a step in a simulation.
 
-Alternatively, the measured times in the report of a running deployment.
+Either the time is assumed: a constant, plus a time per padded token. Or it was measured: the times
+are read from the report of a deployment.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class StepTimes:
     """Seconds of steps and captures.
 
     Attributes:
-        base_s: time of any step.
+        base_s: constant part of a step's time.
         token_s: time per token, padding included.
-        eager: the line of steps without a graph; None prices them as a graph of their size.
+        eager: time of steps without a graph; None means the time of a graph of the same size.
         capture_s: time of one capture, during which no step runs.
-        measured: measured times by mode and bucket, which replace the formula. Other sizes are
-            interpolated; larger sizes grow with their tokens.
-        source: description in plain words.
+        measured: measured times by mode and bucket, which replace ``base_s`` and ``token_s``. Times
+            of sizes between them are interpolated; above them, times are proportional to tokens.
+        source: origin of the measured times, in plain words.
     """
 
     base_s: float = STEP_MS / 1e3
@@ -43,7 +44,7 @@ class StepTimes:
     _known: dict[tuple[int, RunMode], float] = field(default_factory=dict, compare=False)
 
     def step_s(self, num_tokens: int, mode: RunMode) -> float:
-        """Return the seconds of a step of so many tokens, padding included."""
+        """Return the seconds of a step with ``num_tokens`` tokens, padding included."""
         key = num_tokens, mode
         if key not in self._known:
             self._known[key] = self._step_s(num_tokens, mode)
@@ -87,10 +88,11 @@ def line_times(
     eager_step_ms: float | None = None,
     eager_token_ms: float | None = None,
 ) -> StepTimes:
-    """Return times by the formula.
+    """Return times that consist of a constant and a time per token.
 
     Args:
-        eager_step_ms, eager_token_ms: of steps without a graph; None means as those with one.
+        eager_step_ms, eager_token_ms: the same for steps without a graph; None means the values of
+            steps with a graph.
 
     Raises:
         ConfigError: steps would take no time, or negative time.
@@ -118,7 +120,7 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
     """Return the times in the report of a deployment, ``LLM.report()`` as JSON.
 
     Raises:
-        ConfigError: the file cannot be read, is not a report, or its deployment replayed nothing.
+        ConfigError: the file cannot be read, is not a report, or contains no replayed graph.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -152,7 +154,7 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
 
 
 def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
-    """Return the mean of lines by their steps, or None if there is none."""
+    """Return the mean of lines, weighted by their numbers of steps; None if there are no steps."""
     steps = sum(count for count, _ in lines)
     if not steps:
         return None
@@ -163,7 +165,7 @@ def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
 
 
 def _groups(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all groups in a report, of one group or of several."""
+    """Yield the reports of all groups in a report, which may itself be the report of one group."""
     if isinstance(report, dict):
         yield report
         for group in report.get("groups", ()):

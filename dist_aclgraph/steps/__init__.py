@@ -1,1 +1,1 @@
-"""A step as a value: the messages between engine and workers, and the padding of lengths."""
+"""The description of a step: messages between engine and workers, inputs on the host, padding."""

@@ -1,7 +1,7 @@
 """The results of a step, as the engine sends them to a client.
 
-An engine sends the results of all requests of a client at once, in columns; the client gives each
-request its own part.
+An engine sends the results of all requests of a client in one message, as columns; the client gives
+each request its part.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestDelta(msgspec.Struct, frozen=True):
-    """The results of one step for one request. The one with ``finish_reason`` is the last.
+    """The results of one step for one request. The last delta has a ``finish_reason``.
 
-    If a stop token ended the request, it is the last of ``token_ids``.
+    If a stop token ended the request, the stop token is the last of ``token_ids``.
     """
 
     request_id: str
     token_ids: bytes = b""  # int32 [num_new_tokens]
     finish_reason: FinishReason | None = None
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not requested
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; 0 in later deltas
+    num_cached_tokens: int = 0  # in the first delta: prompt tokens found in the prefix cache
     error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # with the first tokens, if requested
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # in the first delta, if requested
 
     @property
     def tokens(self) -> list[int]:
@@ -41,9 +41,9 @@ class RequestDelta(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Further results of a request: with its first tokens, and with its last ones.
+    """Further results of a request, sent with its first tokens and with its last tokens.
 
-    ``index`` is its place among the step's requests; the rest is as in ``RequestDelta``.
+    ``index`` is the request's index in ``StepDeltas.numbers``; other fields as in ``RequestDelta``.
     """
 
     index: int
@@ -58,22 +58,22 @@ NO_NOTE = Note(-1)
 
 
 class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The results of one step for the requests of one client: a delta for each of them, in columns.
+    """The results of one step for the requests of one client: one delta per request, as columns.
 
-    Numbers of requests are those of the client's ``Submit``.
+    ``numbers`` are the numbers that the client gave its requests in ``Submit``.
     """
 
     numbers: bytes  # int32 [num_reqs]
     token_ids: bytes = b""  # int32 [num_new], request by request
     ends: bytes = b""  # int32 [num_reqs], end of each request's tokens; empty means one token each
     notes: tuple[Note, ...] = ()
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new]; empty if not requested
 
     def check_columns(self) -> None:
-        """Return if the columns fit each other.
+        """Check that the lengths of the columns fit each other.
 
         Raises:
-            NotAMessageError: they do not.
+            NotAMessageError: the lengths do not fit.
         """
         if any(len(column) % INT_BYTES for column in (self.numbers, self.token_ids, self.ends)):
             raise NotAMessageError("a column is no array of int32")
@@ -86,7 +86,11 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
             raise NotAMessageError(f"{len(self.logprobs)} reports are about {num_new} tokens")
 
     def each(self, names: Mapping[int, str]) -> Iterator[RequestDelta]:
-        """Yield the delta of each request that is still known to the client."""
+        """Yield the delta of each request in ``names``, the requests that the client still knows.
+
+        Args:
+            names: request ids by number.
+        """
         notes = {note.index: note for note in self.notes}
         start = 0
         numbers = listed_ints(self.numbers)
@@ -108,7 +112,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
             start = end
 
     def _parts(self, num_reqs: int, num_new: int) -> bool:
-        """Whether the ends give each of the requests a part of the new tokens."""
+        """Whether ``ends`` divides the new tokens completely among the requests."""
         if not self.ends:
             return num_reqs == num_new
         starts = np.append(np.zeros(1, np.int32), unpack_ints(self.ends))

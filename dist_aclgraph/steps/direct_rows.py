@@ -1,7 +1,7 @@
-"""The rows of a step that attend directly over the paged cache: pure functions.
+"""Pure functions for the rows of a step that attend directly to the paged cache.
 
-A row is a request; if prompts are split between ranks, a piece of a request; if the cache is
-sharded, a token.
+A row is usually a request. If the cache is sharded, a row is a token; otherwise, if prompts are
+split between ranks, a row is a piece of a request.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dist_aclgraph.steps.padding import shard_lens
 
 @dataclass(frozen=True)
 class DirectRows:
-    """The rows, which are the first tokens of a rank's share.
+    """The direct rows of a rank. They consist of the first tokens of the rank's share.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows], keys of this shard that each row's last query sees, at least one.
+        kv_lens: [num_rows], number of keys of this shard that each row's last query sees; at least
+            one.
         requests: [num_rows], the request whose blocks each row reads; None if row i is request i.
     """
 
@@ -42,8 +43,8 @@ def direct_rows(
     """Return the direct rows of a step.
 
     Args:
-        split: of the step.
-        takes_long_queries: whether requests that are split attend directly, too.
+        split: the split of the step's prompts.
+        takes_long_queries: whether split requests also attend directly.
     """
     if place.is_sharded:
         return _tokens(step, split, place)
@@ -73,7 +74,7 @@ def _pieces(step: HostStep, split: PromptSplit, rank: int) -> DirectRows:
     ends, kv_lens = step.query_ends, step.kv_lens
     owners = np.array([piece.request for piece in pieces], np.int32)
     lens = np.array([piece.stop - piece.start for piece in pieces], np.int32)
-    # Keys behind the last one that a piece sees.
+    # For each piece, the number of the request's keys after the last key that the piece sees.
     behind = ends[owners] - np.array([piece.stop for piece in pieces], np.int32)
     return DirectRows(
         ends[:count].tolist() + (split.num_whole_tokens + np.cumsum(lens)).tolist(),

@@ -1,5 +1,6 @@
-"""The host's knowledge, before a step, of the places where drafting continues: see
-``step_buffers.DraftInputs``.
+"""The places where drafting continues, as far as the host knows them before a step.
+
+See ``device_step.DraftInputs``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dist_aclgraph.ints import IntArray
 
 @dataclass(frozen=True)
 class DraftPlaces:
-    """The host's twin of ``DraftInputs``, with S sampled requests.
+    """The values of ``DraftInputs`` on the host, for S sampled requests.
 
     Attributes:
         rows, most, num_logits: [S].
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
-        behind: [S], row of a request that begins later, by its accepted drafts of the previous
-            step, whose number only the device knows; -1 for other requests.
+        behind: [S], row of the request, if the device must add its accepted drafts of the previous
+            step to the positions, because only the device knows their number; else -1.
     """
 
     rows: IntArray
@@ -33,7 +34,7 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return the places of requests; some of these, [S], begin later than the host knows."""
+        """Return the same places with ``behind`` set for the requests of ``is_moved``, [S]."""
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
 
@@ -49,7 +50,7 @@ def draft_places(
     Args:
         records: [num_reqs, 4], as in ``RankBatch.scheduled``.
         block_table: [max_rows, max_blocks].
-        place: rank whose slots are computed.
+        place: the rank for which slots are computed.
         may_draft: [max_rows], whether drafts of a row may be accepted.
     """
     query_ends = np.cumsum(records[:, 2], dtype=np.int32)

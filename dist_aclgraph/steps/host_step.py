@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostStep:
-    """The work of one step on one rank, in batch order; ``DeviceStep`` has the same names.
+    """The work of one step on one rank, in batch order; ``DeviceStep`` uses the same names.
 
-    The arrays are never written: an unchanged value may be the same array as in the previous step,
-    so a copy of it is still valid.
+    The arrays are never modified. If a value does not change, it may be the same array as in the
+    previous step, so an existing copy of the array stays valid.
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens]. A token that only the device knows is a reference
-            (``references.py``). A token without a block in its row is written to the dummy block.
+        token_ids, positions, slots: [num_tokens]. A reference stands for a token that only the
+            device knows (``references.py``). If the row has no block for a token, the slot is in
+            the dummy block.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
         block_table: [num_reqs, num_blocks], as wide as the longest request and its drafts need.
-        sampled: [num_samples], indices into the batch of the requests that get tokens;
-            sampled_rows: their rows.
+        sampled: [num_samples], indices in the batch of the requests that get tokens.
+        sampled_rows: [num_samples], rows of these requests.
         num_logits: [num_samples], number of sampled places of each request.
-        places: [num_samples * (k + 1)], indices of the sampled places into the tokens; a request
-            with fewer places repeats its last one.
-        next_tokens: [num_tokens], the token after each one if the host knows it; empty without
-            drafts.
+        places: [num_samples * (k + 1)], indices of the sampled tokens among the step's tokens; a
+            request with fewer places repeats its last place.
+        next_tokens: [num_tokens], the token after each of the step's tokens, 0 if the host does not
+            know it; empty without drafts.
         drafts: places where drafting continues; None without drafts.
-        prompts: the work of the other prefill ranks, if prompts are split between them. Then tokens
-            and places are this rank's, and requests are those of the whole step.
+        prompts: the work of the other prefill ranks, if prompts are split between ranks; else None.
+            With a split, tokens and places are those of this rank, but requests are those of the
+            whole step.
     """
 
     rows: IntArray

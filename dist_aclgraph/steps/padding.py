@@ -1,8 +1,8 @@
-"""Padding of a step's lengths to a full graph: pure functions, with their invariants.
+"""Pads a step's lengths to the size of a full graph.
 
-Invariants: the numbers of query ends and of KV lengths equal the rows of the graph; query ends do
-not decrease and end at the graph's tokens; KV lengths are at least one. A row is a request, or a
-token if the cache is sharded.
+Invariants: there is one query end and one KV length for each row of the graph; query ends do not
+decrease, and the last one is the graph's number of tokens; KV lengths are at least one. If the
+cache is sharded, a row is a token; otherwise a row is a request.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Lens(NamedTuple):
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: [num_rows] for the decoder and for each later iteration of drafting; each iteration
-            makes all requests longer by one token.
+        kv_lens: one list [num_rows] for the decoder and the first iteration of drafting, then one
+            list for each later iteration; each iteration makes all requests one token longer.
     """
 
     query_ends: list[int]
@@ -34,11 +34,12 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the lengths of steps to graphs.
 
-    A step is padded when it is guessed, and again when it arrives, so the last result is kept.
+    The same lengths are often padded twice: when they are guessed, and when the step arrives. So
+    the last result is kept.
 
     Args:
-        place: place of the rank, whose share of the keys counts.
-        num_drafts: k, of every request of a decode batch.
+        place: place of the rank; KV lengths count the keys that this rank keeps.
+        num_drafts: k, number of drafts of each request of a decode batch.
     """
 
     def __init__(self, place: ContextPlace, num_drafts: int = 0) -> None:
@@ -46,7 +47,7 @@ class GraphLens:
         self._iterations = range(max(1, num_drafts))
         self._last: tuple[BatchDescriptor, bytes] | None = None
         self._last_lens = Lens([], ())
-        self._uniform_ends: dict[BatchDescriptor, list[int]] = {}  # never changed
+        self._uniform_ends: dict[BatchDescriptor, list[int]] = {}  # the lists are never changed
 
     def pad(self, graph: BatchDescriptor, query_ends: IntArray, kv_lens: IntArray) -> Lens:
         """Return the lengths of a step, padded to the size of ``graph``.
@@ -67,7 +68,7 @@ class GraphLens:
         return Lens(ends, (lens, *later))
 
     def _ends_of(self, graph: BatchDescriptor) -> list[int]:
-        """Return a graph's query ends if all its requests have the same length: a constant."""
+        """Return the constant query ends of a graph whose requests all have the same length."""
         ends = self._uniform_ends.get(graph)
         if ends is None:
             ends = list(range(graph.query_len, graph.num_tokens + 1, graph.query_len))
@@ -75,9 +76,9 @@ class GraphLens:
         return ends
 
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
-        """Each token is a row: it sees the keys of this shard up to its own place.
+        """Return lengths with one row per token, which sees this shard's keys up to its position.
 
-        A row without keys still has a length of one; its result is discarded.
+        A row without keys still has length one; its result is discarded.
         """
         assert graph.query_len, "mixed batches are not captured where the cache is sharded"
         index = np.arange(1 - graph.query_len, 1, dtype=np.int32)
@@ -90,15 +91,15 @@ class GraphLens:
 
 
 def shard_lens(place: ContextPlace, lens: IntArray) -> IntArray:
-    """Return the KV lengths of rows on a shard, at least one each, as operators require."""
+    """Return the KV lengths of rows on a shard; operators require at least one for each row."""
     return np.maximum(place.shards.lengths(lens, place.shard), PADDING_KV_LEN)
 
 
 def padding_blocks(graph: BatchDescriptor, num_tokens: int, num_reqs: int, block_size: int) -> int:
-    """Return the number of blocks that the KV lengths of a full graph's padding requests represent.
+    """Return the number of blocks that attention counts for a full graph's padding requests.
 
     Args:
-        num_tokens, num_reqs: of the live requests.
+        num_tokens, num_reqs: numbers of live tokens and of live requests.
     """
     missing = graph.num_reqs - num_reqs
     if missing == 0:

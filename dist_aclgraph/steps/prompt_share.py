@@ -1,4 +1,4 @@
-"""A step with split prompts: the share of one prefill rank, and the places of the rest."""
+"""A step with split prompts: one prefill rank's share, and where other ranks run their tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dist_aclgraph.steps.host_step import HostStep
 
 @dataclass(frozen=True)
 class PromptShare:
-    """The knowledge of a rank about the other ranks.
+    """The facts about other ranks that one rank needs.
 
     Attributes:
-        rank: rank of the share.
-        written: [ranks * num_tokens], slots of this rank's shard for the new KV of all ranks'
-            tokens; for a token that all ranks run, each rank keeps its own result.
-        positions: [ranks * num_tokens] of the same tokens.
-        owners: [num_places], rank that runs the token at each place.
-        landings: [num_places], its index among the tokens of its owner.
+        rank: the rank that uses this share.
+        written: [ranks * num_tokens], for the tokens of all ranks, slots of new KV in this rank's
+            cache. A token that all ranks run has a slot only in this rank's part.
+        positions: [ranks * num_tokens], positions of the same tokens.
+        owners: [num_places], the rank that runs the token at each place.
+        landings: [num_places], index of the token at each place among the owner's tokens.
     """
 
     split: PromptSplit
@@ -34,10 +34,10 @@ class PromptShare:
 
 
 def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
-    """Return one rank's share of a step; the step itself if no prompt is long enough.
+    """Return one rank's share of a step, or the step itself if no prompt is long enough.
 
-    The requests are those of the whole step; the tokens, and their places, are the rank's. A place
-    on another rank is 0.
+    The requests are those of the whole step. Tokens and places are those of this rank; a place that
+    another rank runs is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

@@ -1,9 +1,9 @@
 """Names for tokens that the host does not have: negative numbers, which are never token ids.
 
-The last step's samples, and the drafts of all rows, are in one array of int32 on the device, the
-*latest tokens*. ``i - num_latest`` names place i of it, like a negative index in Python. Without
-drafts the latest tokens are the samples in the order of the last step's batch. With drafts, which
-live longer, they are ordered by row: k drafts of each row, then the last token of each row.
+The *latest tokens* are one array of int32 on the device. The name ``i - num_latest`` means element
+i of this array, like a negative index in Python. Without drafts, the array contains the last step's
+samples in the order of its batch. With drafts, which are kept for more than one step, the array is
+ordered by row: first k drafts of each row, then the last token of each row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dist_aclgraph.packing import aligned
 
 
 def first_last(k: int, num_rows: int) -> int:
-    """Return the place of row 0's last token, which is behind all drafts."""
+    """Return the index of row 0's last token in the latest tokens, after all drafts."""
     return aligned(num_rows * k)
 
 
@@ -25,7 +25,7 @@ class References:
 
     Attributes:
         num_latest: number of latest tokens that the device keeps.
-        k: drafts of each row.
+        k: number of drafts of each row.
         num_rows: number of rows on the device.
     """
 
@@ -34,13 +34,13 @@ class References:
     num_rows: int
 
     def draft(self, rows: IntArray, index: IntArray) -> IntArray:
-        """Name drafts, [n] each: draft ``index`` of a row."""
+        """Return the names of drafts, [n]; ``index`` is a draft's number in its row."""
         return rows * self.k + index - self.num_latest
 
     def last(self, rows: IntArray) -> IntArray:
-        """Name the last tokens of rows, [n], if there are drafts."""
+        """Return the names of the last tokens of rows, [n]; only with drafts."""
         return first_last(self.k, self.num_rows) + rows - self.num_latest
 
     def sample(self, index: IntArray) -> IntArray:
-        """Name samples of the last step, [n], if there are no drafts."""
+        """Return the names of samples of the last step, [n]; only without drafts."""
         return index - self.num_latest

@@ -1,8 +1,10 @@
-"""The messages between engine and workers: one StepPlan per step, one StepResult back.
+"""The messages between engine and workers: the engine sends one StepPlan per step, and each worker
+answers with one StepResult.
 
-Plain MessagePack (msgspec encodes it, any MessagePack library reads it); integer arrays travel as
-little-endian int32 bytes. Only changes are sent: workers keep the running batch, one *row* per
-running request, chosen by the scheduler from [0, max_num_seqs).
+Messages are plain MessagePack (msgspec encodes them, any MessagePack library reads them); integer
+arrays are sent as little-endian int32 bytes. Only changes are sent, because workers keep the
+running batch. It has one *row* for each running request; the scheduler chooses the row from
+[0, max_num_seqs).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dist_aclgraph.topology import ExchangeKind
 
 
 class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The sampler's parameters of one request; see ``SamplingParams`` for meanings."""
+    """The sampler's parameters of one request; ``SamplingParams`` explains them."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -28,19 +30,19 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    logprobs: int = -1  # -1 reports nothing
-    prompt_logprobs: int = -1  # likewise, at the positions of the prompt
-    num_prompt_tokens: int = 0  # position where the output begins, for penalties
-    suppressed: tuple[int, ...] = ()  # end ids, while fewer than min_tokens exist
+    logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
+    prompt_logprobs: int = -1  # the same for positions of the prompt
+    num_prompt_tokens: int = 0  # position where the output begins
+    suppressed: tuple[int, ...] = ()  # end ids, forbidden until the output has min_tokens
     min_tokens: int = 0
     biased: bytes = b""  # int32 [n], tokens with a bias
-    biases: bytes = b""  # float32 [n], added to their logits
-    allowed: bytes = b""  # int32 [n], the only tokens that may come; empty means all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # of two tokens or more
+    biases: bytes = b""  # float32 [n], added to the logits of these tokens
+    allowed: bytes = b""  # int32 [n], the only allowed tokens; empty allows all tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # words of two tokens or more
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change a token's probability beyond the model."""
+        """Whether penalties make a token's probability depend on earlier tokens."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -49,7 +51,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the row simply takes the most probable token."""
+        """Whether the row takes the most probable token and wants no log-probabilities."""
         return (
             self.temperature == 0.0
             and not self.has_penalties
@@ -59,10 +61,10 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RowStart(msgspec.Struct, frozen=True):
-    """A request that begins (or resumes) at ``row``; earlier contents of the row are dropped."""
+    """A request that begins or resumes in ``row``; the worker drops the row's earlier contents."""
 
     row: int
-    token_ids: bytes  # int32 [num_tokens], prompt and, after preemption, output
+    token_ids: bytes  # int32 [num_tokens], the prompt and, after a preemption, the output
     block_ids: bytes  # int32 [num_blocks], in order
     sampling: RowSampling
 
@@ -70,13 +72,13 @@ class RowStart(msgspec.Struct, frozen=True):
 class RankBatch(msgspec.Struct, frozen=True):
     """The work of a data-parallel rank in this step.
 
-    ``scheduled`` has one record per request of the batch, in batch order; token and output arrays
-    follow that order: row, num_computed_tokens, num_scheduled_tokens, num_logits. A token is
-    sampled behind each of the last ``num_logits`` tokens of a request: none in the middle of a
-    prompt, one at its end, k + 1 if the row's k draft tokens are verified, which only the device
-    knows. ``appended`` and ``blocks`` update the rows before the step. The blocks of ``cleaned``
-    are set to zero, because they may hold NaN, and attention reads whole blocks. A data-parallel
-    rank without work has an empty batch, and runs the step on padding.
+    ``scheduled`` has one record per request: row, num_computed_tokens, num_scheduled_tokens,
+    num_logits. The order of the records is the batch order, which token and output arrays follow. A
+    token is sampled after each of the last ``num_logits`` tokens of a request: ``num_logits`` is 0
+    in the middle of a prompt, 1 at its end, and k + 1 if the device verifies the row's k drafts.
+    ``appended`` and ``blocks`` update the rows before the step. The blocks of ``cleaned`` are set
+    to zero before the step, because they may contain NaN, and attention reads whole blocks. A
+    data-parallel rank without work gets an empty batch, and runs the step on padding.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
@@ -87,10 +89,10 @@ class RankBatch(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag="step"):
-    """One decision for every rank of a lockstep group.
+    """The decision of one step, for every rank of a lockstep group.
 
-    ``graph`` is the graph that every rank replays, idle ranks included; None runs the step eagerly.
-    ``exchange`` is the way of tokens to their experts; None if experts are not spread.
+    ``graph`` is the graph that every rank replays, also a rank without work; if it is None, the
+    step runs eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread.
     """
 
     epoch: int
@@ -102,29 +104,31 @@ class StepPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one sampled position: the chosen token first, then the best ones."""
+    """Log-probabilities at one position: first the chosen token, then the most probable tokens."""
 
     token_ids: bytes  # int32 [1 + n]
     logprobs: tuple[float, ...]  # [1 + n]
-    rank: int  # of the chosen token, 1 is the most probable
+    rank: int  # rank of the chosen token; 1 means the most probable one
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of some tokens of a prompt, in order: each token's own, then the best ones.
+    """Log-probabilities at neighbouring positions of a prompt.
+
+    At each position, the prompt's token comes first, then the most probable tokens.
 
     Attributes:
-        place: index of the request among those of the step.
-        first: position of the first of the tokens.
+        place: index of the request among the step's requests.
+        first: the first position.
     """
 
     place: int
     first: int
     token_ids: bytes  # int32 [m, 1 + n]
     logprobs: bytes  # float32 [m, 1 + n]
-    ranks: bytes  # int32 [m], 1 is the most probable
+    ranks: bytes  # int32 [m], ranks of the prompt's tokens; 1 means the most probable token
 
     def rows(self) -> list[RowLogprobs]:
-        """Return one report for each of the tokens."""
+        """Return one report for each position."""
         ranks = listed_ints(self.ranks)
         width = len(self.token_ids) // (INT_BYTES * max(1, len(ranks)))
         values = np.frombuffer(self.logprobs, "<f4").reshape(-1, width).tolist()
@@ -139,17 +143,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """New tokens of a step for each record with logits, in batch order.
+    """The new tokens of a step's sampled requests, in batch order.
 
-    Ranks that own no output answer with empty ``token_ids``, as their acknowledgement. ``counts``
-    has the number of tokens of each request: one, and the accepted drafts; it is empty without
-    drafts: one each. Every rank reports the number of tokens that its experts have computed since
-    it started, and the number of tokens without room in their exchange. If there are any of the
-    latter, the step does not count, and is run again. ``non_finite`` has the requests whose tokens
-    are meaningless, because their logits are NaN or infinite. If the worker measures,
-    ``timings_us`` is its host time by stage, from plan to result; ``overlapped_us`` is its work
-    while the device worked, or between two steps; ``counted`` has the step's collectives and their
-    bytes, if the device counts them.
+    A rank that owns no output acknowledges the step with empty ``token_ids``. ``counts`` is the
+    number of new tokens of each sampled request: one plus its accepted drafts. Without drafts it is
+    empty, and each request gets one token. ``expert_tokens`` is the number of tokens that the
+    rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
+    step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
+    ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN or
+    infinite. If the worker measures, ``timings_us`` is its host time by stage, from plan to result,
+    and ``overlapped_us`` is its host time while the device worked or between two steps. ``counted``
+    contains the number and the bytes of the step's collectives, if the device counts them.
     """
 
     epoch: int
@@ -165,24 +169,24 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     timings_us: dict[str, float] = {}
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
-    error: str = ""  # the step failed on this rank; the epoch is over
-    fault: DeviceFault | None = None  # the cause of a stopped device, if the error is a known one
+    error: str = ""  # not empty if the step failed on this rank; then the epoch is over
+    fault: DeviceFault | None = None  # why the device stopped, if the error is a known one
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """No step follows for now: answer the step in flight.
+    """Tells workers that no step follows for now, so that they answer the step in flight.
 
-    With two steps in flight workers answer one when the next is queued behind it.
+    Otherwise, with two steps in flight, workers answer a step only after the next one is queued.
     """
 
     epoch: int
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Restart the device, because those of all ranks are stopped; forget rows and steps in flight.
+    """Tells workers to restart their devices after all devices of the group have been stopped.
 
-    Later messages belong to ``next_epoch``; ``keeps_kv`` tells whether steps may read the existing
-    KV cache.
+    Workers forget rows and steps in flight. Later messages belong to ``next_epoch``. ``keeps_kv``
+    tells whether steps may read the existing KV cache.
     """
 
     epoch: int
@@ -191,7 +195,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """A rank's answer: its device works again, in the next epoch; or the reason why not."""
+    """A rank's answer to ``Resume``: its device works again, or ``error`` says why it does not."""
 
     epoch: int
     rank: int
@@ -199,7 +203,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Leave the step loop."""
+    """Tells workers to leave the step loop."""
 
     epoch: int
 

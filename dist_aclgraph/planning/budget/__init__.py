@@ -1,7 +1,7 @@
 """The cost of captured graphs in streams and bytes, and the budget of a rank.
 
-``formula.py`` holds the historical formulas, exact; ``domains.py`` the price of a communication
-domain; ``captured.py`` the contents of a bucket's graphs; every budget model has its own file.
+``formula.py`` contains the exact historical formulas, ``domains.py`` the cost of a communication
+domain, and ``captured.py`` the contents of a bucket's graphs. Every budget model has its own file.
 """
 
 from dist_aclgraph.config import BudgetModelName
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def make_budget_model(name: BudgetModelName, workload: Workload) -> BudgetModel:
-    """Return the budget model that the configuration names, for a workload."""
+    """Return the budget model of this name for a workload."""
     if name == "cann-pinned":
         return CannPinnedBudget(workload)
     if name == "cann-software-sq":

@@ -1,4 +1,4 @@
-"""Prices from probes: the measured cost of one bucket of each family on this rank."""
+"""Prices from probes: a probe measures the cost of one bucket of a family on one rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dist_aclgraph.planning.budget.offer import StreamOffer
 class CalibratedBudget(CannPinnedBudget):
     """A rank's probes give the prices of its buckets: streams per bucket, and bytes per token.
 
-    Each rank captures and releases the largest bucket of each family. A family without a probe, or
-    a device whose count of streams does not follow graphs, gets its prices from CANN's accounting
-    with pinned ids, and the lines say so. This accounting is the most careful reading of CANN's
-    sources.
+    For a probe, the rank captures and releases the largest bucket of the family. If a family has no
+    probe, or if the device's count of streams does not change with captures, prices come from
+    ``CannPinnedBudget``, and the lines of the price say so. This model is the most cautious
+    interpretation of CANN's sources.
     """
 
     name: BudgetModelName = "calibrated"

@@ -1,4 +1,4 @@
-"""CANN's own accounting with old drivers: a captured stream holds an id from capture on."""
+"""CANN's accounting with old drivers: a captured stream keeps its id until it is released."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class CannPinnedBudget:
-    """One id for each lane of each graph, for each further queue of a long lane, and for HCCL's
-    streams inside the graph. Nothing is fixed: an offer counts the ids that are left after joining.
+    """Counts stream ids: one for each lane of each graph, one for each further queue of a long
+    lane, and one for each of HCCL's streams in the graph. There is no fixed price, because an offer
+    counts the ids that are free after HCCL's domains were created.
     """
 
     workload: Workload

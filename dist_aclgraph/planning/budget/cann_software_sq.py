@@ -1,10 +1,11 @@
-"""CANN's own accounting with new drivers: graphs borrow their queues.
+"""CANN's accounting with new drivers: graphs get queues only while they run.
 
-Capture takes a stream id for each lane as before; queues are bound when a graph runs, and idle
-graphs lose theirs in the order of their creation. So ids still limit the number of graphs, and
-queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the free queues.
-Their number equals that of the free ids when offers are made, before anything was captured, but not
-later. All this is a reading of CANN's sources; if a rank behaves differently, the plan shrinks.
+A capture uses one stream id for each lane, as with old drivers. Queues are bound when a graph runs;
+idle graphs lose their queues in the order of their creation. So ids limit the number of graphs, and
+queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the number of free
+queues. This number equals the number of free ids when offers are made, because no graph is captured
+yet, but not later. All this follows from CANN's sources and was not measured; if a rank behaves
+differently, the plan shrinks.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-QUEUES = 1024  # of one graph, and of all bound graphs of a device
+QUEUES = 1024  # maximum for one graph, and for all bound graphs of a device together
 
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget(CannPinnedBudget):
-    """Ids as with pinned queues; a graph of more than 1024 queues cannot run (EE1023).
+    """Counts ids as ``CannPinnedBudget``; a graph with more than 1024 queues cannot run (EE1023).
 
-    Graphs that together need more than 1024 queues take turns, and each is bound again at a cost.
+    If several graphs together need more than 1024 queues, they take turns, and binding a graph
+    again costs time.
     """
 
     name: BudgetModelName = "cann-software-sq"
@@ -39,5 +41,5 @@ class CannSoftwareSqBudget(CannPinnedBudget):
 
 
 def _widest(family: GraphFamily, workload: Workload) -> int:
-    """Return the queues of the graph that needs the most."""
+    """Return the number of queues of the graph that needs the most queues."""
     return max(total(shape.price(workload)) for shape in shapes(family, workload))

@@ -1,7 +1,7 @@
-"""The contents of one bucket's graphs: their number, their lanes, and the length of each lane.
+"""The contents of one bucket's graphs: the number of graphs, their lanes, and each lane's length.
 
-A lane is a captured stream. CANN keeps its tasks in queues of fixed length, so a long lane needs
-several queues. Counts are queue entries.
+A lane is a captured stream. CANN stores the tasks of a lane in queues of fixed length, so a long
+lane needs several queues. Lengths are counted in queue entries.
 """
 
 from __future__ import annotations
@@ -13,41 +13,45 @@ from dist_aclgraph.planning.budget.domains import streams_per_graph
 from dist_aclgraph.planning.budget.model import BudgetTerm, Price
 from dist_aclgraph.planning.budget.workload import Domain, Workload
 
-QUEUE_ENTRIES = 2016  # of a captured stream: 2048 less 32 that CANN reserves
+QUEUE_ENTRIES = 2016  # entries of one queue: 2048 minus 32 that CANN reserves
 
-# Operators of a dense layer (models/gqa.py), counted in the dumps of captured graphs: norm, qkv,
-# two head norms, two rotations and the contiguous v before attention; output product, norm, two
-# products and the activation after it. Models without head norms have two less.
+# Operators of a dense layer (models/gqa.py), counted in the dumps of captured graphs. Before
+# attention: norm, qkv, two head norms, two rotations, and the copy that makes v contiguous. After
+# attention: output product, norm, two products and the activation. Models without head norms have
+# two operators less.
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
-# Of a layer of experts, instead of a dense layer's three: router, routing, products, shared
-# experts; gathered tokens need six more, an all-to-all with its indices thirty-five.
+# Operators of a layer of experts, instead of the three products and activation of a dense layer:
+# router, routing, products and shared experts. Gathering tokens adds six operators, an all-to-all
+# with its indices adds thirty-five.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
-# Cache write and attention, and the wait for its parameters with its reset: four entries each.
+# The cache write and attention need one entry each; the wait for attention's parameters and the
+# reset of its event need four entries each.
 ATTENTION = 10
-# Upper limit of the additional operators of a sharded cache (with latent attention, and ranks that
-# repeat heads): queries are joined; results are converted to float32, masked, sent and merged.
+# Upper limit of the additional operators if the cache is sharded (reached with latent attention and
+# ranks that repeat heads): queries are joined; results are converted to float32, masked, sent and
+# merged.
 SHARDED = 16
-EMBEDDING = 3  # rows of the embedding and of the rotary tables
+EMBEDDING = 3  # gathers rows of the embedding, and of the cos and sin tables
 LAST_NORM = 1
 HEAD = 3  # product, argmax, copy to the static buffer
-# additional operators with TP: foreign ids masked out, parts joined
+# Additional operators with TP: token ids of other ranks are masked, and parts are joined.
 SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
-COLLECTIVE_MAIN = 2  # on the waiting lane: a record and a wait
+COLLECTIVE_MAIN = 2  # on the lane that waits for the collective: a record and a wait
 COLLECTIVE = 4  # on HCCL's lane: a wait, the collective, two records
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One of a bucket's graphs, or several alike.
+    """One of a bucket's graphs, or several equal graphs.
 
     Attributes:
         what: description in plain words.
-        copies: graphs of this shape in each bucket.
-        main: entries of the main lane.
+        copies: number of graphs of this shape in each bucket.
+        main: number of entries of the main lane, without those for collectives.
         collectives: number of collectives by domain; each domain has its own lane.
-        beside: entries of the lane of shared experts, if they run beside the main lane.
+        beside: number of entries of the shared experts' lane; 0 if they run on the main lane.
     """
 
     what: str
@@ -58,14 +62,14 @@ class Shape:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Entries of each lane."""
+        """Number of entries of each lane."""
         sides = [COLLECTIVE * count for _, count in self.collectives]
         waits = sum(COLLECTIVE_MAIN * count for _, count in self.collectives)
         return (self.main + waits, *sides, *([self.beside] if self.beside else []))
 
     def price(self, workload: Workload) -> Price:
-        """Return the queues of one such graph, itemised; with old drivers each queue is a stream
-        id.
+        """Return the queues of one such graph, itemised. With old drivers, each queue needs one
+        stream id.
         """
         cascaded = sum(-(-lane // QUEUE_ENTRIES) - 1 for lane in self.lanes)
         num_domains = len(self.collectives)
@@ -84,8 +88,8 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
     """Return the graphs of one bucket, draft graphs included."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
     if not workload.draft_layers or family.run_mode != "FULL":
-        return found  # behind pieces, drafts run eagerly
-    steps = max(1, workload.query_len - 1)  # one graph contains all iterations of drafting
+        return found  # If the decoder runs in pieces, drafts run eagerly.
+    steps = max(1, workload.query_len - 1)  # One graph contains all iterations of drafting.
     return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
 
 
@@ -129,27 +133,27 @@ def _touched(counts: dict[Domain, int]) -> tuple[tuple[Domain, int], ...]:
 
 
 def _experts(workload: Workload) -> int:
-    """Operators of a layer of experts, with the longest of its possible exchanges."""
+    """Return the operators of a layer of experts, with its longest possible exchange."""
     if not any(_is_spread(domain) for domain in workload.domains):
         return EXPERTS
     return EXPERTS + (ALL_TO_ALL if workload.exchange in ("auto", "all_to_all") else GATHER)
 
 
 def _is_spread(domain: Domain) -> bool:
-    """Whether tokens must travel to their experts, because no single TP group has all experts."""
+    """Whether experts are spread over this domain, so that tokens must be sent to experts."""
     return "ep" in domain.kinds and "tp" not in domain.kinds
 
 
 def _after_attention(domain: Domain) -> int:
-    """Collectives of a layer outside its attention: two sums over TP, and both ways over EP."""
+    """Return a layer's collectives outside attention: two sums over TP, two exchanges over EP."""
     return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
 def in_sharded_attention(workload: Workload) -> int:
-    """Collectives over DCP in a decoding layer: shards exchange their results, and gather queries
-    if they have different heads.
+    """Return the collectives over DCP in one layer of a decode graph.
 
-    PCP is for prompts, and has no collective in a graph.
+    Ranks exchange the results of their shards; they also gather queries if they have different
+    heads. Only prompts use PCP, so PCP has no collective in a graph.
     """
     if workload.dcp == 1:
         return 0
@@ -157,7 +161,7 @@ def in_sharded_attention(workload: Workload) -> int:
 
 
 def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
-    """Collectives of a full graph; with TP, one more for the embedding and one for the head."""
+    """Return the collectives of a full graph; with TP, embedding and head have one each."""
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     return layers * (_after_attention(domain) + in_attention) + ends

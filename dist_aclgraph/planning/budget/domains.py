@@ -1,6 +1,6 @@
-"""The cost of a communication domain in streams. A reading of public notes, never measured.
+"""The cost of a communication domain in streams, from public notes; it was never measured.
 
-The notes are vllm-ascend's stream formulas and the comments beside them.
+The notes are vllm-ascend's stream formulas and their comments.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ MOST_AICPU_RANKS = 16
 
 
 def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
-    """Return the streams that a domain holds, however many graphs use it.
+    """Return the number of streams that a domain uses, for any number of graphs.
 
-    AIV and FFTS: one and two, as the formulas count for a group. AICPU: the comments name a stream
-    for each other rank, of at most sixteen ranks, "per domain on the device (worst case)".
+    AIV uses one stream, FFTS two, as the formulas count for a group. AICPU uses one stream for each
+    other rank, of at most sixteen ranks; the comments say "per domain on the device (worst case)".
     """
     if expansion == "AICPU":
         return max(1, min(num_ranks, MOST_AICPU_RANKS) - 1)
@@ -22,8 +22,8 @@ def streams_per_domain(expansion: HcclExpansion, num_ranks: int) -> int:
 
 
 def streams_per_graph(expansion: HcclExpansion) -> int:
-    """Return the streams that each captured graph takes for a domain that it uses.
+    """Return the number of streams that a captured graph needs for each domain that it uses.
 
-    The formulas count one for a group with AIV, and two with FFTS and AICPU alike.
+    The formulas count one stream for a group with AIV, and two streams with FFTS or AICPU.
     """
     return 1 if expansion == "AIV" else 2

@@ -1,7 +1,7 @@
 """The stream budget formulas of vllm-ascend 0.11 to 0.20, reproduced exactly.
 
-Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, last present before its commit 5f2ef5a0b2.
-All four assume a device with 2048 streams of which 248 stay free, independent of the real device.
+Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, which commit 5f2ef5a0b2 removed. All four
+formulas assume a device with 2048 streams, of which 248 stay free, for any real device.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ GROUP_STREAMS = 40  # subtracted for each of TP and DP without AIV
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyInputs:
-    """All inputs of the historical formulas, and some that they ignore.
+    """All inputs of the historical formulas, and some values that the formulas ignore.
 
     Attributes:
-        num_hidden_layers: layers of the main model.
+        num_hidden_layers: number of layers of the main model.
         moe: whether the model has experts.
         tp, dp, pcp, dcp: parallel sizes.
-        ep: whether expert parallelism is on (the formulas do not ask for its size).
+        ep: whether expert parallelism is on; the formulas do not depend on its size.
         aiv: whether HCCL expands collectives on vector cores (``HCCL_OP_EXPANSION_MODE=AIV``).
         multistream_shared: whether shared experts run on a separate stream.
-        draft_layers: layers of the draft model; 0 means there is none.
-        sizes: candidate sizes, ascending; None takes the stepped sizes up to ``max_size``.
+        draft_layers: number of layers of the draft model; 0 means that there is no draft model.
+        sizes: candidate sizes, ascending; None means the stepped sizes up to ``max_size``.
         device: chip generation; no formula depends on it.
     """
 
@@ -61,13 +61,13 @@ class LegacyInputs:
 
     @property
     def num_graphs(self) -> int:
-        """Piecewise graphs of one bucket: between the attentions of all layers, drafts included."""
+        """Number of piecewise graphs of one bucket: layers + 1, for the model and for drafts."""
         graphs = self.num_hidden_layers + 1
         return graphs + self.draft_layers + 1 if self.draft_layers else graphs
 
     @property
     def num_groups(self) -> int:
-        """Communication groups that the formulas count: TP and DP only."""
+        """Number of communication groups that the formulas count, which are only TP and DP."""
         return (self.dp > 1) + (self.tp > 1)
 
     @property
@@ -79,14 +79,14 @@ class LegacyInputs:
 
 
 def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
-    """Return the number of buckets that the formula allows; zero or less if none fits."""
+    """Return the number of buckets that the formula allows; zero or less if no bucket fits."""
     left = LEGACY_STREAMS
     if variant == "last" and inputs.cudagraph_mode == "FULL_AND_PIECEWISE":
         left = max(0, left - len(inputs.candidate_sizes))
     if inputs.aiv:
         if not inputs.moe:
             left -= inputs.streams_per_graph * inputs.num_graphs
-        # Two divisions, as in the source; one division by the product could round differently.
+        # vllm-ascend also divides twice; one division by the product could round differently.
         return math.floor(left / inputs.num_graphs / inputs.streams_per_graph)
     if variant != "v0.11":
         left -= CONTEXT_PARALLEL_STREAMS * ((inputs.pcp > 1) + (inputs.dcp > 1))
@@ -95,11 +95,11 @@ def max_buckets(inputs: LegacyInputs, variant: Variant) -> int:
 
 
 def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
-    """Return the sizes, ascending, that the variant would have captured."""
+    """Return the sizes, ascending, that this version of vllm-ascend would have captured."""
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # 0.11 sampled a descending list, which rounds half-way indices in the other direction.
+    # Version 0.11 chose from a descending list, so half-way indices are rounded the other way.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

@@ -1,4 +1,4 @@
-"""The historical formulas as budget models."""
+"""Budget models that use the historical formulas."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LEGACY_VARIANTS: dict[BudgetModelName, Variant] = {
 
 @dataclass(frozen=True)
 class LegacyBudget:
-    """A historical formula as a budget model.
+    """A budget model that uses a historical formula.
 
-    The formulas price piecewise graphs, one between each two attentions, and limit the piecewise
-    graphs of a plan. A plan without piecewise graphs is limited as if its full graphs were pieces;
-    upstream never applied the formula to full graphs. The formulas assume 1800 streams. For a rank
-    that offers fewer, the limit is the minimum of a graph, one stream; the capture transaction
-    finds out whether its graphs take more.
+    The formulas give prices of piecewise graphs (one graph between each two attentions), and limit
+    the piecewise graphs of a plan. A plan without piecewise graphs is limited as if its full graphs
+    were pieces; vllm-ascend never applied the formula to full graphs. The formulas assume 1800
+    streams. A second limit uses the streams that a rank really offers, and counts the minimum of
+    one stream per graph; if graphs need more streams, their capture fails and the plan shrinks.
     """
 
     name: BudgetModelName
@@ -108,7 +108,11 @@ def _graphs(family: GraphFamily, workload: Workload) -> int:
 
 
 def _inputs(num_graphs: int | None, workload: Workload, num_candidates: int = 0) -> LegacyInputs:
-    """Return the formula's inputs; ``num_graphs`` describes a model with so many pieces."""
+    """Return the formula's inputs.
+
+    Args:
+        num_graphs: if set, describe a model with this number of pieces instead.
+    """
     return LegacyInputs(
         num_hidden_layers=workload.num_layers if num_graphs is None else num_graphs - 1,
         moe=workload.moe,

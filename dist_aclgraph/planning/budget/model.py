@@ -1,4 +1,4 @@
-"""The interface of a budget model: itemised prices, and limits on the numbers of buckets."""
+"""The interface of a budget model: itemised prices, and limits of the numbers of buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BudgetTerm:
         name: owner of the streams.
         total: number of streams in each bucket.
         why: reason in plain words.
-        of: the graph of a bucket, if its graphs differ.
+        of: the graph to which the line belongs, if a bucket has different graphs.
     """
 
     name: str
@@ -38,12 +38,12 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """A rank's amount of some resource, and the price of one bucket of each family in it.
+    """A rank's amount of a resource, and how much of it one bucket of each family needs.
 
     Attributes:
-        what: name in plain words, in the plural.
-        amount: amount for buckets, without fixed prices.
-        prices: one for each family.
+        what: name of the resource in plain words, in the plural.
+        amount: amount for buckets, after fixed prices are subtracted.
+        prices: amount that one bucket needs, for each family.
     """
 
     what: str
@@ -51,21 +51,20 @@ class Limit:
     prices: tuple[int, ...]
 
     def admits(self, counts: Sequence[int]) -> bool:
-        """Whether the amount is enough for so many buckets of each family. Fewer buckets never cost
-        more.
+        """Whether the amount is enough for ``counts`` buckets of each family. Fewer buckets never
+        need more.
         """
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
     def most(self, family: int) -> int | None:
-        """Return the number of affordable buckets of one family alone, or None if they are free."""
+        """Return how many buckets one family could have alone; None if there is no limit."""
         price = self.prices[family]
         return None if price == 0 else max(0, self.amount // price)
 
 
 class BudgetModel(Protocol):
-    """Prices the graphs of one workload in streams and bytes. Knows nothing of negotiation.
-
-    All methods are pure.
+    """Computes the prices of one workload's graphs in streams and bytes. Knows nothing about
+    negotiation. All methods are pure.
     """
 
     @property
@@ -85,15 +84,15 @@ class BudgetModel(Protocol):
         """Return all limits on the numbers of buckets on the rank.
 
         Args:
-            families: with all candidate sizes.
+            families: families with all candidate sizes.
         """
 
     def bytes_per_token(self, family: GraphFamily, offer: StreamOffer) -> float:
-        """Return the device memory of one bucket, divided by its tokens; 0 if unknown."""
+        """Return the device memory of one bucket in bytes, divided by its tokens; 0 if unknown."""
 
 
 def total(price: Price) -> int:
-    """Return the streams of all lines together."""
+    """Return the sum of the streams of all lines."""
     return sum(term.total for term in price)
 
 
@@ -103,7 +102,7 @@ def stream_limit(prices: Sequence[int], offer: StreamOffer) -> Limit:
 
 
 def driver_limit(families: Sequence[GraphFamily], offer: StreamOffer) -> tuple[Limit, ...]:
-    """Return the limit of the device's driver on piecewise sizes, if it has one."""
+    """Return the driver's limit of piecewise sizes; empty if the driver has no limit."""
     if offer.max_sizes is None:
         return ()
     prices = tuple(int(family.run_mode == "PIECEWISE") for family in families)

@@ -10,7 +10,7 @@ import msgspec
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 
-ASCEND_950_PIECEWISE_SIZES = 4  # limit of its driver (vllm-ascend: MAX_CAPTURE_SIZES_FOR_950)
+ASCEND_950_PIECEWISE_SIZES = 4  # the driver's limit (vllm-ascend: MAX_CAPTURE_SIZES_FOR_950)
 ANY_BYTES = 1 << 62
 
 
@@ -20,22 +20,22 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     graph: BatchDescriptor
     streams: int
     bytes: int
-    replay_s: float = 0.0  # of one replay, not of its capture; 0 where it was not timed
+    replay_s: float = 0.0  # seconds of one replay; 0 if no replay was timed
 
 
 class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
     """The resources that one rank can give to graphs; sent from worker to controller."""
 
     rank: int  # world rank
-    available: int  # streams that the device still has
-    counts_graphs: bool = True  # whether that number falls and rises with graphs
-    reserve: int = 0  # of these, streams that no graph may take
-    free_bytes: int = ANY_BYTES  # device memory that graphs may take
+    available: int  # number of free streams of the device
+    counts_graphs: bool = True  # whether captures and releases change ``available``
+    reserve: int = 0  # number of the available streams that no graph may use
+    free_bytes: int = ANY_BYTES  # device memory that graphs may use
     device: str = ""  # name of the chip
     cann: str = ""  # version of CANN
     card: str = ""  # ranks with the same card share its streams; "" shares with no rank
     taken: dict[str, int] = {}  # streams used before the offer, by owner
-    max_sizes: int | None = None  # largest number of piecewise buckets for the driver, if limited
+    max_sizes: int | None = None  # the driver's limit of piecewise buckets; None without a limit
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -47,20 +47,21 @@ class StreamOffer(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, probes=(*self.probes, probe))
 
     def probes_of(self, family: GraphFamily) -> tuple[Probe, ...]:
-        """Return the probes of this kind of graph, the largest first."""
+        """Return the probes of this family's kind of graph, the largest bucket first."""
         found = [probe for probe in self.probes if family.is_kind_of(probe.graph)]
         return tuple(sorted(found, key=lambda probe: -probe.graph.num_tokens))
 
 
 def max_piecewise_sizes(chip: str) -> int | None:
-    """Return the limit of a chip's driver on piecewise sizes; None without a limit."""
+    """Return the maximum number of piecewise sizes of a chip's driver; None without a limit."""
     return ASCEND_950_PIECEWISE_SIZES if "950" in chip else None
 
 
 def share_cards(offers: Sequence[StreamOffer]) -> list[StreamOffer]:
-    """Return the offers with the streams of a card divided by its ranks.
+    """Return the offers after dividing the streams of each card by the number of its ranks.
 
-    Each rank counts all free streams of the card. Every rank keeps its own reserve.
+    This is necessary because each rank counts all free streams of its card. The reserve of each
+    rank is not divided.
     """
     ranks = Counter(offer.card for offer in offers)
     return [

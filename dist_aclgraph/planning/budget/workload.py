@@ -1,4 +1,4 @@
-"""The captured work of every rank: the model's and the configuration's share of a price."""
+"""The captured work of every rank, as far as prices depend on model and configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
 
 @dataclass(frozen=True)
 class Domain:
-    """A communication domain of a rank: its number of ranks, and its kinds of group."""
+    """A communication domain of a rank: number of ranks, and kinds of groups that use it."""
 
     num_ranks: int
     kinds: tuple[GroupKind, ...]
@@ -25,14 +25,14 @@ class Workload:
     """The captured work of every rank.
 
     Attributes:
-        num_layers: hidden layers of the main model.
-        mode: mode, which determines the graphs of a bucket.
-        draft_layers: layers of the draft model, 0 without one.
-        exchange: configured way of tokens to experts of other ranks.
+        num_layers: number of hidden layers of the main model.
+        mode: graph mode, which determines the graphs of a bucket.
+        draft_layers: number of layers of the draft model; 0 without a draft model.
+        exchange: configured exchange with experts of other ranks.
         expansion: how HCCL expands collectives on the device.
         multistream_shared: whether shared experts run on a separate stream.
-        bytes_per_token: device memory that a graph takes per token of its bucket; the pool is
-            shared, so all graphs together take as much as the largest one.
+        bytes_per_token: device memory of a graph per token of its bucket. Graphs share one pool, so
+            all graphs together need only the memory of the largest one.
     """
 
     num_layers: int
@@ -71,9 +71,7 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The distinct rank sets that rank 0 meets in collectives; every rank has the same
-        number.
-        """
+        """The distinct rank sets in which rank 0 runs collectives; each rank has as many sets."""
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(
