@@ -22,8 +22,8 @@ QUEUE_ENTRIES = 2016  # entries of one queue: 2048 minus 32 that CANN reserves
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
 # Operators of a layer of experts, instead of the three products and activation of a dense layer:
-# router, routing, products and shared experts. Gathering tokens adds six operators, an all-to-all
-# with its indices adds thirty-five.
+# router, routing, products and shared experts. Gathering tokens adds ten operators, an all-to-all
+# with its indices adds thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # The cache write and attention need one entry each; the wait for attention's parameters and the
