@@ -60,7 +60,7 @@ class ConfigError(DistAclGraphError):
 
 
 class MissingPackageError(DistAclGraphError):
-    """A command needs a package that is not installed; the message names the extra that contains it."""
+    """A command needs a package that is not installed; the message names its extra."""
 
 
 class PlacementError(DistAclGraphError):

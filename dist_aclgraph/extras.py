@@ -14,7 +14,7 @@ def require(package: str, extra: Extra, purpose: str) -> None:
     """Check that ``package`` can be imported.
 
     Raises:
-        MissingPackageError: the package is not installed; the message names the extra that contains it.
+        MissingPackageError: the package is not installed; the message names its extra.
     """
     if find_spec(package) is None:
         raise MissingPackageError(

@@ -24,9 +24,7 @@ WorldRank = NewType("WorldRank", int)
 GroupRank = NewType("GroupRank", int)
 NO_RANK = WorldRank(-1)  # the worker has no rank yet, or the rank is not known
 Ranks = tuple[int, ...]
-ChooseExchange = Callable[
-    [int], ExchangeKind | None
-]  # argument: number of padded tokens of each rank
+ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens of each rank
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:

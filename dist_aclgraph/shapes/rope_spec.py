@@ -71,7 +71,7 @@ def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
         rope_dim: number of rotated elements of a head.
 
     Raises:
-        ModelError: a key is missing, or has a value that cannot be.
+        ModelError: a key is missing, or has an impossible value.
         UnsupportedModelError: the scaling is not implemented.
     """
     scaling = _scaling(config)
@@ -115,7 +115,7 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
     """Read the lengths of requests that a model allows, whatever its architecture.
 
     Raises:
-        ModelError: a key is missing, or has a value that cannot be.
+        ModelError: a key is missing, or has an impossible value.
     """
     scaling, length = _scaling(config), config.max_position_embeddings
     kind = _kind(scaling)

@@ -7,9 +7,7 @@ from typing import NamedTuple
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
-NORMS_OF_NEXT_TOKEN = (
-    3  # norms of the token's embedding, of the hidden state, and before the output head
-)
+NORMS_OF_NEXT_TOKEN = 3  # of the token's embedding; of the hidden state; before the output head
 FLOAT32_BYTES = 4
 
 
@@ -98,7 +96,7 @@ def _attention(spec: ModelSpec, tp: int) -> _Elements:
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements:
     hidden, heads = spec.hidden_size, spec.num_heads // tp
     query = heads * (latent.plain_dim + latent.rope_dim)
-    matrices = hidden * (latent.kv_rank + latent.rope_dim)  # not split: each rank has all of it
+    matrices = hidden * (latent.kv_rank + latent.rope_dim)  # not split over ranks
     matrices += heads * latent.value_dim * hidden
     # The matrices that multiply the latent are stacks, one matrix for each head; they are never
     # quantised.
