@@ -21,8 +21,8 @@ UNUSED = ("*/*", "consolidated*")  # other formats of the same weights
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """Return the configuration with the directory of its model, loaded if ``model`` is a hub name.
 
-    A local directory of that name takes precedence over the hub. Clients of the API use the hub name
-    of the model.
+    A local directory of that name takes precedence over the hub. Clients of the API use the
+    hub name of the model.
 
     Args:
         weights: whether the files of weights are needed, too.
