@@ -28,7 +28,7 @@ def check_deployment(config: Config) -> Config:
     if config.weights == "checkpoint":
         check_weight_files(config.model)
     if config.device.kind == "auto":
-        Planner.from_config(config)  # each node of the cluster checks its devices' memory
+        Planner.from_config(config)  # the memory is known only on the nodes of the cluster
     else:
         plan_report(config)
     return config
