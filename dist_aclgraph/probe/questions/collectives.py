@@ -76,9 +76,7 @@ def _same_bits(bench: Bench) -> Answer:
 
 
 def captured_sum(bench: Bench) -> tuple[Any, Any, Any]:
-    """Return a graph, its input, and its output: the sum over all ranks, computed twice in a
-    row.
-    """
+    """Return a graph, its input, and its output: twice the sum of all ranks' inputs."""
     x, out = bench.torch.ones(64, device="npu"), bench.torch.zeros(64, device="npu")
 
     def step() -> None:
