@@ -109,7 +109,7 @@ class DeviceFaultError(WorkerLostError):
 
 
 class RankDisagreementError(WorkerError):
-    """Ranks hold different plans or report different results for the same thing."""
+    """Ranks have different plans, or report different results where results must be equal."""
 
 
 class DeviceError(DistAclGraphError):

@@ -30,7 +30,7 @@ class ModelConfig:
     """Typed look-ups in an object of config.json.
 
     Attributes:
-        path: of the file, for errors.
+        path: path of the file, for error messages.
         raw: the object. In a model with several parts, keys of the text part replace keys at the
             top.
         generation: the object of generation_config.json; empty without this file.
