@@ -1,7 +1,6 @@
 """One NPU of this process: opening it, its streams, memory and limits.
 
-The same code runs on hardware and on the emulator; only ``open_npu`` knows which of the two is
-used.
+The same code runs on hardware and on the emulator; only ``open_npu`` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -64,8 +63,9 @@ def torch_npu() -> Any:
 class Npu:
     """The NPU that this process drives.
 
-    Owns only the handle to the runtime: tensors, streams and graphs belong to their creators. The
-    device index is always 0, because Ray limits ASCEND_RT_VISIBLE_DEVICES to the worker's NPU.
+    This object owns only the handle to the runtime: tensors, streams and graphs belong to their
+    creators. The device index is always 0, because Ray limits ASCEND_RT_VISIBLE_DEVICES to the
+    worker's NPU.
 
     Attributes:
         is_waiting: whether the host waits for the device; any thread may read it.
