@@ -120,6 +120,7 @@ class Npu:
 
     def try_capture(self, stream: Any) -> int:
         """Capture nothing on ``stream``; return the number of streams left during such a capture.
+
         torch_npu's allocator is not used, because it does not recover from a capture that cannot
         begin. A count of streams alone is not enough: with software queues, CANN does not count the
         resources that captures use.
