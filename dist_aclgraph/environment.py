@@ -70,14 +70,14 @@ def raylet_pid() -> int | None:
 
 
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
-    """Set, before torch_npu is loaded, the network variables of this node; existing values stay.
+    """Set this node's network variables before torch_npu is loaded; existing values stay.
 
-    So the environment of a node's ``ray start`` overrides the configuration, which is the same for
-    all nodes.
+    So the environment of a node's ``ray start`` overrides the configuration. The configuration is
+    the same for all nodes.
 
     Args:
         address: this node's own address, if the ranks of its group are on several nodes; HCCL uses
-            it if no other variable selects one.
+            this address if no other variable selects an address.
     """
     asked = {
         "HCCL_SOCKET_IFNAME": config.hccl_interfaces,
@@ -150,7 +150,7 @@ def ascend_toolkit() -> Path:
 
 
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
-    """Set, before torch_npu is loaded, the variables that depend on this process's device.
+    """Set the variables that depend on this process's device, before torch_npu is loaded.
 
     The user's own settings of the allocator are not changed.
 

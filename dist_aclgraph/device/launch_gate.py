@@ -1,4 +1,4 @@
-"""A gate that keeps launches and the stop of a device apart.
+"""A gate: no thread launches work while another thread stops the device.
 
 A stop removes the queued work of a device, but work that is launched after the stop runs. Such work
 would use inputs that never arrived; for example, it would write to the KV cache slots of an earlier

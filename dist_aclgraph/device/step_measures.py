@@ -98,7 +98,7 @@ class UpdateWait:
         self._taken_ns = self._counted_ns() if is_counted else 0
 
     def begin(self, main_stream: Any) -> ReplaySpan:
-        """Call before a step's first replay is queued."""
+        """Call this before a step's first replay is queued."""
         if self._is_counted:
             return ReplaySpan()
         begin, end = (runtime().Event(enable_timing=True) for _ in range(2))

@@ -14,12 +14,12 @@ class Line:
     """One line of torch_npu, with the versions of torch and CANN that belong to it.
 
     Attributes:
-        torch, torch_npu: the versions that its extra installs.
+        torch, torch_npu: the versions that the extra of this line installs.
         cann: the release of CANN to install with it.
         is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
         loads_beside_cuda: whether torch_npu can be loaded beside a torch that is built for CUDA.
         captures_after_refusal: whether ``torch.npu.graph`` works after a capture that could not
-            begin. The runtime does not need this: ``Npu.try_capture`` goes first.
+            begin. The runtime does not need this, because it calls ``Npu.try_capture`` first.
         all_gather, reduce_scatter: torch.distributed's names for collectives of single tensors.
     """
 
