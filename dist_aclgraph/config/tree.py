@@ -29,7 +29,7 @@ DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 Mc2Algorithm = Literal["auto", "fullmesh", "hierarchy"]
 
-# limit of a weight in traffic: in a sum with larger weights, small ones are lost to rounding
+# limit of a weight in traffic: sums with larger weights lose small weights, or become infinite
 MAX_WEIGHT = 1e15
 
 
