@@ -1,6 +1,6 @@
 """Serve large language models on many Ascend NPUs, with graph plans negotiated across ranks.
 
-Public names load lazily: ``import dist_aclgraph`` costs neither torch nor Ray.
+Public names load lazily: ``import dist_aclgraph`` imports neither torch nor Ray.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Environment variables: those that this process reads, and those that child processes get.
 
-The only reader and writer of ``os.environ``.
+This module is the only reader and writer of ``os.environ``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets it for all processes that a raylet starts
-# Plans and limits rest on these: on all nodes they have the configuration's values.
+# Plans and limits depend on these variables, so all nodes get the configuration's values.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
     "HCCL_BUFFSIZE": "device.hccl_buffer_mb",
@@ -29,8 +29,8 @@ API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Return the environment of worker processes: variables for torch and Ray that nothing else may
-    set.
+    """Return the environment of worker processes: variables for torch and Ray that no other code
+    may set.
     """
     variables = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -53,7 +53,7 @@ def python_environment(config: Config) -> dict[str, str]:
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with further variables."""
+    """Return a copy of this process's environment with more variables."""
     return {**os.environ, **variables}
 
 
@@ -64,20 +64,20 @@ def take_over_environment(variables: Mapping[str, str]) -> None:
 
 
 def raylet_pid() -> int | None:
-    """Return the process id of the raylet that started this process, if one did."""
+    """Return the process id of the raylet that started this process, or None without a raylet."""
     value = os.environ.get(RAYLET_VARIABLE)
     return None if value is None else int(value)
 
 
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
-    """Set, before torch_npu is loaded, the network variables of this node; existing values stay.
+    """Set this node's network variables before torch_npu is loaded; existing values stay.
 
-    So the environment of a node's ``ray start`` overrides the configuration, which is the same for
-    all nodes.
+    So the environment of a node's ``ray start`` overrides the configuration. The configuration is
+    the same for all nodes.
 
     Args:
         address: this node's own address, if the ranks of its group are on several nodes; HCCL uses
-            it if no other variable selects one.
+            this address if no other variable selects an address.
     """
     asked = {
         "HCCL_SOCKET_IFNAME": config.hccl_interfaces,
@@ -88,14 +88,14 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     for name, value in asked.items():
         if value is not None:
             os.environ.setdefault(name, value)
-    # HCCL prefers it to interfaces, so it is not set if interfaces are selected.
+    # HCCL prefers an address to interfaces, so no address is set if interfaces are selected.
     if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
         os.environ.setdefault("HCCL_IF_IP", address)
 
 
 def set_hccl_buffsize(mb: int) -> None:
-    """Set HCCL's buffer of domains without an option of their own. torch_npu reads the variable
-    once, when this process makes its first communicator.
+    """Set the size of HCCL's buffer for communication domains that do not set their own size.
+    torch_npu reads the variable once, when this process makes its first communicator.
     """
     os.environ["HCCL_BUFFSIZE"] = str(mb)
 
@@ -108,7 +108,9 @@ def network_variables() -> dict[str, str]:
 
 
 def sourced_cann() -> Path | None:
-    """Return the path of CANN by its own set-up script, or None if the script was not sourced."""
+    """Return the path of CANN that its set-up script has set; None if the script was not
+    sourced.
+    """
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if os.environ.get(name):
             return Path(os.environ[name])
@@ -116,8 +118,8 @@ def sourced_cann() -> Path | None:
 
 
 def sourced_parts() -> dict[str, Path | None]:
-    """Return the parts without which torch_npu refuses a sourced CANN, and their paths; None if
-    its set-up script did not set one.
+    """Return the parts of CANN that torch_npu requires after the set-up script was sourced, with
+    their paths. A path is None if the script did not set it.
     """
     if (home := os.environ.get("ASCEND_HOME_PATH")) is None:
         return {}
@@ -131,26 +133,26 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return the installed set-up scripts of CANN, that of the newest layout first."""
+    """Return CANN's installed set-up scripts; the script of the newest folder layout is first."""
     root = Path(os.environ.get("ASCEND_INSTALL_PATH") or "/usr/local/Ascend")
     scripts = [root / folder / "set_env.sh" for folder in ("cann", "ascend-toolkit")]
     return [script for script in scripts if script.is_file()]
 
 
 def ascend_toolkit() -> Path:
-    """Return the path of CANN by its own set-up script, or its default path."""
+    """Return the path of CANN that its set-up script has set; otherwise CANN's default path."""
     if sourced := sourced_cann():
         return sourced
-    # From 8.5 on CANN is in cann/, before in ascend-toolkit/latest/.
+    # CANN is in cann/ from version 8.5 on; older versions are in ascend-toolkit/latest/.
     folders = [script.parent for script in cann_scripts()]
     found = folders[0] if folders else Path("/usr/local/Ascend/cann")
     return found / "latest" if found.name == "ascend-toolkit" else found
 
 
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
-    """Set, before torch_npu is loaded, the variables that depend on this process's device.
+    """Set the variables that depend on this process's device, before torch_npu is loaded.
 
-    A user's settings of the allocator stay.
+    The user's own settings of the allocator are not changed.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -165,7 +167,7 @@ def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -
 
 
 def cache_directory() -> Path:
-    """Return the user's folder for files that can be made again."""
+    """Return the user's cache folder, for files that can be built again."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "dist-aclgraph"
 
@@ -176,19 +178,20 @@ def build_environment() -> dict[str, str]:
 
 
 def launch_blocking() -> bool:
-    """Whether the environment makes every launch wait for the device, for debugging."""
+    """Return whether the environment makes every launch wait for the device, for debugging."""
     return os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1"
 
 
 def binds_cores_itself() -> bool:
-    """Whether the environment asks torch_npu to bind its threads to cores."""
+    """Return whether the environment asks torch_npu to bind its threads to cores."""
     return os.environ.get("CPU_AFFINITY_CONF", "0")[:1] not in ("", "0")
 
 
 def is_soft_partition() -> bool:
-    """Whether the NPU that this process has opened is a soft partition (eNPU).
+    """Return whether the NPU that this process has opened is a soft partition (eNPU).
 
-    The library of soft partitions sets the variable by C's setenv, which ``os.environ`` misses.
+    The library of soft partitions sets a variable with C's setenv; ``os.environ`` does not show
+    such variables.
     """
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
@@ -196,35 +199,37 @@ def is_soft_partition() -> bool:
 
 
 def ray_address() -> str | None:
-    """Return the Ray cluster that the environment names, e.g. ``auto`` on one of its nodes."""
+    """Return the Ray cluster that the environment names, e.g. ``auto`` on a node of a cluster."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def api_key() -> str | None:
-    """Return the HTTP service's API key from the environment, if there is one."""
+    """Return the HTTP service's API key from the environment; None without a key."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def prepare_ray_environment(*, is_local: bool) -> None:
-    """Set, before Ray starts, variables with unsuitable defaults; a user's values stay.
+    """Set variables with unsuitable defaults before Ray starts; the user's own values stay.
 
     Args:
-        is_local: whether we start, or have started, this Ray. A cluster that others have started
-            keeps its own settings.
+        is_local: whether this package starts Ray, or has started it. A cluster that somebody else
+            has started keeps its own settings.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Calls to a lost head end after so many seconds instead of a minute.
+    # Calls to a lost head node fail after this many seconds instead of a minute.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        # A client of Ray can run code. If RAY_AUTH_MODE is not set, Ray requires a token. This is
-        # its switch for clusters of several machines, on all systems: off means loopback only.
+        # A client of Ray can run code. If RAY_AUTH_MODE is not set, Ray requires a token. This
+        # variable allows clusters of several machines; 0 makes Ray listen on loopback only, on all
+        # systems.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # A worker may wait for cores, or for the fork server; our own limits cover this.
+        # A worker may wait for cores or for the fork server; our own time limits apply to this
+        # wait.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
-        # When memory runs short, Ray would end our actors instead of the program that takes the
+        # When host memory runs short, Ray would end our actors instead of the program that uses the
         # memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
@@ -237,7 +242,7 @@ def disable_backend_autoload() -> None:
 def emulated_environment(
     libraries: Path, packages: Path, programs: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a program that finds the emulated NPU, in any order of imports.
+    """Return the environment in which a program finds the emulated NPU, whatever it imports first.
 
     Args:
         libraries: folder of the emulated CANN.
@@ -256,12 +261,12 @@ def emulated_environment(
 
 
 def has_emulated_environment() -> bool:
-    """Whether this process was started in ``emulated_environment``."""
+    """Return whether this process was started in ``emulated_environment``."""
     return EMULATED_VARIABLE in os.environ
 
 
 def visible_devices() -> tuple[int, ...] | None:
-    """Physical NPU ids that this process may use, or None without a restriction."""
+    """Return the physical NPU ids that this process may use; None without a restriction."""
     value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if value is None:
         return None

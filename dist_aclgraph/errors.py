@@ -2,30 +2,31 @@
 
 DistAclGraphError
   ConfigError             a key, its value, what is allowed
-  MissingPackageError     a command needs a package that serving does not
-  PlacementError          Ray cannot give the NPUs that are asked for, or a node no port
+  MissingPackageError     a command needs a package that is not installed
+  PlacementError          there are not enough NPUs in the cluster, or ports on a node
   WorkerError             a worker actor failed; names rank and phase
     WorkerStartTimeoutError, WorkerLostError, RankDisagreementError
-      DeviceFaultError    its device failed with an error that is known; the process lives
-  DeviceError             the device or its runtime refused
+      DeviceFaultError    a worker's device failed with a known error; its process lives
+  DeviceError             the device or its runtime refused a call
     StreamExhaustedError, OutOfDeviceMemoryError, EmulatorBuildError
-    NotBoundError         a rank has no cores of its own, and works without
+    NotBoundError         a rank has no cores of its own; it works nevertheless
   GraphError              planning, capture or replay of graphs
     CaptureError, ReplayMismatchError, StreamBudgetError
-  KVCacheError            blocks
+  KVCacheError            a rule of the KV cache was broken
     OutOfBlocksError
   ModelError              a checkpoint that cannot be served
     UnsupportedModelError, MissingTensorError
-  RequestError            what a client may have got wrong (a 4xx)
+  RequestError            a mistake that a client may have made (a 4xx)
     RequestTooLongError, InvalidParameterError, UnknownModelError
   NonFiniteLogitsError    the model computed NaN or infinity for a request (a 500)
-  NotAMessageError        bytes on a socket of ours that we did not send
+  NotAMessageError        bytes on one of our sockets that are not our message
   EngineUnavailableError  the engine cannot take requests now (a 503)
     EngineDeadError, QueueFullError
-      RayDiedError        the Ray that was started for a deployment
-  RollError               groups could not all be replaced; says which runs what
+      RayDiedError        the Ray that was started for a deployment has died
+  RollError               not all groups could be replaced; says what each group runs
 
-Every error survives pickling, because Ray carries it: fields are passed to ``Exception.__init__``.
+Every error survives pickling, because Ray transports it. So fields are passed to
+``Exception.__init__``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from __future__ import annotations
 from typing import Literal
 
 FailureCause = Literal["streams", "memory", "operator", "timeout"]  # cause of a device's refusal
-# Causes of a stopped device: an abort; a link; perhaps a peer; HCCL's own retries; memory that is
-# suspect, that is faulty, or that lost several bits at once; a kernel. Faulty memory (uce) may be
-# known to belong to the KV cache alone (uce_kv), or to some tensors (uce_tensor).
+# Causes of a stopped device, in order: an abort; a link; perhaps a peer; failed retries of HCCL;
+# suspect memory; faulty memory (uce), which may be known to belong to the KV cache alone (uce_kv)
+# or to certain tensors (uce_tensor); memory that lost several bits at once; a kernel.
 DeviceFault = Literal[
     "stopped",
     "link",
@@ -59,7 +60,7 @@ class ConfigError(DistAclGraphError):
 
 
 class MissingPackageError(DistAclGraphError):
-    """A command needs a package that is not installed; names the extra that holds it."""
+    """A command needs a package that is not installed; the message names its extra."""
 
 
 class PlacementError(DistAclGraphError):
@@ -70,8 +71,8 @@ class WorkerError(DistAclGraphError):
     """A worker failed.
 
     Attributes:
-        rank: world rank of the worker, or -1 if it had none yet.
-        phase: deployment state in which it failed, e.g. ``"LOADING"``.
+        rank: world rank of the worker, or -1 if the worker had no rank yet.
+        phase: deployment state in which the worker failed, e.g. ``"LOADING"``.
     """
 
     def __init__(self, message: str, rank: int = -1, phase: str = "") -> None:
@@ -85,7 +86,7 @@ class WorkerError(DistAclGraphError):
 
 
 class WorkerStartTimeoutError(WorkerError):
-    """A worker did not finish a start-up phase in its time."""
+    """A worker did not finish a start-up phase within the phase's limit."""
 
 
 class WorkerLostError(WorkerError):
@@ -108,7 +109,7 @@ class DeviceFaultError(WorkerLostError):
 
 
 class RankDisagreementError(WorkerError):
-    """Ranks hold different plans or report different results for the same thing."""
+    """Ranks have different plans, or report different results where results must be equal."""
 
 
 class DeviceError(DistAclGraphError):
@@ -124,11 +125,11 @@ class OutOfDeviceMemoryError(DeviceError):
 
 
 class NotBoundError(DeviceError):
-    """A process is not bound to cores of the host; says why."""
+    """A process is not bound to cores of the host; the message has the reason."""
 
 
 class EmulatorBuildError(DeviceError):
-    """The emulated CANN libraries did not build; carries the compiler's words."""
+    """The emulated CANN libraries did not build; the message has the compiler's output."""
 
 
 class GraphError(DistAclGraphError):
@@ -144,7 +145,7 @@ class ReplayMismatchError(GraphError):
 
 
 class StreamBudgetError(GraphError):
-    """Not even the smallest bucket fits; lists offer, cost and shortfall per rank."""
+    """Not even the smallest bucket fits; the message lists offer, cost and shortfall per rank."""
 
 
 class KVCacheError(DistAclGraphError):
@@ -160,11 +161,11 @@ class ModelError(DistAclGraphError):
 
 
 class UnsupportedModelError(ModelError):
-    """This package does not implement the architecture, or an option of it."""
+    """This package does not implement the architecture, or one of its options."""
 
 
 class MissingTensorError(ModelError):
-    """The checkpoint lacks a tensor, or has it in another shape."""
+    """The checkpoint lacks a tensor, or the tensor has another shape."""
 
 
 class RequestError(DistAclGraphError):
@@ -205,7 +206,7 @@ class NonFiniteLogitsError(DistAclGraphError):
 
 
 class NotAMessageError(DistAclGraphError):
-    """Bytes from one of our sockets are not one of our messages."""
+    """Bytes from one of our sockets are not a message that we sent."""
 
 
 class EngineUnavailableError(DistAclGraphError):
@@ -213,7 +214,7 @@ class EngineUnavailableError(DistAclGraphError):
 
 
 class EngineDeadError(EngineUnavailableError):
-    """The engine has failed; the message holds the first cause."""
+    """The engine has failed; the message contains the first cause."""
 
 
 class RayDiedError(EngineDeadError):
@@ -225,8 +226,8 @@ class QueueFullError(EngineUnavailableError):
 
 
 class RollError(DistAclGraphError):
-    """Some groups were replaced by another configuration, and the next one could not be replaced.
+    """Some groups were replaced by another configuration, but the next group could not be replaced.
 
-    All serving groups continue. The message has the configuration of each group, and the way to
+    All serving groups continue. The message has the configuration of each group, and says how to
     continue.
     """

@@ -11,10 +11,10 @@ Extra = Literal["plots", "bench", "modelscope"]
 
 
 def require(package: str, extra: Extra, purpose: str) -> None:
-    """Return if ``package`` can be imported.
+    """Check that ``package`` can be imported.
 
     Raises:
-        MissingPackageError: it is not installed; the message names the extra that contains it.
+        MissingPackageError: the package is not installed; the message names its extra.
     """
     if find_spec(package) is None:
         raise MissingPackageError(

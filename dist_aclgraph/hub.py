@@ -21,14 +21,15 @@ UNUSED = ("*/*", "consolidated*")  # other formats of the same weights
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """Return the configuration with the directory of its model, loaded if ``model`` is a hub name.
 
-    A directory of that name goes first. Clients of the API know the model by its hub name.
+    A local directory of that name takes precedence over the hub. Clients of the API use the
+    hub name of the model.
 
     Args:
         weights: whether the files of weights are needed, too.
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.
-        ModelError: the model was not loaded and is not in the cache, or is no checkpoint.
+        ModelError: the model could not be loaded and is not in the cache, or is no checkpoint.
     """
     name = config.model
     if Path(name).exists() or not HUB_NAME.fullmatch(name):
@@ -48,7 +49,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
                 ignore_patterns=list(UNUSED),
             )
         )
-    except Exception as e:  # of the clients, and of the libraries below them
+    except Exception as e:  # an error of a client, or of a library that it uses
         reason = " ".join(str(e).split())
         raise ModelError(
             f"model is {name!r}: there is no such directory, and {config.hub} gives no revision "

@@ -17,7 +17,7 @@ def aligned(size: int) -> int:
 
 
 def pack_parts(sizes: Iterable[int]) -> tuple[list[slice], int]:
-    """Return the aligned offsets of arrays of these sizes, and the size of the whole."""
+    """Return the aligned offsets of arrays of these sizes, and the total size."""
     parts, end = [], 0
     for size in sizes:
         parts.append(slice(end, end + size))

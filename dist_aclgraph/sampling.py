@@ -25,27 +25,28 @@ class SamplingParams:
     """Parameters of one request; limits follow the OpenAI API and vLLM's extensions.
 
     Attributes:
-        n: answers of `LLM` to the prompt; choice j is seeded with seed + j.
-        max_tokens: most tokens to generate; None means up to the context's end.
-        temperature: [0, 2]; below 1e-5 greedy; smaller positive values are raised to 0.01.
+        n: number of answers of `LLM` to the prompt; answer j uses the seed ``seed + j``.
+        max_tokens: largest number of tokens to generate; None means until the context is full.
+        temperature: [0, 2]; below 1e-5 means greedy; values from 1e-5 to 0.01 are raised to 0.01.
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         top_p: (0, 1], keep the smallest set of tokens whose probability reaches top_p.
         min_p: [0, 1], drop tokens below min_p times the highest probability.
-        presence_penalty, frequency_penalty: [-2, 2], subtracted for tokens generated so far.
+        presence_penalty, frequency_penalty: [-2, 2], subtracted from logits of tokens generated so
+            far.
         repetition_penalty: > 0, divides (or multiplies) logits of tokens seen in prompt or output.
-        seed: fixes the random numbers, which depend on (seed, position) alone; None draws a seed.
+        seed: random numbers depend only on seed and position; None draws a random seed.
         logprobs: number of alternatives reported per token; None reports nothing.
-        prompt_logprobs: the same for the tokens of the prompt; the first one has none.
+        prompt_logprobs: the same for the tokens of the prompt; the first token has no logprobs.
         stop: strings that end the text.
-        include_stop_str_in_output: whether the text ends with the stop string or before it.
-        stop_token_ids: ids that end the output besides the model's own end tokens.
+        include_stop_str_in_output: true: the text ends after the stop string; false: before it.
+        stop_token_ids: ids that end the output, in addition to the model's end tokens.
         ignore_eos: continue after the model's end token.
-        min_tokens: the first min_tokens tokens contain no end token, and a stop string that ends
-            within them does not end the text.
-        logit_bias: added to the logits of tokens, [-100, 100] each, by token id.
-        allowed_token_ids: the only tokens that may come; empty allows all.
-        bad_words: texts that do not come; ``bad_word_ids`` has their tokens.
-        skip_special_tokens: whether special tokens are left out of the text.
+        min_tokens: the first min_tokens tokens contain no end token. A stop string that ends within
+            these tokens does not end the text.
+        logit_bias: number in [-100, 100] for each token id; it is added to the token's logit.
+        allowed_token_ids: the only tokens that may be generated; empty allows all tokens.
+        bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
+        skip_special_tokens: whether the text omits special tokens.
     """
 
     n: int = 1

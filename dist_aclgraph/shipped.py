@@ -16,6 +16,6 @@ def is_installed() -> bool:
 def shipped(name: str) -> Path:
     """Return ``configs``, ``models`` or ``emulator``, or a path below one of them.
 
-    In a clone they are beside the package; in an installed package they are inside it.
+    In a clone these folders are beside the package; in an installed package they are inside it.
     """
     return (INSIDE if is_installed() else PACKAGE.parent) / name

@@ -11,13 +11,14 @@ from dist_aclgraph.ints import IntArray
 
 
 def check_token_ids(ids: Sequence[int] | IntArray, vocab_size: int, param: str) -> None:
-    """Return if all are ids of the model's tokens.
+    """Check that all ids are ids of the model's tokens.
 
     Args:
         param: the field of the request that contains them.
 
     Raises:
-        InvalidParameterError: one is not; the message has the first such id, and the limit.
+        InvalidParameterError: an id is not valid; the message contains the first such id, and the
+            limit.
     """
     array = np.asarray(ids)
     is_other = (array < 0) | (array >= vocab_size)

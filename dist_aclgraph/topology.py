@@ -1,7 +1,7 @@
-"""Ranks, coordinates and groups: pure arithmetic, the only place where it is written.
+"""Ranks, coordinates and groups: pure arithmetic, which no other module repeats.
 
-Ranks are laid out [dp, pcp, tp], tp fastest. Ranks that meet in any collective form a lockstep
-group: one scheduler, one graph plan, one failure domain.
+Ranks are laid out [dp, pcp, tp]; tp is the fastest axis. Ranks that meet in any collective form a
+lockstep group: one scheduler, one graph plan, one failure domain.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
-ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # ways of tokens to their experts
-MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # has room for usual routing only
+ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens reach their experts
+MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # room for usual routing only
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
 # Messages that people read name world ranks; within a lockstep group, ranks count from 0.
 WorldRank = NewType("WorldRank", int)
 GroupRank = NewType("GroupRank", int)
-NO_RANK = WorldRank(-1)  # of a worker that has none yet, or if several are possible
+NO_RANK = WorldRank(-1)  # the worker has no rank yet, or the rank is not known
 Ranks = tuple[int, ...]
-ChooseExchange = Callable[[int], ExchangeKind | None]  # by the padded tokens of each rank
+ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens of each rank
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """The rule if every tensor parallel group has all experts, or there are none."""
+    """Return None: the rule for models without experts, or with all experts in every TP group."""
     return None
 
 
@@ -42,13 +42,14 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """The sizes of all parallel axes. Knows nothing of nodes, devices or HCCL.
+    """The sizes of all parallel axes, independent of nodes, devices and HCCL.
 
-    ``ep`` ranks share one set of experts: 1, or whole data-parallel ranks that divide the world.
-    ``dcp`` ranks share a request's KV cache: 1, or all PCP ranks times some neighbouring TP ranks;
-    a rank's index in its DCP group is its shard. With ``mc2``, experts have a second domain of the
-    same ranks beside the EP domain, for operators that communicate inside their kernel: nothing
-    else may run in it.
+    ``ep`` ranks share one set of experts. It is 1, or the ranks of several whole data-parallel
+    ranks; it divides the number of all ranks. ``dcp`` ranks share a request's KV cache. It is 1, or
+    the number of PCP ranks times a number of neighbouring TP ranks; a rank's index in its DCP group
+    is the index of its shard. With ``mc2``, experts have a second communication domain with the
+    same ranks as the EP domain. Only operators that communicate inside their kernel may use this
+    second domain.
     """
 
     tp: int = 1
@@ -109,9 +110,9 @@ class ParallelLayout:
         return (coordinates.dp * self.pcp + coordinates.pcp) * self.tp + coordinates.tp
 
     def groups(self, kind: GroupKind) -> tuple[Ranks, ...]:
-        """Return all groups of a kind: a partition of the ranks, ordered by first member.
+        """Return all groups of a kind: a partition of the ranks, ordered by the first member.
 
-        A rank's index within its group is its rank there, e.g. ``tp_rank``.
+        A rank's index within its group is its rank in this group, e.g. ``tp_rank``.
         """
         if kind == "tp":
             return _blocks(range(self.world_size), self.tp)
@@ -120,8 +121,8 @@ class ParallelLayout:
         if kind == "dp":
             order = [(dp, pcp, tp) for pcp in self._pcp for tp in self._tp for dp in self._dp]
             return self._grouped(order, self.dp)
-        # A DCP group spans the prefill ranks before it spans TP ranks. Its own order is by rank, so
-        # the first ranks together have all of its heads.
+        # A DCP group spans the prefill ranks first, and then TP ranks. The ranks of the group are
+        # in ascending order, so the first ranks together have all heads of the group.
         order = [(dp, pcp, tp) for dp in self._dp for tp in self._tp for pcp in self._pcp]
         return self._grouped(order, self.pcp if kind == "pcp" else self.dcp)
 
@@ -133,9 +134,9 @@ class ParallelLayout:
     def domains(self) -> tuple[Ranks, ...]:
         """The communication domains: distinct rank sets of two or more that meet in collectives.
 
-        Two named groups of the same ranks share one communicator, and cost streams once; MC2 has
-        another one, behind all others. Dense copies of a model never communicate; experts spread
-        over them do, in the EP domain.
+        Two named groups of the same ranks share one communicator, and use its streams once. MC2 has
+        a separate communicator, listed after all others. Copies of a dense model never communicate
+        with each other. If experts are spread over copies, the copies communicate in the EP domain.
         """
         kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
         sets = {tuple(sorted(group)) for kind in kinds for group in self.groups(kind)}
@@ -143,7 +144,7 @@ class ParallelLayout:
 
     @property
     def mc2_domains(self) -> tuple[Ranks, ...]:
-        """MC2's own domains."""
+        """The domains that only MC2 uses."""
         return self.groups("ep") if self.mc2 and self.ep > 1 else ()
 
     def domains_of(self, rank: int) -> tuple[Ranks, ...]:

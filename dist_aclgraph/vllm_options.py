@@ -1,8 +1,9 @@
-"""vLLM's options by which a deployment is described, and our keys for them.
+"""vLLM's options that describe a deployment, and our configuration keys for these options.
 
 ``dist-aclgraph serve MODEL --tensor-parallel-size 2`` and ``LLM(MODEL, tensor_parallel_size=2)``
-read the same table. An option without a counterpart is refused, and the error names the nearest.
-The command line imports this module before it knows its command: it must stay light.
+read the same table. An option without a counterpart is refused; the error names the nearest option.
+The command line imports this module for every command, so the module must not import anything
+large.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ EXPERT_PARALLEL = "enable_expert_parallel"
 
 @dataclass(frozen=True)
 class Option:
-    """One option of vLLM's.
+    """One option of vLLM.
 
     Attributes:
-        key: ours; it gets the option's value.
+        key: our configuration key, which gets the option's value.
         kind: type of the value: bool for a switch, dict and list for JSON.
-        words: values that are called something else here; None leaves the key out.
-        short: further names on the command line.
+        words: values with other names in our configuration; None leaves the key out.
+        short: additional names on the command line.
         note: the difference between the option and the key.
     """
 
@@ -105,13 +106,14 @@ PARTS = {
     },
     "speculative_config": {"num_speculative_tokens": OPTIONS["speculative_config"].key},
 }
-METHODS = ("mtp", "deepseek_mtp")  # of drafts
+METHODS = ("mtp", "deepseek_mtp")  # methods of drafting
 
 
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys, with the values of the options; None is no value.
+    """Return our keys with the values of the options; an option that is None is left out.
 
-    ``enable_expert_parallel`` gives no key: its value follows from the whole configuration.
+    ``enable_expert_parallel`` adds no key, because the value of its key depends on the whole
+    configuration.
 
     Raises:
         ConfigError: an option has no counterpart.
@@ -119,7 +121,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := options.keys() - OPTIONS.keys():
         raise ConfigError(refusal(min(unknown)))
     keys: dict[str, Any] = {}
-    for name, option in OPTIONS.items():  # in this order, as enforce_eager goes before a mode
+    for name, option in OPTIONS.items():  # the order matters: enforce_eager is before a mode
         value = options.get(name)
         if value is None or name == EXPERT_PARALLEL:
             continue
@@ -133,7 +135,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(name: str) -> str:
-    """Say why an option is refused, and name the nearest."""
+    """Return why an option is refused, and the nearest option."""
     if name in REFUSED:
         return f"{name} has no counterpart here: {REFUSED[name]}"
     return f"{name} is no option; known are {', '.join(OPTIONS)}; keys are set by key=value"

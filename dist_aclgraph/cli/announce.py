@@ -1,4 +1,4 @@
-"""What people are told once a deployment serves."""
+"""The message on the terminal when a deployment begins to serve."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     message = {"role": "user", "content": "Count from 3 to 9."}
     body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
     console.print(f"Ready at {url}/v1 -- try:")
-    # Not through rich, which would wrap a line that is there to be copied.
+    # Not printed by rich, which would wrap this line; users copy the line.
     print(
         f"curl -s {_curl_options(config)}{url}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d '{body}'"
@@ -70,7 +70,7 @@ def _scale_command(report: dict[str, Any]) -> str:
 
 
 def _curl_options(config: Config) -> str:
-    """Return how curl reaches the service, and where a shell finds a key, which is not printed."""
+    """Return curl's options for the service; a key is given by its place, and never printed."""
     options = ""
     if config.serve.uds is not None:
         options += f"--unix-socket {shlex.quote(config.serve.uds)} "

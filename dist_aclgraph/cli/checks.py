@@ -1,4 +1,4 @@
-"""Checks of files and shapes, which take a second, before anything is started."""
+"""Checks of files and shapes before anything is started; the checks take about a second."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 
 
 def check_deployment(config: Config) -> Config:
-    """Decide the device, and return the configuration with it if a deployment may come up.
+    """Decide the device, and return the configuration with this device if a deployment can start.
 
-    A plan may be made of any model; to serve, its architecture must be supported and its weights
-    be there.
+    A plan can be made for any model. To be served, a model needs a supported architecture and its
+    files of weights.
 
     Raises:
-        DeviceError: the NPUs that ranks are to run on here are not there.
+        DeviceError: this machine lacks the NPUs for its ranks.
         ConfigError: the configuration does not fit the model or the devices.
         ModelError: the checkpoint is broken, or not supported.
         StreamBudgetError: a rank cannot afford a single bucket.
@@ -28,7 +28,7 @@ def check_deployment(config: Config) -> Config:
     if config.weights == "checkpoint":
         check_weight_files(config.model)
     if config.device.kind == "auto":
-        Planner.from_config(config)  # the nodes of the cluster know the memory of their devices
+        Planner.from_config(config)  # the memory is known only on the nodes of the cluster
     else:
         plan_report(config)
     return config

@@ -1,4 +1,4 @@
-"""What the end of a command is called: a sentence on stderr, and an exit code."""
+"""The end of a command: a sentence on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dist_aclgraph.errors import (
     RequestError,
 )
 
-FAILURE, MISTAKE = 1, 2  # ours or the machine's; the user's
+FAILURE, MISTAKE = 1, 2  # a failure of the program or the machine; a user's mistake
 
 
 def tell(error: DistAclGraphError) -> int:
-    """Print an error, and return the exit code that it means."""
+    """Print an error, and return its exit code."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     is_mistake = isinstance(error, ConfigError | ModelError | RequestError | PlacementError)
     return MISTAKE if is_mistake else FAILURE

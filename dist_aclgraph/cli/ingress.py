@@ -1,8 +1,8 @@
-"""The process that serves HTTP: it knows neither Ray nor devices, and may be replaced at any time.
+"""The process that serves HTTP. It uses neither Ray nor devices, and may be replaced at any time.
 
-It asks the owner of the deployment where the engines are, whether to let requests in, and, while no
-group serves, how far the recovery is. It listens until the service is over, and answers 503 while
-it can serve no request.
+The process asks the owner of the deployment for three things: the addresses of the engines; whether
+requests are admitted; and the progress of the recovery while no group serves. The process listens
+until the service is over. While it cannot serve requests, it answers 503.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dist_aclgraph.serve.openai.state import ApiState, open_state
 from dist_aclgraph.serve.resume.holder import HolderLink
 
 POLL_S = 0.1
-END_S = 30.0  # limit of an owner that ends the service once its ingress has failed
+END_S = 30.0  # limit for the owner to end the service after its ingress has failed
 OVER = Admission("the service has ended")
 
 
@@ -34,11 +34,11 @@ def serve_http(
     Args:
         life: read end of a pipe without data, which is closed once the service is over.
         beat: called every second or two, from the event loop.
-        link: to the process that holds connections, those of the previous ingress included; None
-            if no connection outlives this process.
+        link: link to the process that keeps connections open, connections of the previous ingress
+            included; None if no connection outlives this process.
 
     Raises:
-        EngineUnavailableError: no group will serve any request again; the owner still runs.
+        EngineUnavailableError: no group will ever serve again, and the owner still runs.
     """
     server = HttpServer(opened.config.serve, opened.http, beat, link)
     front = Front("the service is starting")
@@ -69,11 +69,11 @@ def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
 def _serve(
     opened: Opened, life: int, server: HttpServer, front: Front, owner: OwnerClient, reach: Reach
 ) -> None:
-    asker = OwnerClient(opened.owner_path)  # for outlooks, which another thread asks for
+    asker = OwnerClient(opened.owner_path)  # another thread asks for outlooks
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
     failure = None
     try:
-        # Collections need not look at objects that exist by now.
+        # The garbage collector need not examine the objects that exist now.
         gc.collect()
         gc.freeze()
         owner.admission(is_open=True)  # so that the service is announced before it serves
@@ -89,16 +89,16 @@ def _serve(
         state.client.close()
         asker.close()
         owner.close()
-    # The owner knows of the failure as well, and stops.
+    # The owner notices the failure, too, and stops.
     if not _is_over(life, END_S if failure else None) and failure:
         raise failure
 
 
 def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
-    """Return once no more requests are to be let in.
+    """Return when no more requests are to be admitted.
 
     Raises:
-        EngineUnavailableError: no group will serve any request again; says why.
+        EngineUnavailableError: no group will ever serve again; the message has the reason.
     """
     while not _is_over(life, POLL_S):
         admission = owner.admission(is_open=True)
@@ -109,7 +109,7 @@ def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
 
 
 def _is_over(life: int, seconds: float | None) -> bool:
-    """Wait for the end of the service, for so many seconds at most; return whether it is over."""
+    """Wait up to ``seconds`` for the end of the service; return whether the service is over."""
     poll = select.poll()
     poll.register(life, select.POLLIN)
     return bool(poll.poll(None if seconds is None else seconds * 1000))

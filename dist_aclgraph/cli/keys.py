@@ -1,4 +1,4 @@
-"""The keys of a configuration as a page: what each means, its type, its limits, its default."""
+"""The page of all configuration keys: meaning, type, limits and default of each key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def render_keys() -> str:
 
 
 def _options() -> Iterator[tuple[str, str]]:
-    """Yield vLLM's option, and our key with the values that are called something else."""
+    """Yield each option of vLLM, and our key with the values that have other names here."""
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))
         words = [

@@ -1,4 +1,4 @@
-"""The report of the last start, for ``doctor``: facts that only a start finds out."""
+"""The report of the last start, for ``doctor``: facts that are only known after a start."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _path() -> Path:
 
 
 def keep_report(name: str, report: Mapping[str, Any]) -> None:
-    """Keep a deployment's report in place of the one before; where that cannot be, go on without.
+    """Replace the stored report by a deployment's new report; ignore it if this fails.
 
     Args:
-        name: of the model that is served.
+        name: name of the served model.
     """
     with suppress(OSError):
         path = _path()
@@ -32,7 +32,7 @@ def keep_report(name: str, report: Mapping[str, Any]) -> None:
 
 
 def last_start() -> dict[str, Any] | None:
-    """Return name, time and report of the last start; None where none is known."""
+    """Return name, time and report of the last start; None if there is no report."""
     try:
         kept = json.loads(_path().read_text())
     except (OSError, ValueError):

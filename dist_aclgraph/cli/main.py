@@ -2,8 +2,8 @@
 
 Heavy imports are inside the commands.
 
-A user's mistake is one sentence on stderr and exit code 2; any other failure is one sentence and
-exit code 1.
+A user's mistake ends a command with one sentence on stderr and exit code 2. Any other failure ends
+it with one sentence on stderr and exit code 1.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="write the configuration as YAML")
     ] = None,
 ) -> None:
-    """Serve the OpenAI API until Ctrl-C or SIGTERM; on 127.0.0.1:8000 unless told otherwise."""
+    """Serve the OpenAI API until Ctrl-C or SIGTERM; by default on 127.0.0.1:8000."""
     with _user_errors():
         from dist_aclgraph.cli.serve import serve as serve_deployment
         from dist_aclgraph.hub import with_local_model
@@ -184,7 +184,9 @@ def simulate(
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="draw padding and eager steps: a .png")] = None,
 ) -> None:
-    """Replay a load without a device: padding, eager steps, plan changes; step times assumed."""
+    """Replay a load without a device: padding, eager steps, plan changes; step times are
+    assumptions.
+    """
     with _user_errors():
         from rich.console import Console
 
@@ -226,10 +228,10 @@ def simulate(
 
 @cli.command()
 def scale(groups: NumGroups, deployment: DeploymentName = None, ray: RayAddress = None) -> None:
-    """Change the number of groups of a running deployment; returns when it is done.
+    """Change the number of groups of a running deployment; return when the change is complete.
 
-    New groups start beside those that serve. Surplus groups, the newest first, finish their
-    requests and leave.
+    New groups start while the existing groups serve. Surplus groups, the newest first, finish their
+    requests and stop.
     """
     with _user_errors():
         from rich.console import Console
@@ -254,8 +256,8 @@ def roll(
 ) -> None:
     """Replace the groups of a running deployment, one after the other, by another configuration.
 
-    No request fails by it: old groups end their requests. The model, name and seed must be the
-    same, as ingresses have read them already; the keys of serve have no effect.
+    No request fails, because old groups finish their requests. Model, name and seed must stay the
+    same, because ingresses have read them already. The keys of serve have no effect.
     """
     with _user_errors():
         from rich.console import Console
@@ -295,8 +297,8 @@ def doctor(
 ) -> None:
     """Check this machine: versions, NPU or emulator, compiler, memory, ports.
 
-    With --cluster all nodes of a Ray cluster, too: whether their versions are equal, their NPUs
-    have addresses, and each reaches the others.
+    With --cluster, also check all nodes of a Ray cluster: equal versions, addresses of NPUs, and
+    connections between all nodes.
     """
     with _user_errors():
         from dist_aclgraph.cli.doctor.finding import show_findings
@@ -334,10 +336,10 @@ def probe(
         ),
     ] = None,
 ) -> None:
-    """Ask this machine's device what it does, and report it: a JSON file, and a page to read.
+    """Test how this machine's device behaves; write a report as a JSON file and as a page to read.
 
-    Each question runs in a process of its own with a limit, harmless ones first. Nothing needs
-    root.
+    Each question runs in a separate process with a time limit; harmless questions are first. No
+    question needs root.
     """
     with _user_errors():
         from dist_aclgraph.cli.probe import compare as compare_report

@@ -1,4 +1,4 @@
-"""vLLM's options on the command line, and the configuration that they make."""
+"""vLLM's options on the command line, and the configuration that results from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_SERVICE = ("served_model_name", "host", "port", "uds", "allowed_origins")
 
 
 class ModelCommand(TyperCommand):
-    """A command with vLLM's options; it names the nearest of an option that it refuses."""
+    """A command with vLLM's options. If it refuses an option, it names the most similar option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for argument in args:
@@ -34,10 +34,10 @@ class ModelCommand(TyperCommand):
 
 
 def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command vLLM's options; they become its argument ``options``.
+    """Add vLLM's options to a command; the command gets their values in its argument ``options``.
 
     Args:
-        serves: whether the options of an HTTP service belong to them.
+        serves: whether to add the options of an HTTP service, too.
     """
     names = [name for name in OPTIONS if serves or name not in OF_SERVICE]
 
@@ -79,7 +79,7 @@ def load_local_model(
     *,
     weights: bool = True,
 ) -> Config:
-    """Load a configuration whose model is here, or is loaded from its hub now.
+    """Load a configuration and its model: from this machine, or from the model's hub now.
 
     Args:
         weights: whether the command reads weights.
@@ -90,7 +90,7 @@ def load_local_model(
 
 
 def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | None) -> None:
-    """Print a configuration that is in no file, and save it if that is wanted.
+    """Print a configuration that differs from its file or has none; save it if ``save`` is given.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,6 +1,6 @@
 """The files that ``dist-aclgraph serve`` reads, and the sockets that it opens, before it starts.
 
-The sockets stay open while the service lives: each owner and each ingress uses them in turn.
+The sockets stay open until the service ends: each owner and each ingress uses them in turn.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.http.server import listen_at
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-OWNER = "owner"  # the name of the socket at which the owner of the deployment is asked
+OWNER = "owner"  # name of the socket at which the owner of the deployment answers
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checked configuration, and what the processes of its service share.
+    """A checked configuration, and the sockets that the processes of its service share.
 
     Attributes:
-        http: listens for clients.
-        link: listens for the ingress, at the owner of the deployment.
-        directory: of the socket file of ``link``.
+        http: socket that listens for clients.
+        link: socket at which the owner of the deployment listens for the ingress.
+        directory: directory of the socket file of ``link``.
     """
 
     config: Config
@@ -47,7 +47,7 @@ class Opened:
 
 @contextmanager
 def open_service(config: Config) -> Iterator[Opened]:
-    """Check a configuration, and listen at its port within this context.
+    """Check a configuration, and listen at its port inside this context.
 
     Raises:
         ConfigError: the port is taken, the service would be open to others without a key, or the

@@ -1,7 +1,8 @@
-"""The process that owns a deployment: it starts the deployment, watches it, and stops it.
+"""The process that owns a deployment: it starts, watches and stops the deployment.
 
-Under ``dist-aclgraph serve`` it is Ray's driver. An ingress serves HTTP, asks the owner about the
-deployment (``owner_link.py``), and is told to drain before the deployment is stopped.
+With ``dist-aclgraph serve`` the owner is Ray's driver. An ingress serves HTTP, and asks the owner
+about the deployment (``owner_link.py``). The owner tells the ingress to drain before it stops the
+deployment.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from dist_aclgraph.errors import (
 
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
 SILENT_S = 30.0  # limit of a check of the deployment
-FAILED_S = 2.0  # until requests of a failed deployment have got their errors
-LEAVE_S = 5.0  # from the end of draining until an ingress has left
+FAILED_S = 2.0  # time for requests of a failed deployment to get their errors
+LEAVE_S = 5.0  # time for an ingress to end after draining
 
 Start = Callable[..., Deployment]
 
 
 class _Stopping(Exception):
-    """A signal came while the deployment was being started."""
+    """A signal arrived while the deployment was starting."""
 
 
 def own_deployment(
@@ -57,15 +58,16 @@ def own_deployment(
     """Start a deployment, and keep it until a signal; then drain and stop it.
 
     Args:
-        heartbeat: beats while it starts and serves.
-        has_supervisor: whether another process ends what this one has started; then a signal during
-            the start ends this process at once.
+        heartbeat: beats while the deployment starts and serves.
+        has_supervisor: whether a supervisor ends the processes that this process has started. If
+            so, a signal during the start ends this process at once.
 
     Raises:
-        RayDiedError: the Ray that was started for it has died; another deployment may take its
-            place, and requests wait for it at their ingress.
-        DistAclGraphError: the deployment did not come up, or died.
-        SystemExit: a signal came before anything was served; 128 and its number.
+        RayDiedError: the Ray that was started for the deployment has died. Another deployment may
+            replace this one; requests wait for that deployment at their ingress.
+        DistAclGraphError: the deployment did not start, or it died.
+        SystemExit: a signal arrived before anything was served; the code is 128 plus the signal's
+            number.
     """
     config, console = opened.config, Console(stderr=True)
     answers = _IngressAnswers()
@@ -99,7 +101,9 @@ def _started(
     heartbeat: SharedHeartbeat,
     has_supervisor: bool,
 ) -> Iterator[Deployment]:
-    """Start a deployment and stop it afterwards; a signal before it serves ends the process."""
+    """Start a deployment, and stop it after this context. A signal before it serves ends the
+    process.
+    """
     try:
         with heartbeat.starting(), StartProgress(console) as show:
 
@@ -107,21 +111,21 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # Ray's calls know it
+                raise KeyboardInterrupt  # Ray's calls handle this exception
 
             signals.on_first = stop
             if signals.received:
                 stop()
 
             def report(progress: Any) -> None:
-                signals.take_over()  # Ray has installed handlers of its own meanwhile
+                signals.take_over()  # Ray has replaced the handlers meanwhile
                 if signals.received:
                     raise _Stopping
                 answers.progress = f"the deployment is being started: {progress}"
                 show(progress)
 
             running = start(config, on_progress=report)
-    except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's own handler of SIGTERM exits
+    except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises SystemExit
         raise SystemExit(128 + (signals.received or SIGTERM)) from None
     finally:
         signals.on_first = None
@@ -136,8 +140,8 @@ def _started(
     finally:
         answers.progress = "the deployment is being ended"
         answers.running = None
-        # Without Ray no actor can be stopped in order, and trying takes seconds: the supervisor of
-        # this process ends the processes.
+        # Without Ray no actor can be stopped in order, and an attempt takes seconds. The supervisor
+        # of this process ends the actors' processes.
         if has_ray:
             running.shut_down()
 
@@ -149,10 +153,10 @@ def _watch(
     answers: _IngressAnswers,
     heartbeat: SharedHeartbeat,
 ) -> None:
-    """Return once a signal has come.
+    """Return when a signal has arrived.
 
     Raises:
-        EngineUnavailableError: the deployment has ended; says why.
+        EngineUnavailableError: the deployment has ended; the message has the reason.
     """
     is_announced = False
     with _Checks(running) as checks:
@@ -170,7 +174,7 @@ def _watch(
 
 
 def _announced(config: Config, running: Deployment) -> bool:
-    """Say where the service is; return whether its controller could be asked for it."""
+    """Print where the service is; return whether the controller has answered."""
     try:
         report = running.report()
     except DistAclGraphError:
@@ -181,12 +185,12 @@ def _announced(config: Config, running: Deployment) -> bool:
 
 
 class _IngressAnswers:
-    """The answers to the ingress. The main thread sets them; threads of the link read them.
+    """The answers to the ingress. The main thread sets the answers; threads of the link read them.
 
     Attributes:
-        running: the deployment; None before it serves, and while it is being stopped.
-        progress: how far its start is.
-        is_open: whether an ingress has let requests in.
+        running: the deployment; None before the deployment serves, and while it is being stopped.
+        progress: progress of the deployment's start.
+        is_open: whether an ingress has begun to admit requests.
     """
 
     def __init__(self) -> None:
@@ -196,12 +200,12 @@ class _IngressAnswers:
         self._admission = Admission()
 
     def end(self, reason: str, drain_s: float) -> None:
-        """Let no more requests in; the running ones may take ``drain_s`` to end."""
+        """Admit no more requests. Running requests have ``drain_s`` seconds to end."""
         self._admission = Admission(reason, drain_s)
 
     @property
     def leave_s(self) -> float:
-        """How long an ingress may take to leave; 0 while it is to stay."""
+        """Seconds that an ingress has for its end; 0 if the ingress should keep running."""
         return self._admission.drain_s + LEAVE_S if self._admission.end else 0.0
 
     def admission(self, is_open: bool) -> Admission:
@@ -212,7 +216,7 @@ class _IngressAnswers:
         running = self.running
         try:
             reach = None if running is None else running.reach()
-        except DistAclGraphError:  # it may recover
+        except DistAclGraphError:  # the deployment may recover
             return None
         return reach if reach is not None and reach.addresses else None
 
@@ -225,12 +229,12 @@ class _IngressAnswers:
         except RayDiedError as e:
             return Outlook(progress=str(e))
         except DistAclGraphError as e:
-            # The answer of a deployment that is being stopped means nothing.
+            # An answer of a deployment that is being stopped is ignored.
             return Outlook(failure=str(e)) if self.running is running else self.outlook()
 
 
 class _Checks:
-    """Checks a deployment's health on a thread, as a check may hang with Ray."""
+    """Checks a deployment's health on a separate thread, because a check may hang if Ray hangs."""
 
     def __init__(self, running: Deployment) -> None:
         self._running = running
@@ -244,12 +248,12 @@ class _Checks:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Let the last check end before the deployment is stopped."""
+        """Wait for the end of the last check before the deployment is stopped."""
         self._ended.set()
         self._thread.join(JOIN_S)
 
     def raise_failure(self) -> None:
-        """Raise the error that ends the service; to be called every ``POLL_S``."""
+        """Raise the error that ends the service, if there is one; call this every ``POLL_S``."""
         if isinstance(self._failure, RayDiedError):
             raise self._failure
         if self._failure is not None:

@@ -1,4 +1,4 @@
-"""What sharing the context of requests gains: room in the KV cache, beside that without it."""
+"""The gain of context parallelism: capacity of the KV cache with it and without it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rich.table import Column, Table
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 
-COMPARED_TOKENS = 32768  # of the requests that are counted
+COMPARED_TOKENS = 32768  # length of the requests that are counted
 
 
 def layout_in_words(sizes: Mapping[str, int]) -> str:
-    """Return the sizes of a layout, with context parallelism if it is used."""
+    """Return the sizes of a layout in words; pcp and dcp only if they are above 1."""
     names = [n for n in ("tp", "pcp", "dcp", "dp", "ep") if n[1:] != "cp" or sizes[n] > 1]
     return ", ".join(f"{name} {sizes[name]}" for name in names)
 
 
 def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, Any] | None:
-    """Return the capacity of a data parallel rank, beside that with dcp 1 and pcp 1; None if the
-    layout has dcp 1 and pcp 1.
+    """Return the KV capacity of a data parallel rank in this layout, and with dcp 1 and pcp 1.
+    Return None if the layout already has dcp 1 and pcp 1.
 
     Args:
-        pool_bytes: of the graphs; 0 if not predicted.
+        pool_bytes: memory pool of the graphs; 0 if not predicted.
     """
     parallel = deployment.config.parallel
     if parallel.dcp == parallel.pcp == 1:
@@ -39,7 +39,7 @@ def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, A
         return {**which.config.parallel.model_dump(), **asdict(room)}
 
     layouts = [describe(deployment, pool_bytes)]
-    with suppress(ConfigError):  # NPUs that hold the asked layout may not hold this one
+    with suppress(ConfigError):  # NPUs may lack memory for this layout
         layouts.append(describe(deployment.without_shared_context(), 0))
     return {"request_tokens": request_tokens, "layouts": layouts}
 

@@ -1,4 +1,4 @@
-"""A picture of a plan: how much of each batch is padding."""
+"""A picture of a plan: the share of padding for each batch size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dist_aclgraph.planning.buckets import pad_to_bucket
 
 
 def plot_padding(report: dict[str, Any], path: Path) -> None:
-    """Draw padding over batch size for the sets of a plan report, one panel for each family.
+    """Draw padding over batch size for the sets of buckets in a plan report, a panel for each
+    family.
 
     Raises:
         ConfigError: nothing is captured, or the file cannot be written.

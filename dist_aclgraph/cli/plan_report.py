@@ -1,6 +1,6 @@
 """The plan and the caches of a deployment, computed without NPU, weights or Ray.
 
-Numbers of a device that was not asked are assumptions, and the report lists them.
+If no device was asked, numbers about the device are assumptions; the report lists them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
 REQUEST_TOKENS = (1024, 4096, 16384, 65536)  # lengths of requests that are counted
-NODE_NPUS = 8  # of a server with an unknown chip
+NODE_NPUS = 8  # assumed for a server with an unknown chip
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
 def plan_report(config: Config) -> dict[str, Any]:
-    """Return what the deployment would capture and why, as plain values (JSON-able).
+    """Return the graphs that the deployment would capture, with reasons, as values for JSON.
 
     Raises:
         ConfigError: the model's directory is missing or not a checkpoint, sizes do not match, or a
-            device does not hold weights, buffers and KV blocks enough.
+            device has too little memory for weights, buffers and KV blocks.
         StreamBudgetError: a rank cannot afford a single bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # in a mode that the model can have
+    config = deployment.config  # with a mode that the model supports
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
@@ -158,7 +158,9 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
 def _requests_that_fit(
     deployment: AssumedDeployment, num_blocks: int, longest: int
 ) -> list[dict[str, int]]:
-    """How many requests of each length the KV caches of all data parallel ranks hold."""
+    """Return, for each length, how many requests fit into the KV caches of all data parallel
+    ranks.
+    """
     spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
     lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]
     return [
@@ -168,13 +170,17 @@ def _requests_that_fit(
 
 
 def _num_nodes(layout: ParallelLayout, tp: int, node_npus: int) -> int:
-    """The fewest nodes that hold all ranks; a tensor parallel group that fits is not split."""
+    """Return the smallest number of nodes for all ranks. A tensor parallel group that fits on one
+    node is not split.
+    """
     whole = max(1, node_npus // tp) * tp if tp <= node_npus else node_npus
     return -(-layout.world_size // whole)
 
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
-    """How tokens travel to experts of other ranks, by size of batch; empty where none do."""
+    """Return how tokens travel to experts on other ranks, by batch size; empty if no tokens
+    travel.
+    """
     operators = rule.mc2.operators if rule.mc2 is not None else None
     return [
         {
@@ -190,7 +196,9 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, kv_bytes: int) -> dict[str, Any]:
-    """The memory of the NPU with the least: the parts and the free bytes add up to it."""
+    """Return the memory of the NPU with the least memory. The parts and the free bytes add up to
+    the total.
+    """
     memory = deployment.memory
     graphs = deployment.graph_bytes(pool)
     parts = [
@@ -222,9 +230,10 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
 
 
 def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
-    """Yield one entry of each kind, with the numbers of all entries that differ in nothing else.
+    """Yield one entry for all entries that differ only in ``numbers``, with the numbers of all of
+    them.
 
-    Thousands of ranks become a few lines.
+    So thousands of ranks become a few lines.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -235,7 +244,7 @@ def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, 
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers in few words: 0-2, 5."""
+    """Return ascending numbers as a short text, e.g. ``0-2, 5``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:
@@ -297,7 +306,9 @@ def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
 def _chosen_entry(
     family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
 ) -> dict[str, Any]:
-    """The chosen buckets, and the padding of the traffic with them, all sizes, and uniform ones."""
+    """Return the chosen buckets, and the traffic's padding with the chosen buckets, with all sizes,
+    and with evenly spaced sizes.
+    """
     sets = {
         CHOSEN: family.buckets,
         ALL_SIZES: wanted.buckets,

@@ -1,4 +1,4 @@
-"""``dist-aclgraph probe``: asks the device of this machine, and compares reports."""
+"""``dist-aclgraph probe``: puts questions to this machine's device, and compares reports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dist_aclgraph.version import VERSION
 
 
 def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
-    """Ask all questions of a level that the report ``out`` does not answer; write report and page.
+    """Put all questions of a level without an answer in the report ``out``; write report and page.
 
     Raises:
         ConfigError: ``out`` is the report of another machine or version.
-        DeviceError: there is no such device.
+        DeviceError: the configured device does not exist.
         EmulatorBuildError: the emulator cannot be built.
     """
     kind = resolve_kind(device.kind)
@@ -51,7 +51,8 @@ def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
 
 
 def compare(path: Path) -> str:
-    """Write a report's differences as emulator rules beside it; return them as a table.
+    """Write a report's differences as emulator rules into a file beside the report; return the
+    differences as a table.
 
     Raises:
         ConfigError: the file is not a report, or its device has an invalid name.

@@ -27,7 +27,7 @@ WORDS = {
 
 
 class StartProgress:
-    """Shows reports of the controller. Use as a context manager; call it with each report."""
+    """Shows the controller's reports. Use it as a context manager, and call it with each report."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -62,7 +62,7 @@ class StartProgress:
             self._bar.stop()
 
     def stop_at_once(self) -> None:
-        """Leave the terminal as it was, and say that the start ends; for handlers of signals."""
+        """Restore the terminal, and print that the start ends. For signal handlers."""
         if self._bar is not None:
             self._bar.stop()
         self._console.print("Stopping ...")
@@ -75,7 +75,7 @@ class StartProgress:
             words = f"{words} ({report.part})"
         if self._bar is not None:
             if words != self._words:
-                # A bar's total cannot be unset: each state has its own bar.
+                # A bar's total cannot be removed, so each state has its own bar.
                 self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(words, total=None, counted="", detail="")
             self._bar.update(
@@ -92,7 +92,7 @@ class StartProgress:
 
 
 def _counted(report: Report) -> str:
-    """How far the state is, in its own unit."""
+    """Return the progress of a state, in the state's own unit."""
     if not report.total:
         return ""
     if report.detail == BYTES:

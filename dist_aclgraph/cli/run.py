@@ -1,4 +1,4 @@
-"""``dist-aclgraph run``: a deployment that answers some prompts, and stops."""
+"""``dist-aclgraph run``: starts a deployment, answers some prompts, and stops the deployment."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def run(
         raw: whether the chat template is left out.
 
     Raises:
-        DistAclGraphError: the deployment did not come up, or a request failed.
-        SystemExit: a signal came; everything is stopped. 128 and its number.
+        DistAclGraphError: the deployment did not start, or a request failed.
+        SystemExit: a signal arrived, and everything is stopped; the code is 128 plus the signal's
+            number.
     """
     config = check_deployment(config)
     with Signals() as signals:
@@ -40,12 +41,12 @@ def run(
                 keep_report(config.name, llm.report())
                 for prompt, request in zip(prompts, _ask(llm, prompts, params, raw), strict=True):
                     _show(prompt, request, as_json)
-        except (KeyboardInterrupt, SystemExit):  # Ray's own handler of SIGTERM exits
+        except (KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises SystemExit
             raise SystemExit(128 + (signals.received or SIGTERM)) from None
 
 
 def _started(config: Config, signals: Signals) -> LLM:
-    """Start a deployment; a signal interrupts its start, and all that follows."""
+    """Start a deployment. A signal interrupts the start and everything after it."""
     with StartProgress(Console(stderr=True)) as show:
 
         def stop() -> None:
@@ -53,7 +54,7 @@ def _started(config: Config, signals: Signals) -> LLM:
             raise KeyboardInterrupt
 
         def report(progress: Progress) -> None:
-            signals.take_over()  # Ray has installed a handler of its own meanwhile
+            signals.take_over()  # Ray has replaced the handlers meanwhile
             show(progress)
 
         def start(config: Config) -> Deployment:

@@ -1,9 +1,10 @@
 """``dist-aclgraph serve``: an ingress that serves HTTP, and the owner of its deployment.
 
-They are two processes under a supervisor, or with ``recovery.keep_answers: false`` one process.
+Ingress and owner are two processes under a supervisor. With ``recovery.keep_answers: false`` they
+are one process.
 
-The service listens before anything is started, and until everything is stopped. Ray Serve has no
-part in it: in a cluster that is joined, its applications and proxies stay as they are.
+The service listens before anything is started, and until everything is stopped. It does not use Ray
+Serve: in a cluster that it joins, Ray Serve's applications and proxies are not changed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.serve.http.open_files import allow_connections
 
 log = logging.getLogger(__name__)
-SILENT_S = 30.0  # longer than an owner may wait for an answer of its controller
-END_S = 180.0  # from the end of draining until the deployment has stopped
+SILENT_S = 30.0  # longer than the owner's limit for its controller's answer
+END_S = 180.0  # time for the deployment to stop after draining
 
 
 def serve(config: Config, start: Start | None = None) -> None:
@@ -43,16 +44,16 @@ def serve(config: Config, start: Start | None = None) -> None:
 
 
 def serve_in_processes(config: Config, start: Start | None = None) -> None:
-    """Serve until a signal, from two processes, each of which is replaced when it dies.
+    """Serve until a signal, with two processes. A process that dies is replaced.
 
-    To be called before threads exist.
+    Call this before any thread exists.
 
     Args:
         start: starts a deployment; None for one on Ray.
 
     Raises:
         ConfigError, DeviceError, ModelError: see ``open_service``.
-        SystemExit: in the end; later errors are printed on stderr.
+        SystemExit: raised at the end; errors after the start are printed on stderr.
     """
     is_on_own_ray = start is None and ray_address() is None
     with open_service(config) as opened, _starter_of(opened.config, is_on_own_ray) as starter:
@@ -77,7 +78,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
 
 
 def _allow_connections(max_connections: int) -> None:
-    """Raise the limit of open files, and warn where the system allows too few."""
+    """Raise the limit of open files, and warn if the system allows too few of them."""
     num_kept = allow_connections(max_connections)
     if num_kept < max_connections:
         log.warning(
@@ -90,11 +91,12 @@ def _allow_connections(max_connections: int) -> None:
 
 @contextmanager
 def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]:
-    """Yield the starter of the processes of the service's Ray.
+    """Yield the object that starts the processes of the service's Ray.
 
-    A fork server loads before Ray is there, and outlives the owner of the deployment.
+    If this is a fork server, it is loaded before Ray starts, and outlives the owner of the
+    deployment.
     """
-    if not is_on_own_ray:  # in a cluster that is joined, this node may have no device
+    if not is_on_own_ray:  # in a joined cluster, this node may have no device
         yield ProcessStarter()
         return
     prepare_ray_environment(is_local=True)
@@ -104,12 +106,12 @@ def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
-    """Serve until a signal, owner and ingress in this process, whose death ends the service.
+    """Serve until a signal; owner and ingress run in this process, and its death ends the service.
 
     Raises:
         ConfigError, ModelError: see ``open_service``.
-        DistAclGraphError: the deployment did not come up, or died; or the ingress failed.
-        SystemExit: a signal came before anything was served; 128 and its number.
+        DistAclGraphError: the deployment did not start, the deployment died, or the ingress failed.
+        SystemExit: a signal arrived before anything was served; the code is 128 plus its number.
     """
     with open_service(config) as opened, Signals() as signals:
         ingress = _IngressThread(opened, signals)
@@ -131,7 +133,7 @@ class _IngressThread:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread; raise the error that has ended it before."""
+        """End the thread. If an error has already ended the thread, raise this error."""
         os.close(self._write)
         self._thread.join()
         os.close(self._read)

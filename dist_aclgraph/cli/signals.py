@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, which are recorded and handled later."""
+"""SIGINT and SIGTERM are recorded here, and handled later."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-    """Records the first SIGINT or SIGTERM; later ones must not cut the tear-down short.
+    """Records the first SIGINT or SIGTERM. Later signals are ignored, so that they cannot interrupt
+    the tear-down.
 
     Attributes:
-        received: its number; 0 before the first signal.
-        on_first: called by the handler of the first signal, in the main thread; it may raise.
+        received: number of the first signal; 0 before it arrives.
+        on_first: function that the handler of the first signal calls in the main thread; the
+            function may raise.
     """
 
     def __init__(self) -> None:
@@ -41,11 +43,11 @@ class Signals:
             signal.signal(number, self._receive)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a signal, for so many seconds at most; return whether one has come."""
+        """Wait at most ``seconds`` for a signal; return whether a signal has arrived."""
         return bool(select.select([self._came], [], [], seconds)[0])
 
     def stop(self) -> None:
-        """Act as if SIGTERM had come. Any thread."""
+        """Act as if SIGTERM had arrived. Any thread may call this."""
         self._record(signal.SIGTERM)
 
     def _record(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""``dist-aclgraph simulate``: how far it is, and its report as tables."""
+"""``dist-aclgraph simulate``: the progress of a simulation, and its report as tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_VERSIONS = 8
 def simulate_with_progress(
     config: Config, options: LoadOptions, times: StepTimes, with_comparison: bool
 ) -> dict[str, Any]:
-    """Simulate, and show on stderr how far it is where that is a terminal."""
+    """Simulate; show the progress on stderr if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("Simulating"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(

@@ -1,4 +1,4 @@
-"""A picture of a simulation: padding and eager steps over time, and by the size of a batch."""
+"""A picture of a simulation: padding and eager steps over time, and by batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADDING, EAGER, STEPS = "tab:orange", "tab:blue", "0.6"
 
 
 def plot_simulation(report: dict[str, Any], path: Path) -> None:
-    """Draw the first simulated group, which stands for most others.
+    """Draw the first simulated group; most other groups behave like it.
 
     Raises:
         ConfigError: no step ran, or the file cannot be written.

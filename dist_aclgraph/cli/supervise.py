@@ -1,12 +1,12 @@
 """The first process of a service: the supervisor of the owner of the deployment and of the ingress.
 
-It replaces either process when it is killed or hangs, and an ingress that fails by an unforeseen
-error. A start that fails is tried again after a pause.
+The supervisor replaces either process if the process is killed or hangs. It also replaces an
+ingress that fails by an unforeseen error. A failed start is tried again after a pause.
 
-A shell, a container or a service manager signals whole process groups. Ray's daemons must not be in
-that group (``own_process_group``), and the leader of a group cannot leave it: so the supervisor,
-which may be the leader, starts no Ray. Processes that a killed owner has started become children of
-the supervisor, which ends them.
+A shell, a container or a service manager sends signals to whole process groups. Ray's daemons must
+not be in the group that gets the signals (``own_process_group``), and the leader of a group cannot
+leave its group. The supervisor may be such a leader, so it does not start Ray. Processes that a
+killed owner has started become children of the supervisor; the supervisor ends them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
 CRASHED = 70  # exit code of a process that an unforeseen error ends; EX_SOFTWARE of sysexits.h
 AGAIN = 75  # exit code of an owner that is to be replaced; EX_TEMPFAIL of sysexits.h
-OF_SIGNALS = 128  # and the number of a signal: the exit code of a process that it has ended
-END_S = 30.0  # limit of an ingress, once the service is over
+OF_SIGNALS = 128  # plus a signal's number: exit code of a process that the signal has ended
+END_S = 30.0  # limit for the end of an ingress after the service is over
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
-START_END_S = 10.0  # from a signal until an owner that has not served has ended
-SETTLED_S = 10.0  # an ingress that has lived so long did not die of its start
+START_END_S = 10.0  # limit for an owner that has not served to end after a signal
+SETTLED_S = 10.0  # an ingress that has run for so long has started successfully
 
 Own = Callable[[Signals, SharedHeartbeat], None]
 ServeHttp = Callable[[int, Callable[[], None], HolderLink], None]
@@ -49,11 +49,11 @@ class Supervisor:
     Args:
         own: runs the owner, until a signal. The owner beats while it starts and serves.
         serve_http: runs the ingress, until the pipe is closed whose read end is the first argument.
-            Its event loop calls the second argument every second. By the third, its connections
-            outlive it, and the next ingress goes on with them.
-        restarts: of owner and ingress, counted together; its pauses are the owner's.
+            Its event loop calls the second argument every second. The third argument is the link by
+            which its connections outlive it; the next ingress continues with these connections.
+        restarts: budget for restarts of owner and ingress together; its pauses apply to the owner.
         silent_s: a process without a heartbeat for longer is killed.
-        end_s: an owner that has not ended so long after a signal is killed.
+        end_s: an owner that has not ended within this time after a signal is killed.
         end_started: kills processes of a dead owner that are no descendants of the supervisor.
         on_fork: called first in each process.
         backoff: pauses between ingresses that end soon after their start.
@@ -86,17 +86,18 @@ class Supervisor:
         # Owners keep the write end open, too: it closes when supervisor and owner are gone.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
-        self._owner_due_s = self._ingress_due_s = 0.0  # when to start one; inf for never
+        self._owner_due_s = self._ingress_due_s = 0.0  # when to start the process; inf: never
         self._ingress_began_s = 0.0
-        # Children that this process had before it became the supervisor, as by a shell's exec.
+        # Children that this process had before it became the supervisor, for example by a shell's
+        # exec.
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
         self._is_stopping = False
-        self._end_by_s = math.inf  # for an owner that was signalled
-        self._failure = 0  # exit code of an ingress that has failed by itself
+        self._end_by_s = math.inf  # deadline of an owner that has got a signal
+        self._failure = 0  # exit code of an ingress that has failed without a signal
 
     def run(self) -> int:
-        """Serve until a signal, an error, or no restart is left; return the exit code."""
+        """Serve until a signal or an error, or until no restart is left; return the exit code."""
         # Signals between two waits stay pending. The parent may have set SIGCHLD to be ignored.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
@@ -114,15 +115,16 @@ class Supervisor:
     # ---- in this process
 
     def _wait(self) -> int | None:
-        """Wait for a signal, or the end of a child; return the exit code once all is over."""
+        """Wait for a signal or a child's end. Return the exit code if the service is over."""
         self._start_due()
         due_in_s = min(self._owner_due_s, self._ingress_due_s) - time.monotonic()
         received = signal.sigtimedwait(WAITED, min(self._look_s, max(0.0, due_in_s)))
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + self._look_s
             self._look()
-        # Where this process was stopped meanwhile, and continued, Python returns memory that was
-        # never set: any number, or the signal of an earlier wait, which does no harm again.
+        # If this process was stopped and continued during the wait, Python returns uninitialised
+        # memory: any number, or the signal of an earlier wait. Handling that signal again does no
+        # harm.
         if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo == signal.SIGIO:
@@ -141,7 +143,7 @@ class Supervisor:
         return None
 
     def _stop(self, number: int) -> int | None:
-        """Have the owner stop; without one, return the exit code of the service."""
+        """Tell the owner to stop. If there is no owner, return the exit code of the service."""
         self._is_stopping = True
         self._owner_due_s = self._ingress_due_s = math.inf
         if not self._owner:
@@ -180,7 +182,7 @@ class Supervisor:
         return None
 
     def _replace_ingress(self, code: int) -> int | None:
-        """Have another ingress started, or the service end; see ``_stop``."""
+        """Schedule the start of another ingress, or stop the service; see ``_stop``."""
         self._ingress = 0
         if not self._is_stopping and (code < 0 or code == CRASHED):
             end = f"was killed by {_name_of(-code)}" if code < 0 else "has failed"
@@ -188,7 +190,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
-                # A pause begins with the previous end: after a longer life there is none left.
+                # A pause counts from the previous end: after a long life nothing of it is left.
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None
@@ -240,7 +242,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
-        """Take a restart of the budget, and say so."""
+        """Use one restart of the budget, and print this; return whether a restart was left."""
         if self._restarts.spend(time.monotonic()):
             _say(f"warning: {why}; {what} is started again")
             return True
@@ -249,7 +251,7 @@ class Supervisor:
         return False
 
     def _end_ingress(self) -> None:
-        """Wait for the ingress, which knows that the service is over; after a limit, kill it."""
+        """Wait for the ingress, which knows that the service is over. After a limit, kill it."""
         until_s = time.monotonic() + END_S
         while self._ingress:
             if any(pid == self._ingress for pid, _ in _ended()):
@@ -258,13 +260,13 @@ class Supervisor:
                 processes.kill_all({self._ingress})
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                self._holder.take_in()  # an ended connection closes when both processes close it
+                self._holder.take_in()  # a connection ends only when both processes have closed it
 
     def _end_orphans(self) -> None:
         while True:
             self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # and so no process that could start more
+            if not orphans:  # so no process can start more processes
                 break
             processes.kill_all(orphans)
             for pid in orphans:
@@ -285,11 +287,11 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # A signal of the group comes twice, from its sender and from the supervisor.
+                # A signal to the group arrives twice: from its sender, and from the supervisor.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()
-            finally:  # this process must not clean up what the supervisor owns
+            finally:  # this process must not clean up resources of the supervisor
                 os._exit(code)
         return pid
 
@@ -305,7 +307,7 @@ class Supervisor:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def _be_ingress(self, end: socket.socket) -> None:
-        for number in SIGNALS:  # the owner says when it is to drain
+        for number in SIGNALS:  # the owner tells the ingress when to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
@@ -314,7 +316,7 @@ class Supervisor:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Yield children and orphans that have ended, with their exit codes: no zombie stays."""
+    """Yield children and orphans that have ended, with their exit codes; so no zombies remain."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -326,7 +328,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _pause(what: str, backoff: Backoff, error: OSError) -> float:
-    """Begin a pause, say so, and return its end, by the monotonic clock."""
+    """Begin a pause, print this, and return the end of the pause by the monotonic clock."""
     now_s = time.monotonic()
     backoff.failed(now_s)
     pause_s = backoff.pause_s(now_s)

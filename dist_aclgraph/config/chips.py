@@ -1,8 +1,8 @@
-"""The chips that plans know, by the names that CANN gives them.
+"""The chips that plans support, by CANN's names.
 
-Memory is the total that torch reports on such a device; driver and firmware take the rest of the
-chip's. Source: logs in public issues of vllm-ascend. On dies of 64 GB they show 65,452,113,920
-bytes, or some MiB more; on an Ascend910B4 they show 29.50 GiB.
+The memory of a chip is the total that torch reports on it; driver and firmware use the rest.
+Source: logs in public issues of vllm-ascend. On dies of 64 GB they show 65,452,113,920 bytes, or
+some MiB more; on an Ascend910B4 they show 29.50 GiB.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
 
 
 class ChipFamily(NamedTuple):
-    """Chips whose names begin alike, and what they have in common.
+    """Chips whose names have the same prefix, and their common properties.
 
     Attributes:
         node_npus: devices of an ordinary server; an A3 has two dies in each of eight packages.
@@ -25,7 +25,7 @@ class ChipFamily(NamedTuple):
     node_npus: int
 
 
-# A name belongs to the first family whose prefix it has.
+# A chip belongs to the first family whose prefix its name begins with.
 CHIP_FAMILIES = (
     ChipFamily("Ascend910B4-1", "A2", DIE_64_GB_MB, 8),
     ChipFamily("Ascend910B4", "A2", DIE_32_GB_MB, 8),

@@ -14,15 +14,17 @@ class ClusterConfig(Section):
 
     labels: dict[str, str] = Field(
         default_factory=dict,
-        description="Ray labels that a node must have to get workers, e.g. {rack: r1} for "
-        "nodes that `ray start --labels=rack=r1` has started; empty accepts every node",
+        description="workers run only on nodes with these Ray labels, e.g. {rack: r1} for nodes "
+        "that were started with `ray start --labels=rack=r1`. Without labels, every "
+        "node is accepted",
     )
     ports: str | None = Field(
         None,
         pattern=r"^[0-9]{1,5}-[0-9]{1,5}$",
-        description="TCP ports between nodes, e.g. 20000-20100; the first node of each "
-        "lockstep group uses up to four of them. null uses any free port. HCCL has its own "
-        "ports: device.hccl_host_ports and device.hccl_npu_ports",
+        description="TCP ports for connections between nodes, e.g. 20000-20100. The first node of "
+        "each lockstep group uses up to four of these ports. null means any free "
+        "port. HCCL has separate ports: device.hccl_host_ports and "
+        "device.hccl_npu_ports",
     )
 
     @field_validator("ports")
@@ -36,7 +38,7 @@ class ClusterConfig(Section):
 
     @property
     def port_range(self) -> range | None:
-        """The ports to choose from; None means any free port."""
+        """The ports in ``ports``; None means any free port."""
         if self.ports is None:
             return None
         first, last = map(int, self.ports.split("-"))

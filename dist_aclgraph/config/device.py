@@ -11,7 +11,7 @@ from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
-ASSUMED_CANN = "9.1.0"  # belongs to the newest torch_npu whose CANN is published
+ASSUMED_CANN = "9.1.0"  # belongs to the newest torch_npu with a published CANN
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
@@ -23,74 +23,90 @@ class FaultConfig(Section):
 
     op: str = Field(
         "",
-        description="operator, e.g. aclnnMm or HcclAllReduce; alloc: device memory in a "
-        "capture; or a call: aclrtDeviceTaskAbort, HcclCommResume",
+        description="where the fault happens: an operator, e.g. aclnnMm or HcclAllReduce; alloc, "
+        "which is an allocation of device memory in a capture; or a call, "
+        "aclrtDeviceTaskAbort or HcclCommResume",
     )
     when: Literal["execute", "capture"] = Field(
-        "execute", description="the calls that count: executions, replays included, or recordings"
+        "execute",
+        description="which calls are counted: executions (replays included), or "
+        "recordings in a capture",
     )
     call: int = Field(1, ge=1, description="number of the call at which the fault happens")
     kind: FaultKind = Field(
         "fail",
-        description="effect of the fault. die ends the process like kill -9; link and all "
-        "later kinds stop the device with that error; uce: memory turns bad, and a task that "
-        "uses it stops the device",
+        description="effect of the fault. die ends the process like kill -9. link and all kinds "
+        "after link stop the device with the error of that name. With uce, device "
+        "memory turns bad, and a task that uses this memory stops the device",
     )
     rank: int | None = Field(
         None, ge=0, description="world rank of the fault; null means all ranks"
     )
-    stall_s: float = Field(60.0, gt=0, description="duration of a stall")
+    stall_s: float = Field(60.0, gt=0, description="duration of a stall in seconds")
     operand: int = Field(
         0, ge=0, description="kind uce: index of the operator's tensor whose memory turns bad"
     )
     offset: int = Field(
-        0, ge=0, description="kind uce: offset of the bad memory from the tensor's begin, in bytes"
+        0, ge=0, description="kind uce: offset of the bad memory from the tensor's start, in bytes"
     )
     file: str = Field(
         "",
-        description="a file that arms a fault in running workers, with words of "
-        "emulator/README.md such as fault_op=aclnnMm fault_kind=stall; the worker that it hits "
-        "removes the file",
+        description="path of a file that starts a fault in running workers. The file contains "
+        "words such as fault_op=aclnnMm fault_kind=stall (see emulator/README.md). "
+        "The worker with the fault removes the file",
     )
 
 
 class EmulatorConfig(Section):
-    """The emulated NPU; nothing here matters on hardware."""
+    """The emulated NPU. These keys have no effect on hardware."""
 
-    strict: bool = Field(True, description="refuse arguments that the documented operators refuse")
-    trace: bool = Field(False, description="print every launch and every error to the worker's log")
-    streams: int = Field(2048, ge=1, le=65536, description="stream ids of one device")
-    streams_by_rank: dict[int, int] = Field(
-        default_factory=dict, description="stream ids of single world ranks, if different"
+    strict: bool = Field(
+        True,
+        description="refuse arguments that the real operators refuse "
+        "according to their documentation",
     )
-    memory_mb: int = Field(4096, ge=16, description="device memory, counted and not reserved")
+    trace: bool = Field(False, description="print every launch and every error to the worker's log")
+    streams: int = Field(2048, ge=1, le=65536, description="number of stream ids of one device")
+    streams_by_rank: dict[int, int] = Field(
+        default_factory=dict,
+        description="number of stream ids for individual world ranks that differ from `streams`",
+    )
+    memory_mb: int = Field(
+        4096,
+        ge=16,
+        description="device memory in MiB; the memory is counted, but not reserved on the host",
+    )
     memory_mb_by_rank: dict[int, int] = Field(
-        default_factory=dict, description="device memory of single world ranks, if different"
+        default_factory=dict,
+        description="device memory in MiB for individual world ranks that differ from `memory_mb`",
     )
     kernels: Literal["compute", "skip", "timed"] = Field(
         "compute",
-        description="skip leaves out arithmetic, to measure host time alone; timed leaves it out, "
-        "too, and keeps the device busy for a chip's modelled time (docs/develop/device-time.md)",
+        description="compute runs all arithmetic. skip leaves out arithmetic, so that only host "
+        "time is measured. timed leaves out arithmetic, too, and keeps the device "
+        "busy for the modelled time of a chip (docs/develop/device-time.md)",
     )
     choices: int = Field(
         1,
         ge=1,
-        description="kernels skip and timed: argmax chooses by chance among so many tokens, so "
-        "a draft is accepted once in so many steps; with 1 always",
+        description="with kernels skip or timed, argmax chooses at random among this number of "
+        "tokens. So on average one of this number of drafts is accepted; with 1, "
+        "every draft is accepted",
     )
     rates: str | None = Field(
         None,
-        description="YAML or JSON file of rates for kernels timed, by the names of "
-        "docs/develop/device-time.md; they replace the rates of that table",
+        description="YAML or JSON file with rates for kernels timed. The rates have the names of "
+        "docs/develop/device-time.md, and replace the rates in that table",
     )
     rules: str | None = Field(
         None,
-        description="file of a real device's rules, made by `dist-aclgraph probe --compare`; its "
-        "settings replace those of the emulator",
+        description="file with the rules of a real device, made by `dist-aclgraph probe "
+        "--compare`. The settings in this file replace the emulator's settings",
     )
     accounting: Literal["pinned", "software_sq"] = Field(
         "pinned",
-        description="how captured graphs take streams: as with old, or as with new drivers",
+        description="how captured graphs use streams: pinned as with old drivers, software_sq as "
+        "with new drivers",
     )
     soc: str = Field("Ascend910B1", description="name of the chip; device.soc overrides it")
     cann: str = Field(
@@ -98,7 +114,7 @@ class EmulatorConfig(Section):
         pattern=r"^(8\.5|9\.[0-9]+)\.[0-9]+$",
         description="version of CANN whose rules the operators follow: 8.5.0, 8.5.1, 9.0 or 9.1",
     )
-    wait_s: int = Field(60, ge=1, description="limit of a wait on the device")
+    wait_s: int = Field(60, ge=1, description="limit in seconds of a wait on the device")
     fault: FaultConfig = FaultConfig()
     second_fault: FaultConfig = FaultConfig()
 
@@ -107,62 +123,66 @@ class DeviceConfig(Section):
     """Which device runs the model."""
 
     kind: Literal["auto", "npu", "emulated"] = Field(
-        "auto", description="auto uses a real NPU if one answers, else the emulator"
+        "auto", description="auto uses a real NPU if an NPU answers, otherwise the emulator"
     )
     task_queue: Literal[0, 1] | None = Field(
         None,
-        description="torch_npu's TASK_QUEUE_ENABLE: 1 dispatches operators from a second "
-        "thread; null is 1 on NPUs, and 0 on the emulator, where that thread has no core of its "
-        "own",
+        description="torch_npu's TASK_QUEUE_ENABLE: with 1, a second thread dispatches operators. "
+        "null means 1 on NPUs, and 0 on the emulator, because the second thread has "
+        "no core of its own there",
     )
     expandable_segments: bool | None = Field(
         None,
-        description="let torch_npu's allocator grow its segments, against fragmentation; null "
-        "is true only on NPUs",
+        description="let torch_npu's allocator grow its segments, to avoid fragmentation; null "
+        "means true on NPUs and false on the emulator",
     )
     bind_cores: Literal["auto", "off"] = Field(
         "auto",
-        description="auto binds the rank of an NPU to its share of the host's cores, those of the "
-        "NPU's NUMA node, if there are five for each NPU; ranks on the emulator are not bound",
+        description="auto binds each NPU's rank to a part of the cores of the NPU's NUMA node, if "
+        "there are five cores for each NPU. Ranks on the emulator are not bound",
     )
     deterministic: bool | None = Field(
         None,
-        description="sum in a fixed order in collectives (HCCL_DETERMINISTIC), which makes "
-        "them slower. null does so if several ranks run the same tokens (tp, pcp) and each rank "
-        "decides independently what must be the same on all: with experts, and with drafts",
+        description="collectives sum in a fixed order (HCCL_DETERMINISTIC); this makes "
+        "collectives slower. null means true if several ranks run the same tokens "
+        "(tp, pcp) and each of them must independently come to the same decision, as "
+        "with experts or drafts",
     )
     hccl_expansion: HcclExpansion | None = Field(
         None,
-        description="the processor that unrolls a collective: vector cores, AI CPU, or the "
-        "host with FFTS+; it determines the streams of communication. null leaves it to HCCL, "
-        "and plans with the documented mode of the chip: AICPU on an A3, FFTS on an A2",
+        description="processor that unrolls a collective: vector cores (AIV), AI CPU (AICPU), or "
+        "the host with FFTS+ (FFTS). The number of streams for communication depends "
+        "on this processor. With null, HCCL chooses the processor, and plans assume "
+        "the documented mode of the chip: AICPU on an A3, FFTS on an A2",
     )
     hccl_buffer_mb: int = Field(
         200,
         ge=1,
         le=65536,
-        description="HCCL's buffer of every communication domain but MC2's",
+        description="size in MB of HCCL's buffer for each communication domain except MC2's domain",
     )
     mc2_buffer_mb: int | None = Field(
         None,
         ge=1,
         le=65536,
-        description="HCCL's buffer of MC2's own domain, which gets it by HCCL_BUFFSIZE; batches "
-        "that exceed it use another way. null is the need of MC2's largest batch",
+        description="size in MB of HCCL's buffer for MC2's domain, set by HCCL_BUFFSIZE. Batches "
+        "that need a larger buffer use another exchange. null means the size that "
+        "MC2's largest batch needs",
     )
     hccl_interfaces: str | None = Field(
         None,
         min_length=1,
-        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME), e.g. eth0, "
-        "or =eth0 for exactly this one, or ^docker for all others; null uses Ray's address of "
-        "the node (HCCL_IF_IP) if a group spans nodes. For all of these variables, the "
-        "environment of a node's `ray start` overrides the keys",
+        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME): eth0 for "
+        "names that begin with eth0, =eth0 for exactly this name, ^docker for all "
+        "names that do not begin with docker. With null, HCCL uses Ray's address of "
+        "the node (HCCL_IF_IP) if a group spans nodes. Variables in the environment "
+        "of a node's `ray start` override this key and the next three",
     )
     hccl_host_ports: str | None = Field(
         None,
         pattern=PORTS,
-        description="ports of HCCL on the host (HCCL_HOST_SOCKET_PORT_RANGE), e.g. "
-        "60000-60050, or auto; several ranks on a node need one port each",
+        description="ports of HCCL on the host (HCCL_HOST_SOCKET_PORT_RANGE), e.g. 60000-60050, "
+        "or auto. Each rank on a node needs one port",
     )
     hccl_npu_ports: str | None = Field(
         None,
@@ -172,28 +192,29 @@ class DeviceConfig(Section):
     gloo_interface: str | None = Field(
         None,
         min_length=1,
-        description="network interface of Gloo (GLOO_SOCKET_IFNAME), e.g. eth0, for other "
-        "libraries; this runtime makes no groups of Gloo",
+        description="network interface of Gloo (GLOO_SOCKET_IFNAME), e.g. eth0. Only other "
+        "libraries use it, because this runtime creates no Gloo groups",
     )
     soc: str | None = Field(
         None,
-        description="name of the chip that plans assume, e.g. Ascend910B1 (an A2) or "
-        "Ascend910_9391 (an A3); the emulator emulates that chip, too. A plan for an unknown chip "
-        "needs memory_mb, and assumes an A2. null asks the first NPU of this machine, and means an "
-        "A2 without an NPU",
+        description="name of the chip that plans assume and that the emulator emulates, e.g. "
+        "Ascend910B1 (an A2) or Ascend910_9391 (an A3). A plan for an unknown chip "
+        "assumes an A2, and needs memory_mb. null means the chip of the first NPU of "
+        "this machine, or an A2 if this machine has no NPU",
     )
     cann: str | None = Field(
         None,
         pattern=r"^[0-9]+\.[0-9]+",
-        description="version of CANN that plans for NPUs assume; null asks the same NPU, and "
-        "means 9.1.0 without one",
+        description="version of CANN that plans for NPUs assume; null means the version on this "
+        "machine's first NPU, or 9.1.0 if this machine has no NPU",
     )
     memory_mb: int | None = Field(
         None,
         ge=16,
-        description="memory of each NPU that plans assume; null asks the same NPU, and without "
-        "one means what torch reports on such a chip: 60.96 GiB of 64 GB, 29.5 GiB of an "
-        "Ascend910B4's 32 GB",
+        description="memory in MiB that plans assume for each NPU. null means the memory of the "
+        "first NPU of this machine. If this machine has no NPU, null means the memory "
+        "that torch reports on the assumed chip: 60.96 GiB on a chip of 64 GB, 29.5 "
+        "GiB on an Ascend910B4 of 32 GB",
     )
     emulator: EmulatorConfig = EmulatorConfig()
 
@@ -204,7 +225,9 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The keys about the NPU that neither the configuration nor an NPU has filled."""
+        """The keys about the NPU that have a value neither from the configuration nor from an
+        NPU.
+        """
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 
     @property

@@ -28,13 +28,13 @@ MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
 def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a configuration, apply dotted overrides, and check the whole.
 
-    If the working directory has no ``configs/x.yaml``, that of the package is read. A relative
-    ``model`` is taken from the working directory if it exists there, else from the directory that
-    holds the file's folder (``configs/x.yaml`` names ``models/y`` beside it).
+    If the working directory has no ``configs/x.yaml``, the package's file of this name is read. A
+    relative ``model`` is a path in the working directory if it exists there. Otherwise it is a path
+    in the parent of the file's folder: ``models/y`` in ``configs/x.yaml`` is beside ``configs``.
 
     Args:
-        source: path of a YAML file; or a model, by its directory or its name, which is served with
-            the defaults of all other keys.
+        source: path of a YAML file; or directory or hub name of a model. A model is served with the
+            defaults of all other keys.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
@@ -57,12 +57,13 @@ def load_with_options(
     options: Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Load a configuration that vLLM's options describe, or change.
+    """Load a configuration that is described or changed by vLLM's options.
 
     Args:
         source: as in ``load_config``.
-        options: by the names of ``vllm_options.OPTIONS``; None is no value.
-        overrides: dotted keys, which replace options.
+        options: values by the names of ``vllm_options.OPTIONS``; None means that the option is
+            absent.
+        overrides: values by dotted keys; they take precedence over options.
 
     Raises:
         ConfigError: an option has no counterpart, or a value is not allowed.
@@ -75,7 +76,7 @@ def load_with_options(
 
 
 def to_yaml(config: Config) -> str:
-    """Return a file that ``load_config`` reads, with the keys that were given."""
+    """Return the text of a file for ``load_config``, with the keys that were set."""
     return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 
@@ -83,7 +84,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     """Check a mapping and return the frozen tree.
 
     Raises:
-        ConfigError: names each bad key, its value and the allowed values.
+        ConfigError: the message names each bad key, its value and the allowed values.
     """
     try:
         return Config.model_validate(_lists_to_tuples(dict(raw)))
@@ -123,7 +124,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a path names a model; a missing file with the suffix of a configuration does not."""
+    """Return whether a path means a model. A missing file with a configuration's suffix does
+    not.
+    """
     return path.is_dir() or not (path.exists() or path.suffix in CONFIG_SUFFIXES)
 
 
@@ -137,7 +140,7 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
         node = child
-    # Keys of maps by rank are numbers.
+    # In maps by rank, the keys are numbers.
     node[int(last) if last.isdecimal() else last] = value
 
 
@@ -145,10 +148,10 @@ def _read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
     An alias counts as a copy of its value, because a few lines of aliases may need more memory than
-    there is.
+    the machine has.
 
     Raises:
-        ValueError: it is not YAML, or holds too many values.
+        ValueError: the text is not YAML, or contains too many values.
     """
     if len(text) > MAX_YAML_CHARS:
         raise ValueError(f"it has {len(text)} characters; at most {MAX_YAML_CHARS} are read")
@@ -206,7 +209,9 @@ def _find_config(given: Path) -> Path:
 
 
 def _find_model(model: str, base: Path) -> str:
-    """Return the directory of a model, relative to this one or to ``base``; else its name."""
+    """Return the directory of a model, in the working directory or in ``base``; otherwise its
+    name.
+    """
     given = Path(model).expanduser()
     candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:

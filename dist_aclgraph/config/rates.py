@@ -10,10 +10,10 @@ from dist_aclgraph.errors import DeviceError
 
 
 def read_device_rates(path: str | Path) -> dict[str, str]:
-    """Return the rates in a YAML or JSON file; names and numbers are not checked here.
+    """Return the rates in a YAML or JSON file. This function does not check names and numbers.
 
     Raises:
-        DeviceError: the file cannot be read, or is no map of rates.
+        DeviceError: the file cannot be read, or is not a map of rates.
     """
     try:
         values = yaml.safe_load(Path(path).read_text())

@@ -13,46 +13,52 @@ class RecoveryConfig(Section):
     restarts_per_hour: int = Field(
         6,
         ge=0,
-        description="limit of attempts within an hour, separately for three things: replacing "
-        "a lost lockstep group; replacing a lost controller; and replacing the process that "
-        "serves HTTP or the owner of the deployment, counted together. 0 replaces none. After "
-        "failed starts, and after deaths of the HTTP process soon after its start, pauses "
-        "double from 1 s. More frequent failures have a cause that a restart does not fix: if "
-        "no group serves and no restart is allowed, the service ends",
+        description="largest number of restarts within an hour. Three things are counted "
+        "separately: lost lockstep groups; lost controllers; and, counted together, "
+        "the process that serves HTTP and the owner of the deployment. With 0, "
+        "nothing is restarted. Before a restart after a failed start, or after an "
+        "early death of the HTTP process, there is a pause, which begins with 1 s and "
+        "doubles each time. Failures above the limit have a cause that a restart does "
+        "not fix. So if no group serves and no restart is left, the service ends",
     )
     keep_answers: bool = Field(
         True,
-        description="whether answers outlive the process that serves HTTP: when it dies, "
-        "another one continues them on the same connections. For this, a supervisor holds two "
-        "descriptors of each connection, and each request and its answer are written to memory. "
-        "With false, `dist-aclgraph serve` is one process without a supervisor. Its death ends the "
-        "service, and systemd or Kubernetes has to start it again",
+        description="true: answers outlive the process that serves HTTP. If this process dies, "
+        "another process continues the answers on the same connections. For this "
+        "purpose a supervisor keeps two descriptors of each connection, and each "
+        "request and its answer are written to memory. false: `dist-aclgraph serve` "
+        "is one process without a supervisor. The death of this process ends the "
+        "service, and systemd or Kubernetes has to start the service again",
     )
     exact: bool = Field(
         False,
-        description="compute the existing output of a request that continues in another group "
-        "token by token, as before, so that it continues with the same tokens in bfloat16 and "
-        "float16, too. For this, all decode steps replay one graph, of max_num_seqs requests, "
-        "each prompt runs in steps of its own, and no prefixes are shared",
+        description="if a request continues in another group, compute its existing output again, "
+        "one token per step, in steps of the same shape as before. So the request "
+        "continues with the same tokens, also in bfloat16 and float16. For this "
+        "purpose all decode steps replay one graph for max_num_seqs requests, each "
+        "prompt runs in separate steps, and requests share no prefixes",
     )
     resume_s: float = Field(
         20.0,
         ge=0,
-        description="limit of the recovery of a group's devices after a device or a link has "
-        "failed and all processes live; then the group is replaced. If processes have died, the "
-        "others keep their weights and join another group. 0 always replaces the group at once. "
-        "Not tried on hardware, where CANN calls the functions for this experimental",
+        description="limit in seconds for the recovery of a group's devices after a device or a "
+        "link has failed and no process has died. After this time the group is "
+        "replaced. If processes have died, the surviving processes keep their weights "
+        "and join a new group. With 0, a group is always replaced at once. This "
+        "recovery was not tested on hardware; CANN calls the functions that it uses "
+        "experimental",
     )
     spares: int = Field(
         0,
         ge=0,
-        description="number of lockstep groups whose places are held free, for groups that "
-        "lose theirs with a node. The cluster must have NPUs for them as well, and scaling does "
-        "not use them",
+        description="number of lockstep groups for which places are reserved. A group uses a "
+        "reserved place when a node failure takes its own place. The cluster must "
+        "have NPUs for the reserved places as well, and scaling does not use these "
+        "places",
     )
     wait_s: float = Field(
         300.0,
         gt=0,
-        description="how long a request waits while no group serves, before it ends with 503 "
-        "and Retry-After",
+        description="how long a request waits while no group serves, in seconds; after this time "
+        "it ends with 503 and Retry-After",
     )

@@ -25,14 +25,15 @@ def read_rules(path: str | Path) -> dict[str, Any]:
 
 
 def read_device_rules(path: str | Path) -> dict[str, str]:
-    """Return the emulator's settings in a file of rules; names and values are not checked here.
+    """Return the emulator's settings in a file of rules. This function does not check names and
+    values.
 
     Raises:
         DeviceError: the file cannot be read, or is no file of rules.
     """
     settings = read_rules(path).get("settings", {})
     return {
-        # The settings travel in one line of words.
+        # The settings are passed as one line of words.
         name: ";".join(str(part).replace(" ", "+") for part in value)
         if isinstance(value, list)
         else str(value)

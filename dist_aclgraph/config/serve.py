@@ -17,14 +17,20 @@ class AutoscaleConfig(Section):
     target_waiting: int = Field(
         8,
         ge=1,
-        description="number of waiting requests per group above which another group is started",
+        description="another group is started if more requests per group than this wait",
     )
-    up_s: float = Field(15.0, ge=0, description="how long more requests than that must wait")
+    up_s: float = Field(
+        15.0,
+        ge=0,
+        description="number of seconds for which more than "
+        "target_waiting requests per group must wait "
+        "before another group is started",
+    )
     down_s: float = Field(
         300.0,
         ge=0,
-        description="how long no request may wait, while half of the other groups would be "
-        "enough, before a group is removed",
+        description="a group is removed if for this number of seconds no request waits and half "
+        "of the other groups would be enough",
     )
 
     @model_validator(mode="after")
@@ -40,95 +46,109 @@ class AutoscaleConfig(Section):
 class ServeConfig(Section):
     """The HTTP service."""
 
-    host: str = Field("127.0.0.1", description="address to bind; loopback by default")
-    port: int = Field(8000, ge=1, le=65535, description="port to bind")
+    host: str = Field(
+        "127.0.0.1", description="address at which the service listens; the default is loopback"
+    )
+    port: int = Field(8000, ge=1, le=65535, description="port at which the service listens")
     uds: str | None = Field(
         None,
-        description="path of a Unix socket to listen at, instead of host and port; for the user "
-        "and the group of the service",
+        description="path of a Unix socket at which the service listens instead of host and port. "
+        "Only the user and the group of the service can connect",
     )
     max_body_bytes: int = Field(
         2 << 20,
         ge=1024,
         le=64 << 20,
-        description="largest request body. Everything else waits while a body is parsed, about "
-        "20 ms for 2 MiB, which hold the ids of 160,000 tokens or more",
+        description="largest request body in bytes. All other requests wait while a body is "
+        "parsed; this takes about 20 ms for 2 MiB. 2 MiB are enough for the ids of "
+        "160,000 tokens",
     )
     body_s: float = Field(
         60.0,
         gt=0,
-        description="limit of sending a body; 60 s allow 2 MiB at 35 kB/s",
+        description="limit in seconds for sending a body. In 60 s, a client that sends 35 kB/s "
+        "can send 2 MiB",
     )
     max_bodies_mib: int = Field(
         1024,
         ge=1,
-        description="MiB of request bodies that one ingress holds at once; further requests "
-        "get a 503. A body counts from its first byte until its request is answered. It counts "
-        "twice if recovery.keep_answers lets `dist-aclgraph serve` keep it for another process "
-        "as well",
+        description="limit in MiB of all request bodies in one ingress; requests above the limit "
+        "get a 503. A body counts from its first byte until its request is answered. "
+        "Under `dist-aclgraph serve` with recovery.keep_answers, a body counts twice, "
+        "because it is also kept for the next ingress",
     )
     max_header_bytes: int = Field(
         32 << 10,
         ge=1024,
         le=1 << 20,
-        description="largest request line and headers, and largest trailers of a body in "
-        "chunks; browsers send less than 16 KiB",
+        description="largest size in bytes of request line and headers together, and of the "
+        "trailers of a chunked body; browsers send less than 16 KiB",
     )
-    header_s: float = Field(10.0, gt=0, description="limit of sending the headers of a request")
+    header_s: float = Field(
+        10.0, gt=0, description="limit in seconds for sending the headers of a request"
+    )
     stall_s: float = Field(
         60.0,
         gt=0,
-        description="a client that reads nothing for so long, while an answer waits, is "
-        "disconnected",
+        description="a client is disconnected if it reads nothing for this number of seconds "
+        "while data waits for it",
     )
     max_connections: int = Field(
         4096,
         ge=1,
         le=65536,
-        description="connections at once; each takes a descriptor and at most some 100 KiB",
+        description="largest number of open connections; each connection needs a descriptor and "
+        "at most about 100 KiB",
     )
     api_keys_file: str | None = Field(
         None,
-        description="file with one API key per line; every request except /health, /ready and "
-        "/ must have one of them. DIST_ACLGRAPH_API_KEY adds one",
+        description="file with one API key per line. Every request must have one of these keys, "
+        "except requests for /health, /ready and /. The environment variable "
+        "DIST_ACLGRAPH_API_KEY adds one key",
     )
     insecure: bool = Field(
-        False, description="serve beyond loopback without an API key, to everyone"
+        False,
+        description="serve everyone without an API key, also at addresses other than loopback",
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="further names in the Host header, or *; without keys on loopback, the names "
-        "of this machine, addresses, and names without a dot are allowed",
+        description="additional names that are accepted in the Host header, or * for any name. "
+        "Without API keys on loopback, the names of this machine, addresses, and "
+        "names without a dot are always accepted",
     )
     allowed_origins: tuple[str, ...] = Field(
         (),
-        description="origins whose pages may use the API in browsers, such as "
-        "https://chat.example.com, or * for all (CORS)",
+        description="origins whose web pages may use the API in a browser (CORS), such as "
+        "https://chat.example.com, or * for all origins",
     )
     strict: bool = Field(
         False,
-        description="refuse unknown request fields with a 400. Otherwise they are ignored, and "
-        "named in the header X-Ignored-Parameters and once in the log",
+        description="true: a request with unknown fields is refused with a 400. false: unknown "
+        "fields are ignored; the response's header X-Ignored-Parameters names these "
+        "fields, and the log names each field once",
     )
     generation_s: float | None = Field(
         None,
         gt=0,
-        description="limit of an answer since its request was accepted; then it ends with a "
-        "408, or with an error in its stream. null sets no limit",
+        description="limit in seconds of an answer, counted from the acceptance of its request. "
+        "An answer that exceeds the limit ends with a 408, or with an error in its "
+        "stream. null means no limit",
     )
-    drain_s: float = Field(10.0, ge=0, description="how long a stop waits for running requests")
+    drain_s: float = Field(
+        10.0, ge=0, description="how long a stop waits for running requests, in seconds"
+    )
     vllm_metrics: bool = Field(
         False,
-        description="expose metrics under vLLM's names, too, for its boards, if they have the "
-        "same meaning",
+        description="show metrics also under the names of vLLM's metrics with the same meaning, "
+        "for vLLM's dashboards",
     )
     autoscale: AutoscaleConfig = AutoscaleConfig()
     replicas: int = Field(
         1,
         ge=1,
         le=256,
-        description="independent processes that serve HTTP under Ray Serve; `dist-aclgraph "
-        "serve` has one",
+        description="number of independent processes that serve HTTP under Ray Serve; "
+        "`dist-aclgraph serve` has one such process",
     )
 
     @field_validator("host")

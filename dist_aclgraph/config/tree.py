@@ -24,78 +24,81 @@ BudgetModelName = Literal[
     "cann-software-sq",
     "calibrated",
 ]
-# modes in which decode steps have their own graphs
+# modes with separate graphs for decode steps
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 Mc2Algorithm = Literal["auto", "fullmesh", "hierarchy"]
 
-# of traffic; a sum with a larger weight loses small ones, and may become infinite
+# limit of a weight in traffic: sums with larger weights lose small weights, or become infinite
 MAX_WEIGHT = 1e15
 
 
 class ParallelConfig(Section):
-    """How the model is spread over NPUs."""
+    """How the model is divided among NPUs."""
 
     tp: int = Field(
-        1, ge=1, le=1024, description="tensor parallel size: NPUs that share each layer"
+        1, ge=1, le=1024, description="tensor parallel size: number of NPUs that share each layer"
     )
     dp: int = Field(
         1,
         ge=1,
         le=4096,
-        description="data parallel size: copies of the model; if ep spreads the experts, "
-        "copies of attention alone",
+        description="data parallel size: number of copies of the model. If ep spreads the "
+        "experts, only attention is copied",
     )
     ep: int = Field(
         1,
         ge=1,
         le=4096,
-        description="expert parallel size: ranks that share one set of experts, a multiple of "
-        "tp x pcp; 1 for dense models",
+        description="expert parallel size: number of ranks that share one set of experts. It is a "
+        "multiple of tp x pcp, or 1, as for dense models",
     )
     exchange: ExchangeSetting = Field(
         "auto",
-        description="way of tokens to experts on other ranks; auto decides for each batch "
-        "size, see `dist-aclgraph plan`",
+        description="how tokens are sent to experts on other ranks. auto decides for each batch "
+        "size; `dist-aclgraph plan` shows the decisions",
     )
     mc2_algorithm: Mc2Algorithm = Field(
         "auto",
         description="path of tokens in MC2's operators. fullmesh sends a token directly to the "
-        "ranks of its experts; hierarchy first to their nodes, then within each node. hierarchy "
-        "is for A2s with 16, 32 or 64 ranks of experts, eight on each node, and a driver from "
-        "25.0.RC1.1 on; auto takes it wherever the number of ranks permits",
+        "ranks of its experts. hierarchy sends a token first to the nodes of its "
+        "experts, and then to the ranks within each node. hierarchy requires A2 "
+        "chips, 16, 32 or 64 ranks of experts, eight of them on each node, and driver "
+        "25.0.RC1.1 or newer. auto chooses hierarchy if the number of ranks allows it",
     )
     expert_capacity: float = Field(
         2.0,
         ge=1.0,
-        description="room of an all_to_all, as a multiple of the need of random routing; a "
-        "step without enough room is run again with all_gather",
+        description="room for tokens in an all_to_all, as a multiple of the room that random "
+        "routing needs. A step without enough room is run again with all_gather",
     )
     dcp: int = Field(
         1,
         ge=1,
         le=1024,
-        description="decode context parallel size: shards of a request's KV cache, on ranks "
-        "that would otherwise hold copies: 1, or pcp times a divisor of tp (latent attention) "
-        "or of tp / KV heads, up to 16",
+        description="decode context parallel size: number of shards of a request's KV cache. The "
+        "shards are on ranks that would otherwise hold copies of this cache. The "
+        "value is 1, or pcp times a divisor of tp (with latent attention) or pcp "
+        "times a divisor of tp / KV heads (with other attention), up to 16",
     )
     pcp: int = Field(
         1,
         ge=1,
         le=1024,
-        description="prefill context parallel size: ranks that split the prompts of a tensor "
-        "parallel group; they multiply the number of NPUs",
+        description="prefill context parallel size: number of ranks that split each prompt. The "
+        "deployment needs pcp times as many NPUs",
     )
     cp_interleave: int = Field(
         1,
         ge=1,
-        description="number of neighbouring tokens on the same dcp shard; divides kv.block_size",
+        description="number of consecutive tokens on the same dcp shard; must divide kv.block_size",
     )
 
     tp_across_nodes: bool = Field(
         False,
-        description="let a tensor parallel group span nodes if no node has enough NPUs; its "
-        "ranks wait for each other twice per layer, over the network between the nodes",
+        description="let a tensor parallel group use several nodes if no node has enough NPUs. "
+        "The ranks of such a group wait for each other twice per layer, over the "
+        "network between the nodes",
     )
 
     @property
@@ -106,12 +109,18 @@ class ParallelConfig(Section):
 class GraphConfig(Section):
     """Which graphs are captured, and how many of them a rank may have."""
 
-    mode: GraphMode = Field("FULL_DECODE_ONLY", description="NONE runs every step eagerly")
+    mode: GraphMode = Field(
+        "FULL_DECODE_ONLY",
+        description="kinds of graphs that are captured; "
+        "NONE captures no graph and runs "
+        "every step eagerly",
+    )
     sizes: tuple[int, ...] | None = Field(
         None,
-        description="capture sizes in tokens; the plan has as many as every rank can afford. "
-        "Larger batches run eagerly, and graph.lazy may add sizes while serving. null chooses "
-        "1, 2, 4, then steps of 8 and 16 up to the largest batch",
+        description="capture sizes in tokens; the plan contains as many of these sizes as every "
+        "rank can afford. Larger batches run eagerly, and graph.lazy may add sizes "
+        "while the service runs. null means 1, 2, 4, then steps of 8 and 16 up to the "
+        "largest batch",
     )
     mixed_sizes: tuple[int, ...] | None = Field(
         None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
@@ -120,73 +129,90 @@ class GraphConfig(Section):
         512,
         ge=1,
         le=131072,
-        description="tokens of the largest graph; larger batches run eagerly, because their "
-        "kernels take longer than their launches, so that a graph gains little",
+        description="tokens of the largest graph. Larger batches run eagerly: their kernels take "
+        "longer than their launches, so a graph would save little time",
     )
     traffic: dict[int, float] | None = Field(
         None,
-        description="expected frequency of each batch size, for which sizes are chosen; null "
-        "expects small batches most often",
+        description="expected frequency of each batch size; capture sizes are chosen for these "
+        "frequencies. null means that small batches are the most frequent",
     )
     mixed_traffic: dict[int, float] | None = Field(
         None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
     )
     budget_model: BudgetModelName = Field(
         "calibrated",
-        description="model of the price of graphs in streams; see `dist-aclgraph plan`",
+        description="model that predicts how many streams a graph needs; `dist-aclgraph plan` "
+        "shows the predictions",
     )
     reserve_streams: int = Field(
-        0, ge=0, le=2048, description="streams of a rank that graphs must not use"
+        0, ge=0, le=2048, description="number of streams of each rank that graphs must not use"
     )
     send_ahead: bool = Field(
-        True, description="send the next step's attention lengths while the host would wait"
+        True,
+        description="send the attention lengths of the next step during times in which the "
+        "host would only wait",
     )
     scope: Literal["cluster", "group"] = Field(
-        "cluster", description="one plan for all lockstep groups, or one for each"
+        "cluster",
+        description="cluster: one graph plan for all lockstep groups; group: a "
+        "separate plan for each group",
     )
     overlap_shared_experts: bool = Field(
-        False, description="run shared experts on a separate stream, beside the routed ones"
+        False,
+        description="run shared experts on a separate stream, at the same time as the "
+        "routed experts",
     )
     lazy: Literal["off", "decode", "on"] = Field(
         "decode",
-        description="capture frequent shapes outside the plan: none, those of decode batches, "
-        "or all",
+        description="which frequent shapes outside the plan are captured: none (off), shapes of "
+        "decode batches (decode), or all shapes (on)",
     )
 
     @field_validator("lazy", mode="before")
     @classmethod
     def _read_switch(cls, value: object) -> object:
-        """YAML reads ``on`` and ``off`` as true and false."""
+        """Undo YAML's conversion of ``on`` and ``off`` to true and false."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     lazy_capacity: int = Field(
         12,
         ge=0,
         le=1024,
-        description="number of lazy graphs at once; streams and bytes are reserved for them",
+        description="largest number of lazy graphs at the same time; streams and bytes are "
+        "reserved for these graphs",
     )
     lazy_min_tokens: int = Field(
         4096,
         ge=1,
-        description="tokens of a shape, run eagerly or as padding, before it gets a lazy graph",
+        description="number of tokens that a shape has cost in eager steps or as padding before "
+        "it gets a lazy graph",
     )
     lazy_retry_steps: int = Field(
-        10_000, ge=1, description="steps before a shape whose capture failed is tried again"
+        10_000,
+        ge=1,
+        description="number of steps after a failed capture before the same shape "
+        "is captured again",
     )
     rebucket_s: float = Field(
         30.0,
         ge=0,
-        description="interval at which sizes are chosen again for the observed traffic; 0 "
-        "means never",
+        description="interval in seconds at which capture sizes are chosen again for the observed "
+        "traffic; 0 means never",
     )
     rebucket_gain: float = Field(
-        0.05, gt=0, lt=1, description="share of the expected cost that a new plan must save"
+        0.05,
+        gt=0,
+        lt=1,
+        description="a new plan must save at least this share of the expected cost",
     )
     rebucket_min_steps: int = Field(
-        256, ge=1, description="steps that must be observed before sizes are chosen again"
+        256,
+        ge=1,
+        description="number of steps that must be observed before capture sizes are chosen again",
     )
     traffic_half_life_s: float = Field(
-        600.0, gt=0, description="time after which a step counts half in the traffic"
+        600.0, gt=0, description="half-life in seconds of a step's weight in the observed traffic"
     )
 
     @model_validator(mode="after")
@@ -217,55 +243,65 @@ class GraphConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """What one step may hold."""
+    """Limits of one step, and the order of requests."""
 
     max_num_seqs: int = Field(
-        32, ge=1, le=4096, description="requests that run at once on each data parallel rank"
+        32,
+        ge=1,
+        le=4096,
+        description="largest number of requests that run at the same time on "
+        "each data parallel rank",
     )
     max_num_batched_tokens: int = Field(
         512,
         ge=1,
         le=131072,
-        description="tokens of one step on each data parallel rank, drafts included; longer "
-        "prompts run in chunks",
+        description="largest number of tokens of one step on each data parallel rank, draft "
+        "tokens included; longer prompts run in chunks",
     )
     long_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of one prompt in a step, while other requests want to run; null is "
-        "a quarter of max_num_batched_tokens",
+        description="largest number of tokens of one prompt in a step while other requests are "
+        "ready to run; null means a quarter of max_num_batched_tokens",
     )
     steps_in_flight: int = Field(
         2,
         ge=1,
         le=2,
-        description="number of steps that are decided before the first of them has run: with "
-        "2, the next step is queued on the device while one runs; with 1, the device waits for "
-        "the host",
+        description="number of steps that are decided before the first of them has run. With 2, "
+        "the next step is queued on the device while a step runs; with 1, the device "
+        "waits for the host between steps",
     )
     max_waiting: int = Field(
-        1024, ge=1, description="number of requests that may wait; further requests are refused"
+        1024, ge=1, description="largest number of waiting requests; more requests are refused"
     )
-    prefix_cache: bool = Field(True, description="reuse blocks of equal prompt prefixes")
+    prefix_cache: bool = Field(
+        True, description="reuse KV blocks for prompts that begin with the same tokens"
+    )
 
     @property
     def prompt_share(self) -> int:
-        """Tokens of one prompt in a step, while other requests want to run."""
+        """Largest number of tokens of one prompt in a step while other requests are ready to
+        run.
+        """
         return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 
 class KVConfig(Section):
     """The paged KV cache."""
 
-    block_size: int = Field(128, ge=16, le=1024, multiple_of=16, description="tokens per block")
+    block_size: int = Field(128, ge=16, le=1024, multiple_of=16, description="tokens per KV block")
     num_blocks: int | None = Field(
-        None, ge=2, description="blocks per rank; null derives the number from free device memory"
+        None,
+        ge=2,
+        description="KV blocks per rank; null derives the number from the free device memory",
     )
     memory_fraction: float = Field(
         0.9,
         gt=0.0,
         le=0.98,
-        description="share of the KV blocks in the device memory that weights, buffers, graphs "
+        description="KV blocks get this share of the device memory that weights, buffers, graphs "
         "and eager steps do not need",
     )
     max_bytes: int = Field(
@@ -277,42 +313,54 @@ class SpeculativeConfig(Section):
     """Multi-token prediction."""
 
     num_tokens: int = Field(
-        0, ge=0, le=3, description="draft tokens of each request and step; 0 turns drafts off"
+        0, ge=0, le=3, description="number of draft tokens per request and step; 0 turns drafts off"
     )
 
 
 class TimeoutConfig(Section):
-    """How long each phase may take, in seconds; an overrun names rank and phase."""
+    """Time limits of the phases, in seconds. An error for an exceeded limit names rank and
+    phase.
+    """
 
-    place_s: float = Field(60.0, gt=0, description="placing the worker actors")
-    join_s: float = Field(120.0, gt=0, description="opening devices and forming HCCL groups")
-    load_s: float = Field(600.0, gt=0, description="loading weights")
-    negotiate_s: float = Field(60.0, gt=0, description="offers, the plan and its confirmation")
-    capture_s: float = Field(120.0, gt=0, description="capturing one bucket")
-    step_s: float = Field(60.0, gt=0, description="one step, from plan to the last answer")
-    stop_s: float = Field(10.0, gt=0, description="an orderly stop; then workers are killed")
+    place_s: float = Field(60.0, gt=0, description="limit for placing the worker actors")
+    join_s: float = Field(
+        120.0, gt=0, description="limit for opening devices and forming HCCL groups"
+    )
+    load_s: float = Field(600.0, gt=0, description="limit for loading weights")
+    negotiate_s: float = Field(
+        60.0, gt=0, description="limit for offers, the plan and its confirmation"
+    )
+    capture_s: float = Field(120.0, gt=0, description="limit for capturing one bucket")
+    step_s: float = Field(
+        60.0, gt=0, description="limit for one step, from sending the plan to the last answer"
+    )
+    stop_s: float = Field(
+        10.0, gt=0, description="limit for an orderly stop; after this time workers are killed"
+    )
     drain_s: float = Field(
         600.0,
         gt=0,
-        description="running requests of a group that is taken out of service",
+        description="limit for the running requests of a group that is being removed",
     )
     link_s: float = Field(
-        10.0, gt=0, description="silence after which an engine, a client or a worker counts as lost"
+        10.0,
+        gt=0,
+        description="an engine, a client or a worker counts as lost after a silence of this length",
     )
 
     @property
     def collective_s(self) -> int:
-        """How long the device waits in a collective for other ranks.
+        """How long the device waits in a collective for other ranks, in seconds.
 
-        Longer than the step's deadline, at which a lost rank is found. Otherwise its peers would
-        fail first, and be taken for the cause.
+        This limit is longer than the limit of a step, after which a lost rank is found. With a
+        shorter limit the peers of the lost rank would fail first, and be taken for the cause.
         """
         return math.ceil(self.step_s + self.link_s)
 
     @property
     def watchdog_s(self) -> float:
-        """Limit after which torch_npu ends a process in an endless collective: later than HCCL's
-        error.
+        """Limit in seconds after which torch_npu ends a process in an endless collective. It is
+        longer than HCCL's own limit, so that HCCL's error comes first.
         """
         return self.collective_s + self.link_s
 
@@ -329,48 +377,51 @@ class Config(Section):
         description="hub of a model that is given by name; modelscope needs the extra of that name",
     )
     revision: str | None = Field(
-        None, description="branch, tag or commit on the hub; null takes the main branch"
+        None, description="branch, tag or commit on the hub; null means the main branch"
     )
     served_model_name: str | None = Field(
         None,
-        description="name of the model in the API; null takes the hub name, or the name of the "
+        description="name of the model in the API; null means the hub name, or the name of the "
         "directory",
     )
     served_model_aliases: tuple[str, ...] = Field(
-        (), description="further names of the model in the API"
+        (), description="additional names of the model in the API"
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"
     )
     quantization: Literal["w8a8"] | None = Field(
         None,
-        description="w8a8 converts the matrices of layers to int8 while loading; null keeps "
-        "the checkpoint's weights, int8 too",
+        description="w8a8 converts the matrices of layers to int8 while loading; null keeps the "
+        "checkpoint's weights, int8 weights included",
     )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint",
-        description="dummy makes zeros of the model's shapes instead of reading its files, to "
-        "measure steps; answers are meaningless",
+        description="checkpoint reads the model's files. dummy reads no files, and fills weights "
+        "of the model's shapes with zeros: steps can be measured, but answers are "
+        "meaningless",
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="longest prompt plus output; null takes the model's length, or the "
-        "capacity of the cache",
+        description="largest number of tokens of a prompt and its output together; null means the "
+        "model's limit, or the capacity of the KV cache if that is smaller",
     )
     sampling_defaults: Literal["model", "none"] = Field(
         "model",
         description="model: temperature, top_k, top_p, min_p, repetition_penalty and "
-        "max_new_tokens of the checkpoint's generation_config.json hold for requests that do not "
-        "give their own; none: temperature 1, and all tokens",
+        "max_new_tokens of the checkpoint's generation_config.json are the defaults "
+        "of requests; none: the defaults are temperature 1 and no limit on the choice "
+        "of tokens",
     )
     seed: int | None = Field(
         None,
         ge=0,
         lt=2**31,
-        description="seeds requests that have none: each replica that serves HTTP draws the "
-        "same seeds after every start, and no two replicas draw the same. With null, seeds also "
-        "differ between starts; `LLM` treats null as 0",
+        description="from this number, each replica that serves HTTP draws seeds for requests "
+        "without a seed. A replica draws the same seeds after every start, and "
+        "different replicas draw different seeds. With null, seeds also differ "
+        "between starts; `LLM` treats null as 0",
     )
     parallel: ParallelConfig = ParallelConfig()
     graph: GraphConfig = GraphConfig()
@@ -382,7 +433,7 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
-    profile: bool = Field(False, description="measure the host time of a step by stage")
+    profile: bool = Field(False, description="measure the host time of each stage of a step")
 
     @property
     def name(self) -> str:
@@ -395,7 +446,7 @@ class Config(Section):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a request may use blocks that another request has computed."""
+        """Return whether a request may use KV blocks that another request has computed."""
         return self.scheduler.prefix_cache and not self.recovery.exact
 
     @model_validator(mode="after")
@@ -465,7 +516,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:
-        # A step that cannot hold every running request would starve the latest requests.
+        # If a step has too few tokens for all running requests, the latest requests would never
+        # run.
         limits, drafts = self.scheduler, self.speculative.num_tokens
         if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):
             with_drafts = f" x (1 + speculative.num_tokens {drafts})" if drafts else ""

@@ -1,5 +1,5 @@
-"""The properties of an NPU of this machine, read in a short-lived child process. So neither a plan
-nor the driver of Ray opens a device.
+"""The properties of an NPU of this machine. A short-lived child process reads them, so that neither
+a plan nor Ray's driver process opens a device.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class NpuFacts:
     Attributes:
         soc: name of the chip.
         cann: version of CANN, e.g. 9.1.0; None if CANN does not report it.
-        memory_mb: all memory of the device, used or free: a plan may be for a device that is in use
-            now.
+        memory_mb: all memory of the device, used and free memory together. A plan may be made for a
+            device that is in use now.
     """
 
     soc: str
@@ -38,7 +38,7 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
     """Read the properties of the first NPU that this process may use.
 
     Raises:
-        DeviceError: it cannot be opened, or does not answer in time.
+        DeviceError: the NPU cannot be opened, or does not answer in time.
     """
     child = subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -51,7 +51,7 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
     try:
         output, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # Do not wait for it: a process that hangs in the driver does not end.
+        # Do not wait for the child's end: a process that hangs in the driver does not end.
         raise DeviceError(
             f"{FIRST} has not answered for {timeout_s:g} s: look at it with `npu-smi info`"
         ) from None
@@ -61,7 +61,7 @@ def ask_npu(config: Config, timeout_s: float = ASK_S) -> NpuFacts:
 
 
 def _facts_of(output: str, errors: str, code: int) -> NpuFacts:
-    """Return the value in the last line of a child's output; libraries may have written other
+    """Return the value in the last line of a child's output. Libraries may have written the other
     lines.
     """
     try:

@@ -1,7 +1,7 @@
-"""Memory of a device that the hardware cannot correct (UCE): CANN's list of it, and its repair.
+"""Device memory with errors that the hardware cannot correct (UCE): CANN's list, and the repair.
 
-A repair gives other memory for the same addresses; the contents are lost. CANN lists addresses
-without the size of their pages, so ranges here are as wide as the largest page.
+A repair puts other memory at the same addresses; the contents are lost. CANN lists addresses
+without the size of their pages, so this module assumes the largest page size for all ranges.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MemoryRange(NamedTuple):
 
 
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether the parts, some of which may be neighbours, contain the whole wanted range."""
+    """Return whether the parts together contain all wanted ranges; parts may be adjacent."""
     merged: list[MemoryRange] = []
     for part in sorted(parts):
         if merged and part.begin <= merged[-1].end:
@@ -44,7 +44,7 @@ def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool
 
 
 def touches(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether some of the parts overlap the wanted range."""
+    """Return whether any part overlaps any wanted range."""
     return any(w.begin < p.end and p.begin < w.end for p in parts for w in wanted)
 
 
@@ -67,7 +67,7 @@ class BadMemory:
         """Return the faulty memory, in whole pages; nothing if CANN is too old to list it.
 
         Raises:
-            DeviceError: CANN gives no list, as after errors that no repair helps.
+            DeviceError: CANN gives no list, for example after an error that cannot be repaired.
         """
         infos, count = self._told()
         return tuple(
@@ -78,10 +78,12 @@ class BadMemory:
         )
 
     def repair(self) -> None:
-        """Repair the faulty memory, and verify the repair. All tasks have been aborted before.
+        """Repair the faulty memory, and verify the repair. All tasks must be aborted before the
+        call.
 
-        torch_npu's ``restart_device`` repairs the memory that was reported to it. Its later
-        versions do not, if CANN has ``aclrtRepairError`` and the chip is older than Ascend950.
+        In older versions of torch_npu, ``restart_device`` repairs the memory that was reported to
+        torch_npu. In newer versions it does not, if CANN has ``aclrtRepairError`` and the chip is
+        older than Ascend950.
 
         Raises:
             DeviceError: some memory stays faulty.

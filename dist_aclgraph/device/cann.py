@@ -19,8 +19,8 @@ _LOAD = "import ctypes, sys\nfor name in sys.argv[1:]: ctypes.CDLL(name)"
 def load_problem() -> str:
     """Return the reason why torch_npu cannot load CANN; "" if it can.
 
-    Libraries are loaded in a child process: they start threads, and open devices, when they are
-    loaded.
+    The libraries are loaded in a child process, because loading them starts threads and opens
+    devices.
     """
     for name, path in sourced_parts().items():
         if path is None:
@@ -39,7 +39,7 @@ def load_problem() -> str:
 
 
 def load_remedy(problem: str) -> str:
-    """Return the remedy for CANN's libraries that cannot be loaded, depending on this machine."""
+    """Return what to do on this machine if CANN's libraries cannot be loaded."""
     if DRIVER_LIBRARY in problem:
         return "install the Ascend driver, or mount /usr/local/Ascend/driver into the container"
     if toolkit := sourced_cann():
@@ -53,15 +53,15 @@ def load_remedy(problem: str) -> str:
 
 
 def cannot_load(problem: str) -> DeviceError:
-    """Return the error, in one sentence, for a loader's message about CANN's libraries."""
+    """Return the error for a loader's message about CANN's libraries; its text is one sentence."""
     return DeviceError(f"CANN cannot be loaded ({problem}): {load_remedy(problem)}")
 
 
 def check_cann() -> None:
-    """Return if CANN's libraries can be loaded.
+    """Check that CANN's libraries can be loaded.
 
     Raises:
-        DeviceError: they cannot; the message has the remedy.
+        DeviceError: the libraries cannot be loaded; the message contains the remedy.
     """
     if problem := load_problem():
         raise cannot_load(problem)

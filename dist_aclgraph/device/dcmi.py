@@ -1,7 +1,7 @@
-"""PCI addresses of this machine's NPUs, by the driver's management library (DCMI).
+"""PCI addresses of this machine's NPUs, from the driver's management library (DCMI).
 
-The library is loaded in this process, as torch_npu does it for the same question
-(NPUInterruptAffinity.cpp); no device is opened.
+The library is loaded in this process, and no device is opened. torch_npu reads the addresses in the
+same way (NPUInterruptAffinity.cpp).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pci_addresses() -> list[str]:
     """Return the address of each NPU in the order of their ids, e.g. 0000:c1:00.0.
 
     Returns:
-        An empty list if the driver does not say it.
+        An empty list if the driver does not report the addresses.
     """
     try:
         dcmi = ctypes.CDLL(str(DCMI))
@@ -46,7 +46,7 @@ def pci_addresses() -> list[str]:
 
 
 def _addresses(dcmi: ctypes.CDLL) -> Iterator[str]:
-    """Yield the addresses of all chips, card by card: an A3's card has two.
+    """Yield the addresses of all chips, card by card. A card of an A3 has two chips.
 
     Raises:
         AttributeError: the library lacks a function.

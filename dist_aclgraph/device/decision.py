@@ -1,5 +1,5 @@
-"""The device of a deployment, decided once: all later code, plans first, uses the configuration
-that is returned here. Nothing here imports torch.
+"""The device of a deployment is decided here, once. All later code, plans included, uses the
+configuration that ``decide_device`` returns. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return the configuration with the kind of device that ``auto`` stands for. For NPUs, the
-    first NPU of this machine gives ``device.soc``, ``cann`` and ``memory_mb``, unless the
-    configuration has them.
+    """Return the configuration with the kind of device that ``auto`` stands for. For NPUs,
+    ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of this machine, unless
+    the configuration sets them.
 
     If no NPU answers, these keys stay null, and plans assume documented values. This is an error
     only if ranks start here.
 
     Args:
         use: what the configuration is for: a plan alone, ranks on this machine, or ranks on the
-            nodes of a Ray cluster. In a cluster, ``auto`` stays if this node has no NPU: each rank
-            decides for its node, and a group refuses to mix kinds.
+            nodes of a Ray cluster. In a cluster, ``auto`` stays if this node has no NPU: then each
+            rank decides for its own node, and a group refuses ranks of different kinds.
         ask: see ``ask_npu``.
 
     Raises:

@@ -1,8 +1,8 @@
 """Build and load the emulated CANN libraries, under which the real torch_npu runs on a CPU.
 
-The libraries come from the C++ sources in ``emulator/``. They are preloaded: libtorch_npu.so names
-its CANN libraries by SONAME, and a library of that name in the process satisfies it. This module
-does not know what the program does with the device.
+The libraries come from the C++ sources in ``emulator/``. They are preloaded: libtorch_npu.so needs
+CANN libraries with certain SONAMEs, and the loader takes libraries with these SONAMEs that the
+process has loaded already. This module is independent of the program that uses the device.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from dist_aclgraph.shipped import is_installed, shipped
 
 
 def _build_folder() -> Path:
-    """Beside the sources in a clone, one folder per line of torch_npu; otherwise in the user's
-    cache, one folder per installation.
+    """Return the folder of the built libraries. In a clone it is beside the sources, one folder per
+    line of torch_npu; otherwise it is in the user's cache, one folder per installation.
     """
     if not is_installed() and os.access(SOURCES, os.W_OK):
         return SOURCES / f"build-{installed_name()}"
@@ -49,7 +49,8 @@ def _build_folder() -> Path:
 SOURCES = shipped("emulator")
 BUILD = _build_folder()
 
-# The order matters: torch is between the two groups, because the second links against libtorch_cpu.
+# The order matters: torch is loaded between the two groups, because the second group links against
+# libtorch_cpu.
 _BEFORE_TORCH = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
 _AFTER_TORCH = ("hccl", "opapi", "nnopbase")
 
@@ -78,11 +79,11 @@ def build(progress: OnProgress | None = None) -> Path:
     Callers of several processes take turns; only the first one builds.
 
     Args:
-        progress: called with (finished steps, all steps, the last step).
+        progress: called with (number of finished steps, number of all steps, last step).
 
     Raises:
-        EmulatorBuildError: g++ or make is missing, or the compiler failed; the message has its last
-            lines.
+        EmulatorBuildError: g++ or make is missing, or the compiler failed; the message contains the
+            last lines of the compiler's output.
     """
     if is_built():
         return BUILD
@@ -110,13 +111,13 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
     """Load the emulated libraries, torch and torch_npu into this process.
 
     Args:
-        settings: see ``emulator/README.md``; they hold for the life of the process.
+        settings: see ``emulator/README.md``; they cannot be changed later in this process.
 
     Raises:
         EmulatorBuildError: as ``build``.
-        DeviceError: a setting is unknown or out of range; torch_npu, or the emulator with other
-            settings, is loaded already; torch is built for CUDA; a file of rates or rules is
-            invalid.
+        DeviceError: a setting is unknown or out of range; torch_npu is loaded already, or the
+            emulator is loaded with other settings; torch is built for CUDA; a file of rates or
+            rules is invalid.
     """
     global _loaded_settings
     wanted = _with_files({key: _as_text(value) for key, value in settings.items()})
@@ -132,8 +133,8 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
 
 
 def preload() -> None:
-    """Load everything but the settings, and open no device. ``load`` in a forked process is then
-    fast.
+    """Load all libraries without settings, and open no device. Afterwards ``load`` is fast in a
+    forked process.
 
     Raises:
         EmulatorBuildError: as ``build``.
@@ -146,7 +147,7 @@ def preload() -> None:
 
 
 def _load_runtime() -> ctypes.CDLL:
-    """Return the library that holds the settings; torch's libraries come after it."""
+    """Load and return the library with the settings; torch's libraries are loaded after it."""
     check_torch()
     folder = build()
     runtime, *_ = [_preload(folder, name) for name in _BEFORE_TORCH]
@@ -164,7 +165,8 @@ def _load_torch() -> None:
 
 
 def counters(device: int | None = None) -> dict[str, int]:
-    """The state and the counters of an emulated device; ``emulator/README.md`` names the keys.
+    """Return the state and the counters of an emulated device; ``emulator/README.md`` names the
+    keys.
 
     Args:
         device: index of the device in this process; None means the calling thread's current device.
@@ -176,7 +178,7 @@ def counters(device: int | None = None) -> dict[str, int]:
 
 
 def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
-    """How often an emulated device has run each operator on its AI CPU, which is slow.
+    """Return how often an emulated device has run each operator on its AI CPU, which is slow.
 
     Args and errors as ``counters``.
     """
@@ -184,7 +186,7 @@ def ai_cpu_operators(device: int | None = None) -> dict[str, int]:
 
 
 def unaligned_operators(device: int | None = None) -> dict[str, int]:
-    """How often each operator has run on a tensor that does not begin at a multiple of 32 bytes.
+    """Return, by operator, the number of runs on a tensor whose address is no multiple of 32 bytes.
 
     Args and errors as ``counters``.
     """
@@ -210,7 +212,8 @@ def _check_loaded(what: str) -> None:
 
 
 def _with_files(settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings with the contents of files of rates and of rules, instead of the files' names.
+    """Return the settings; the names of files of rates and rules are replaced by the files'
+    contents.
 
     A device's rules take precedence over other settings.
     """
@@ -268,7 +271,9 @@ def _one_builder() -> Iterator[None]:
 
 
 def _fingerprint() -> str:
-    """The inputs of the libraries: sources, wheels, interpreter, vector units (-march=native)."""
+    """Return a hash of the build's inputs: sources, wheels, interpreter, vector units
+    (-march=native).
+    """
     digest = hashlib.sha256()
     for path in sorted([SOURCES / "Makefile", *SOURCES.glob("src/**/*"), *SOURCES.glob("tools/*")]):
         if path.is_file():
@@ -318,12 +323,12 @@ def _make(progress: OnProgress | None) -> None:
 
 
 def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
-    """Replace this process by ``command``. It and its children find the emulated NPU, in any order
-    of imports.
+    """Replace this process by ``command``. The command and its children find the emulated NPU,
+    whatever the order of their imports.
 
     Raises:
         EmulatorBuildError: as ``build``.
-        DeviceError: a setting is unknown or out of range, or a file of rates or rules is none;
+        DeviceError: a setting is unknown or out of range, or a file of rates or rules is invalid;
             torch is built for CUDA; there is no such program.
     """
     settings = _with_files(settings)
@@ -337,7 +342,9 @@ def run(command: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
 
 
 def main() -> None:
-    """Build, with one line of progress; with ``run``, then run a program on the emulated NPU."""
+    """Build with one line of progress. With ``run``, start a program on the emulated NPU
+    afterwards.
+    """
     parser = argparse.ArgumentParser(prog="python -m dist_aclgraph.device.emulator")
     run_parser = parser.add_subparsers(dest="action").add_parser(
         "run", help="run a program, and its children, on the emulated NPU"

@@ -1,7 +1,7 @@
 """The meaning of a device error: the only reader of CANN's codes and messages.
 
-Sources: CANN's ``rt_error_codes.h`` and the messages of its runtime and HDK. CANN words the same
-exhaustion differently by version and by the failing call.
+Sources: CANN's ``rt_error_codes.h`` and the messages of its runtime and HDK. CANN's message for the
+same exhausted resource depends on the version and on the failing call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
 # Causes of a stopped device: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
-# has both). torch_npu puts the code behind these words.
+# lists both). In torch_npu's messages the code directly follows these words.
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -60,8 +60,8 @@ _STOPPED = "FORCE STOP"  # torch_npu's words; its queue raises them without a co
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return the cause of a stopped device, or None if an error does not tell it, or has another
-    cause.
+    """Return the cause of a stopped device. Return None if the error does not contain this cause,
+    or if the error has nothing to do with a stopped device.
 
     CANN's reason takes precedence over the code, because a failing call may have its own code.
     """
@@ -76,12 +76,14 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def fault_of_code(code: int) -> DeviceFault | None:
-    """Return the cause of a stopped device, by a code of CANN's runtime."""
+    """Return the cause of a stopped device that a code of CANN's runtime stands for."""
     return _FAULT_OF_CODE.get(code)
 
 
 def classify(error: BaseException) -> FailureCause:
-    """Return the kind of an error: ours by its type, torch_npu's by CANN's codes and words."""
+    """Return the cause of an error: for our errors by the type, for torch_npu's by CANN's codes and
+    words.
+    """
     if isinstance(error, StreamExhaustedError):
         return "streams"
     if isinstance(error, OutOfDeviceMemoryError):

@@ -17,7 +17,7 @@ from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.environment import binds_cores_itself, visible_devices
 from dist_aclgraph.errors import NotBoundError
 
-# A rank has a thread that launches, two of torch_npu, and two interrupts of its NPU.
+# A rank has one thread that launches, two threads of torch_npu, and two interrupts of its NPU.
 CORES_OF_AN_NPU = 5
 NUMA = Path("/sys/devices/system/node")
 PCI = Path("/sys/bus/pci/devices")
@@ -27,11 +27,11 @@ TASKS = Path("/proc/self/task")
 def share_cores(
     node_of_core: Mapping[int, int], node_of_npu: Sequence[int | None]
 ) -> list[frozenset[int]]:
-    """Return disjoint cores for the rank of each NPU; an empty list if there are too few.
+    """Return disjoint cores for the rank of each NPU; an empty list if there are too few cores.
 
     The NPUs of a NUMA node share the node's cores. The processes without an NPU (engine,
-    controller, ingress) count as one more NPU of each node, and their share stays free. If the node
-    of an NPU is unknown, or has no core, all cores count as one node.
+    controller, ingress) count as one more NPU of each node; no rank gets this share. If the node of
+    an NPU is unknown, or has no core, all cores count as one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
@@ -73,7 +73,7 @@ def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
 
 
 def bind_this_process(config: DeviceConfig) -> frozenset[int]:
-    """Bind all threads of this process to the cores of its NPU, and return these.
+    """Bind all threads of this process to the cores of its NPU, and return these cores.
 
     Raises:
         NotBoundError: this process is not bound.
@@ -112,7 +112,7 @@ def _node_of(file: Path) -> int | None:
         node = int(file.read_text())
     except (OSError, ValueError):
         return None
-    return None if node < 0 else node  # -1: the firmware does not say
+    return None if node < 0 else node  # -1: the firmware does not report the node
 
 
 def parse_cores(text: str) -> set[int]:

@@ -10,7 +10,7 @@ from dist_aclgraph.environment import visible_devices
 from dist_aclgraph.errors import DeviceError
 
 DEVICES_OF_A_MACHINE = 8
-DEV = Path("/dev")  # the driver creates davinci0 and so on here
+DEV = Path("/dev")  # the driver creates davinci0, davinci1, ... here
 
 DeviceKind = Literal["npu", "emulated"]
 
@@ -39,7 +39,7 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
 
 
 def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
-    """Whether this machine runs an emulated NPU for ``kind``; false for an NPU that is missing."""
+    """Return whether ``kind`` means an emulated NPU here; false if a required NPU is missing."""
     return kind != "npu" and resolve_kind(kind) == "emulated"
 
 

@@ -1,9 +1,9 @@
-"""A gate that keeps launches and the stop of a device apart.
+"""A gate: no thread launches work while another thread stops the device.
 
-A stop removes the queued work of a device; work that is launched afterwards runs. Such work would
-use inputs that never arrived: a write to the KV cache would go to the slots of an earlier step. So
-the device is stopped while no thread launches, and no thread launches before the device works
-again.
+A stop removes the queued work of a device, but work that is launched after the stop runs. Such work
+would use inputs that never arrived; for example, it would write to the KV cache slots of an earlier
+step. So the device is stopped only while no thread launches, and no thread launches before the
+device works again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class LaunchGate:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the device inside this context, and launch nothing. Any thread may use it, also
-        one that does not hold the gate.
+        """Wait for the device inside this context, and launch nothing. A thread that does not hold
+        the gate may use this context, too.
 
         Raises:
             DeviceError: the gate was closed meanwhile.

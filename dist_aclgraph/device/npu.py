@@ -1,7 +1,6 @@
 """One NPU of this process: opening it, its streams, memory and limits.
 
-The same code runs on hardware and on the emulator; only ``open_npu`` knows which of the two is
-used.
+The same code runs on hardware and on the emulator; only ``open_npu`` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
 
-# Seen on 910C with CANN 9.0: creation succeeds so many times, then fails with 207005.
+# Observed on a 910C with CANN 9.0: this many creations succeed, and the next one fails with 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
 THREAD_LEVEL = 0  # ACL_RT_THREAD_LEVEL
 PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the text
@@ -64,8 +63,9 @@ def torch_npu() -> Any:
 class Npu:
     """The NPU that this process drives.
 
-    Owns only the handle to the runtime: tensors, streams and graphs belong to their creators. The
-    device index is always 0, because Ray limits ASCEND_RT_VISIBLE_DEVICES to the worker's NPU.
+    This object owns only the handle to the runtime: tensors, streams and graphs belong to their
+    creators. The device index is always 0, because Ray limits ASCEND_RT_VISIBLE_DEVICES to the
+    worker's NPU.
 
     Attributes:
         is_waiting: whether the host waits for the device; any thread may read it.
@@ -89,7 +89,7 @@ class Npu:
     def cann(self) -> str:
         """Version of CANN, e.g. 9.1.0; empty if CANN does not report it.
 
-        CANN itself is queried, because torch_npu keeps the value of its own loading time.
+        This queries CANN itself, because torch_npu keeps the value that it read when it was loaded.
         """
         version = ctypes.create_string_buffer(VERSION_BYTES)
         code = self._acl.aclsysGetCANNVersion(PACKAGE_CANN, version)
@@ -103,9 +103,9 @@ class Npu:
         return f"NPU {self.name}"
 
     def available_streams(self) -> int:
-        """Streams that this device can still give, as CANN counts them.
+        """Number of streams that can still be created on this device, as CANN counts them.
 
-        If CANN is too old to count them, this is the number of a fresh device; the capture
+        If CANN is too old to count streams, this is the number of an unused device; the capture
         transaction then finds the real limit.
         """
         try:
@@ -119,14 +119,14 @@ class Npu:
         return count.value
 
     def try_capture(self, stream: Any) -> int:
-        """Capture nothing on ``stream``; return the streams that are left beside such a capture.
+        """Capture nothing on ``stream``; return the number of streams left during such a capture.
 
-        torch_npu's allocator does not recover from a capture that cannot begin; it takes no part in
-        this one. A count of streams is not enough: with software queues, CANN counts other
-        resources than captures take.
+        torch_npu's allocator is not used, because it does not recover from a capture that cannot
+        begin. A count of streams alone is not enough: with software queues, CANN does not count the
+        resources that captures use.
 
         Raises:
-            RuntimeError: a capture cannot begin; with CANN's code.
+            RuntimeError: a capture cannot begin; the message contains CANN's code.
         """
         handle, graph = ctypes.c_void_p(stream.npu_stream), ctypes.c_void_p()
         if code := self._acl.aclmdlRICaptureBegin(handle, CAPTURE_THREAD_LOCAL):
@@ -143,7 +143,8 @@ class Npu:
     def counts_graphs(self, stream: Any) -> bool:
         """Return whether the count of streams falls with a capture and rises with its release.
 
-        With software queues it does not: CANN keeps the queues of released graphs for later graphs.
+        With software queues the count does not follow: CANN keeps the queues of released graphs for
+        later graphs.
         """
         before = self.available_streams()
         if before == 0:
@@ -163,11 +164,11 @@ class Npu:
         runtime().empty_cache()
 
     def fault_of(self, error: BaseException) -> DeviceFault | None:
-        """Return the cause of a stopped device, or None if unknown. Answers once for each error, on
-        the thread that met it.
+        """Return the cause of a stopped device, or None if unknown. Call this once for each error,
+        on the thread that got the error.
 
         A library above CANN's runtime may only report that the runtime has refused a launch: HCCL
-        has one code for all causes. The runtime remembers its own code for each thread, until the
+        uses one code for all causes. The runtime stores its own code for each thread, until the
         code is read.
         """
         code = self._acl.aclrtGetLastError(THREAD_LEVEL)
@@ -187,9 +188,9 @@ class Npu:
     def stop(self, timeout_s: float) -> None:
         """Abort all running and queued work of the device; waiting threads get an error.
 
-        Call it on another thread than the one that works with the device; that thread launches
-        nothing until ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So
-        a thread without Python ends the process if this takes too long.
+        The thread that works with the device must not call this; that thread launches nothing until
+        ``restart``. torch_npu waits without a limit, and blocks Python meanwhile. So a thread
+        without Python ends the process if the stop takes longer than ``timeout_s``.
 
         Raises:
             DeviceError: the device cannot be stopped.
@@ -211,13 +212,14 @@ class Npu:
     def restart(self, *, resumes_groups: bool = True) -> None:
         """Make a stopped device work again.
 
-        Memory, handles of streams and events, and graphs are unchanged. Three things are garbage:
+        Memory, handles of streams and events, and graphs are unchanged. Three things are undefined:
         the output of aborted tasks, the state of events in graphs, and the contents of memory that
         was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether communicators are resumed, which requires that all their ranks
-                were stopped; otherwise they can only be destroyed.
+            resumes_groups: whether communicators are resumed. This requires that all ranks of the
+                communicators were stopped; communicators that are not resumed can only be
+                destroyed.
 
         Raises:
             DeviceError: the device or a communicator does not work again.
@@ -231,7 +233,9 @@ class Npu:
         self._gate.open()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Launch work inside; it may be stopped. See ``LaunchGate.launching``."""
+        """Launch work inside this context; ``stop`` may abort the work. See
+        ``LaunchGate.launching``.
+        """
         return self._gate.launching()
 
     @contextmanager
@@ -249,7 +253,7 @@ class Npu:
                 self.is_waiting = False
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory from and to which the device copies without a stop."""
+        """Return pinned host memory. The host does not wait for copies to or from this memory."""
         return torch.zeros(shape, dtype=dtype).pin_memory()
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
@@ -261,7 +265,7 @@ class Npu:
 
 
 def load_torch_npu(kind: DeviceKind) -> None:
-    """Load torch_npu, and open no device. ``open_npu`` in a forked process is then fast.
+    """Load torch_npu, and open no device. Afterwards ``open_npu`` is fast in a forked process.
 
     Raises:
         EmulatorBuildError: the emulator cannot be built.
@@ -277,13 +281,13 @@ def _import_torch_npu() -> None:
     """Import torch_npu over the libraries of an installed CANN.
 
     Raises:
-        DeviceError: the import fails; says what to do.
+        DeviceError: the import fails; the message contains the remedy.
     """
     try:
         import torch_npu  # noqa: F401
     except ModuleNotFoundError as e:
         raise DeviceError(f"torch_npu cannot be imported ({e}): run `dist-aclgraph doctor`") from e
-    except Exception as e:  # a missing library, or what torch_npu's own checks raise
+    except Exception as e:  # a missing library, or any error of torch_npu's checks
         raise cannot_load(first_lines(e)) from e
 
 
@@ -309,7 +313,7 @@ def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) ->
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Raise torch_npu's RuntimeErrors as ours."""
+    """Convert torch_npu's RuntimeErrors to our error types."""
     try:
         yield
     except (RuntimeError, torch.OutOfMemoryError) as e:
@@ -318,7 +322,7 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of a graph pool: taken from the device, and of these those that a tensor holds."""
+    """Bytes of a graph pool: all bytes that come from the device, and those that tensors occupy."""
 
     total_bytes: int
     live_bytes: int
@@ -327,8 +331,8 @@ class PoolMemory:
 class GraphPool:
     """The memory that all graphs of this process share.
 
-    torch_npu frees a pool with its last graph, and takes the old handle for a bug from then on:
-    the next capture gets a new one.
+    torch_npu frees a pool with its last graph, and refuses the old handle from then on. So the next
+    capture gets a new handle.
     """
 
     def __init__(self) -> None:
@@ -336,7 +340,7 @@ class GraphPool:
         self._num_graphs = 0
 
     def memory(self) -> PoolMemory:
-        """Return what the pool holds, as the allocator books it."""
+        """Return the pool's bytes, as the allocator counts them."""
         segments = [
             segment
             for segment in runtime().memory_snapshot()
@@ -357,8 +361,8 @@ class GraphPool:
 
 
 def hccl_options(buffer_mb: int | None) -> Any:
-    """Return options of a process group whose communicators have buffers of so many MB; None for
-    the buffers of HCCL_BUFFSIZE.
+    """Return the options of a process group whose communicators have buffers of ``buffer_mb`` MB.
+    None means buffers of the size HCCL_BUFFSIZE.
     """
     if buffer_mb is None:
         return None
@@ -370,21 +374,22 @@ def hccl_options(buffer_mb: int | None) -> Any:
 
 
 def ai_cpu_operators(graph: Any) -> dict[str, int]:
-    """Return how often a captured graph holds each operator that the AI CPU runs.
+    """Return the number of tasks in a captured graph for each operator that the AI CPU runs.
 
-    From CANN's own description of the graph. Collectives that HCCL unrolls there are left out: that
-    is a choice of the configuration.
+    The numbers come from CANN's own description of the graph. Collectives that HCCL unrolls on the
+    AI CPU are left out, because the configuration chooses that.
 
     Raises:
         RuntimeError: CANN does not describe graphs.
     """
     with tempfile.NamedTemporaryFile(prefix="graph-", suffix=".json") as file:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # which says that it was called
-            # Not by the class itself, which would write a second file for people.
+            warnings.simplefilter("ignore")  # a warning that only says that the function was called
+            # The class itself is not used, because it would write a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
-    # One task a line. The whole is no JSON where the last stream has no task: a comma is left.
+    # Each line is one task. If the last stream has no task, the file ends with a comma and is not
+    # valid JSON.
     tasks = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     names = [task["name"] for task in tasks if task["args"]["Task Type"] == "KERNEL_AICPU"]
     return dict(Counter(name for name in names if not name.startswith(HCCL_KERNELS)))
@@ -392,7 +397,7 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
 
 @contextmanager
 def on_stream(stream: Any, back: Any) -> Iterator[None]:
-    """Make a stream current for a while, then ``back``, which is current now."""
+    """Make a stream current inside this context; afterwards make ``back`` current, as before."""
     runtime().set_stream(stream)
     try:
         yield
@@ -414,7 +419,9 @@ def clear_event(event: Any, stream: Any) -> None:
 
 
 def weak_reference(value: Any) -> Any:
-    """Return device tensors (and lists of them) without ownership; anything else as it is."""
+    """Return device tensors, and lists of device tensors, without ownership; return other values
+    unchanged.
+    """
     if isinstance(value, list):
         return [weak_reference(item) for item in value]
     if isinstance(value, torch.Tensor) and value.device.type == "npu":

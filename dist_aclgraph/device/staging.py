@@ -1,8 +1,8 @@
 """Pinned memory from which small arrays are sent to the device.
 
-When torch's allocator frees pinned memory from which the device has copied, it records an event, in
-a destructor. On a failed device this is an error, which ends the process there, and the group could
-not be resumed. So nothing is freed here.
+When torch's allocator frees pinned memory from which the device has copied, a destructor records an
+event. On a failed device, recording an event is an error. In a destructor this error ends the
+process, so that the group could not be resumed. Therefore this memory is never freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNED_BYTES = 64
 
 class _Part:
     """Attributes:
-    is_left: whether its copies may still run; then ``sent`` was recorded behind them.
+    is_left: whether copies of this part may still run; then ``sent`` was recorded after them.
     """
 
     def __init__(self, sent: Any) -> None:
@@ -30,7 +30,7 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory, whose parts are used in turn; it grows if the device is far behind.
+    """Owns the memory. Its parts are used in turn; a part is added if the device is far behind.
 
     Args:
         stream: the stream of all copies.
@@ -63,7 +63,7 @@ class Staging:
         return sent.view(source.shape)
 
     def _hold(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy in pinned memory, of at most ``PART_BYTES``; the caller sends it at
+        """Return a copy of at most ``PART_BYTES`` in pinned memory. The caller sends the copy at
         once.
         """
         if self._used + source.nbytes > PART_BYTES:

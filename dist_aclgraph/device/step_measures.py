@@ -1,4 +1,4 @@
-"""Measurements of a step: host time by stage, waits of the device, and counts of the emulator."""
+"""Measurements of a step: host time by stage, waits of the device, and the emulator's counters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.npu import runtime
 
-# The stages of a worker's host in a step, in order: update rows; make inputs, and send them; pad
-# lengths; run eagerly, or queue a graph's replay and its updates; sample; wait for a result and
-# read it.
+# The stages of a step on a worker's host, in order: update rows; make and send inputs; pad lengths;
+# run eagerly, or queue a graph's replay and its updates; sample; wait for a result and read it.
 WORKER_STAGES = (
     "rows",
     "inputs",
@@ -27,11 +26,11 @@ WORKER_STAGES = (
 
 @dataclass
 class Stopwatch:
-    """Host time by stage of one step, in microseconds; costs nothing while off.
+    """Host time of one step by stage, in microseconds; costs no time while it is off.
 
     Attributes:
         stages: stages in sequence, from the plan's arrival to the result.
-        beside: work that ran meanwhile or between two steps, since the last report.
+        beside: work since the last report that ran at the same time as a step or between two steps.
     """
 
     enabled: bool
@@ -55,14 +54,16 @@ class Stopwatch:
         return duration_us
 
     def lap_of(self, stages: dict[str, float], stage: str) -> None:
-        """Book the time since the last lap for another step, under ``stage``."""
+        """Book the time since the last lap under ``stage`` of another step, whose stages are
+        ``stages``.
+        """
         if self.enabled:
             own, self.stages = self.stages, stages
             self.lap(stage)
             self.stages = own
 
     def book(self, what: str, duration_us: float) -> None:
-        """Book time that is not on the step's path."""
+        """Book time of work that a step does not wait for."""
         if self.enabled:
             self.beside[what] = self.beside.get(what, 0.0) + duration_us
 
@@ -73,7 +74,7 @@ class Stopwatch:
 
 @dataclass
 class ReplaySpan:
-    """Events of a step on hardware: at the start of its replay and behind its last update.
+    """Events of a step on hardware: at the start of its replay, and after its last update.
 
     Attributes:
         has_updates: whether some updates were not sent ahead.
@@ -85,11 +86,11 @@ class ReplaySpan:
 
 
 class UpdateWait:
-    """The time in which the device waited, within a replay, for updates of its tasks.
+    """The time that the device waited during a replay for updates of the replay's tasks.
 
-    The emulator counts it. Hardware does not report it: there it is the time from the replay's
-    start to the last record behind it. This is an upper bound, because the device also computes
-    meanwhile.
+    The emulator counts this time. Hardware does not report it; on hardware, the value is the time
+    from the replay's start to the last event record after the replay. This is an upper bound,
+    because the device also computes during this time.
     """
 
     def __init__(self, is_counted: bool) -> None:
@@ -97,7 +98,7 @@ class UpdateWait:
         self._taken_ns = self._counted_ns() if is_counted else 0
 
     def begin(self, main_stream: Any) -> ReplaySpan:
-        """Call before a step's first replay is queued."""
+        """Call this before a step's first replay is queued."""
         if self._is_counted:
             return ReplaySpan()
         begin, end = (runtime().Event(enable_timing=True) for _ in range(2))
@@ -105,8 +106,8 @@ class UpdateWait:
         return ReplaySpan(begin, end)
 
     def end(self, span: ReplaySpan, update_stream: Any, num_behind: int) -> None:
-        """Call behind the step's updates, of which ``num_behind`` were not sent ahead of the
-        replay.
+        """Call this after the step's updates were queued. ``num_behind`` of the updates were not
+        sent ahead of the replay.
         """
         span.has_updates = num_behind > 0
         if span.has_updates and not self._is_counted:
@@ -130,8 +131,8 @@ class UpdateWait:
 class DeviceCounts:
     """The emulator's counts of a step; hardware has none.
 
-    Collectives, and their bytes from other ranks; with modelled time, the device's busy time, and
-    its idle time by cause.
+    It counts collectives, and the bytes that collectives receive from other ranks. With modelled
+    time it also counts the device's busy time, and the device's idle time by cause.
     """
 
     def __init__(self, is_counted: bool) -> None:

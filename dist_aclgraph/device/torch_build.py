@@ -1,5 +1,5 @@
-"""The build of the installed torch. Under a torch for CUDA, some torch_npu end the process with a
-useless message, so this is checked before either of them is imported.
+"""The build of the installed torch. With a torch for CUDA, some versions of torch_npu end the
+process with a useless message. So the build is checked before torch or torch_npu is imported.
 
 ``python -m dist_aclgraph.device.torch_build`` fails if torch is built for CUDA.
 """
@@ -24,7 +24,7 @@ def cuda_version() -> str:
     """Return the version of CUDA for which the installed torch is built; "" if none."""
     try:
         found = importlib.util.find_spec("torch")
-    except ValueError:  # something else than a package has its name
+    except ValueError:  # an object that is not a package has the name torch
         return ""
     if found is None or found.origin is None:
         return ""
@@ -37,7 +37,7 @@ def cuda_version() -> str:
 
 
 def check_torch() -> None:
-    """Return if torch_npu can be imported beside the installed torch.
+    """Check that torch_npu can be imported together with the installed torch.
 
     Raises:
         DeviceError: torch is built for CUDA, and this torch_npu cannot be loaded beside it.

@@ -1,4 +1,4 @@
-"""The lines of torch_npu that this project supports, and everything in which they differ for it.
+"""The lines of torch_npu that this project supports, and all differences that matter here.
 
 Nothing here imports torch. ``pyproject.toml`` has an extra for each line, ``npu-2.12`` for 2.12.
 """
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """One line of torch_npu with its partners.
+    """One line of torch_npu, with the versions of torch and CANN that belong to it.
 
     Attributes:
-        torch, torch_npu: the versions that its extra installs.
+        torch, torch_npu: the versions that the extra of this line installs.
         cann: the release of CANN to install with it.
-        is_published: whether the publisher of torch_npu names that pair.
+        is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
         loads_beside_cuda: whether torch_npu can be loaded beside a torch that is built for CUDA.
         captures_after_refusal: whether ``torch.npu.graph`` works after a capture that could not
-            begin. The runtime does not need this: ``Npu.try_capture`` goes first.
+            begin. The runtime does not need this, because it calls ``Npu.try_capture`` first.
         all_gather, reduce_scatter: torch.distributed's names for collectives of single tensors.
     """
 
@@ -33,8 +33,8 @@ class Line:
     reduce_scatter: str = "reduce_scatter_tensor"
 
 
-# 2.10.0.post4 is vllm-ascend's pair of CANN 9.1.0 (182b75e), 2.12.0 that of Ascend/pytorch's
-# COMPATIBILITY.en.md, whose newest line it is.
+# Versions for CANN 9.1.0: vllm-ascend (182b75e) uses 2.10.0.post4; Ascend/pytorch's
+# COMPATIBILITY.en.md names 2.12.0, which is its newest line.
 LINES = {
     "2.10": Line("2.10.0", "2.10.0.post4"),
     "2.12": Line("2.12.0", "2.12.0"),
@@ -48,13 +48,13 @@ LINES = {
         reduce_scatter="reduce_scatter_single",
     ),
 }
-DEFAULT = "2.13"  # make installs it where no other line is named
+DEFAULT = "2.13"  # make installs this line if no other line is named
 
 
 def installed_name() -> str:
-    """Return the line of the installed torch; the default's without torch, or with an unknown one.
+    """Return the line of the installed torch; ``DEFAULT`` if torch is missing or unknown.
 
-    ``dist-aclgraph doctor`` refuses an unknown one.
+    ``dist-aclgraph doctor`` refuses an unknown line.
     """
     try:
         version = importlib.metadata.version("torch")

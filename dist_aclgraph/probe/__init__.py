@@ -1,1 +1,3 @@
-"""``dist-aclgraph probe``: questions to a device, a process for each, and a report."""
+"""``dist-aclgraph probe``: puts questions to a device, each in its own process, and makes a
+report.
+"""

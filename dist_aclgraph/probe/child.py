@@ -34,7 +34,7 @@ class Task(msgspec.Struct, frozen=True):
     Attributes:
         device_id: the NPU that this process may use.
         meeting: file where the ranks of a question meet.
-        output: file for what libraries print.
+        output: file for the output of libraries.
     """
 
     name: str
@@ -59,7 +59,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         bench = _open_bench(task, probe)
         if plant is not None:
             plant()
-    except Exception as e:  # The outermost frame: whatever a broken installation raises is a row.
+    except Exception as e:  # The outermost frame: any error of a broken installation becomes a row.
         outcome = Outcome(
             "the device cannot be opened",
             code=_code_of(e),
@@ -70,14 +70,14 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         parent.send(None)
         outcome = ask(probe, bench)
     parent.send(outcome)
-    # A peer may still need this process. Its parent closes the pipe, or has died.
+    # Another rank may still need this process, so wait until the parent closes the pipe or dies.
     parent.poll(None)
-    # Without destructors, which may wait for a stopped device.
+    # Exit without destructors, because they may wait for a stopped device.
     os._exit(0)
 
 
 def _begin(task: Task) -> None:
-    os.setsid()  # the user's interrupt is for the parent
+    os.setsid()  # only the parent gets the user's interrupt
     file = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
@@ -87,7 +87,7 @@ def _begin(task: Task) -> None:
 
 
 def ask(probe: Probe, bench: Bench) -> Outcome:
-    """Put the question. Every error of the device is an answer."""
+    """Put the question, and return the outcome. Every error of the device is an answer."""
     begun = time.perf_counter()
     answer: str | float | Answer
     code = None

@@ -20,12 +20,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.]+")
 
 
 def has_name(chip: str, cann: str) -> bool:
-    """Return whether a file can be named after the chip and its CANN."""
+    """Return whether the names of the chip and its CANN can be parts of a file name."""
     return bool(_NAME.fullmatch(chip) and _NAME.fullmatch(cann))
 
 
 def rules_name(chip: str, cann: str) -> str:
-    """Return the name of the file for a chip with a CANN.
+    """Return the name of the file for a chip with a version of CANN.
 
     Raises:
         ConfigError: a name has other characters than letters, digits, dots and underscores.
@@ -37,7 +37,7 @@ def rules_name(chip: str, cann: str) -> str:
 
 @functools.cache
 def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAnswer]:
-    """Return the known answers by question; nothing for a device that is not known.
+    """Return the known answers by question; an empty dictionary for an unknown device.
 
     Raises:
         DeviceError: the file cannot be read.
@@ -54,10 +54,10 @@ def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAns
 def rules_text(report: Report) -> str:
     """Return a report's differences as the text of a file of rules.
 
-    ``[settings]`` are settings of the emulator (``emulator/README.md``): facts, rules of the
+    ``[settings]`` contains settings of the emulator (``emulator/README.md``): facts, rules of the
     emulator that the device does not have, and operators that only the device refuses.
-    ``[answers]`` are the answers that differ; a number has no unit, and holds within a factor of
-    two.
+    ``[answers]`` contains the answers that differ. A number has no unit, and matches numbers up to
+    a factor of two away.
     """
     rows = {row.name: row for row in report.rows}
     settings = [
@@ -65,7 +65,7 @@ def rules_text(report: Report) -> str:
         for probe in PROBES
         if probe.setting
         and (row := rows.get(probe.name))
-        # An error has a text, and a hang has no duration.
+        # A refusal has an error text; a hang has no duration.
         and not row.text
         and row.us is not None
     ]

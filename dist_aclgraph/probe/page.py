@@ -59,5 +59,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Return a text for a cell: one line, and no character that Markdown or HTML reads."""
+    """Return a text for a table cell: one line, without characters that Markdown or HTML
+    interprets.
+    """
     return re.sub(r"([|<>`*\[\]])", r"\\\1", " ".join(plain(text).split())[:MAX_CELL])

@@ -4,5 +4,5 @@ from contextlib import redirect_stdout
 
 from dist_aclgraph.device import emulator
 
-with redirect_stdout(None):  # torch_npu says that no CANN was sourced
+with redirect_stdout(None):  # torch_npu prints that no CANN was sourced
     emulator.preload()

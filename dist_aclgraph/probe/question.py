@@ -1,5 +1,5 @@
-"""A question to a device, and the emulator's answer. Nothing here imports torch: the process that
-starts the children must survive a CANN that cannot be loaded.
+"""A question to a device, and the emulator's answer. Nothing here imports torch, because the
+process that starts the children must work even if CANN cannot be loaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Bench:
         torch: the package torch; None for questions that need no device.
         ops: the package torch_npu; None likewise.
         npu: the open device (``device.npu.Npu``); None likewise.
-        rank: of this process among those of the question.
-        ranks: number of processes, which are the members of one HCCL world.
+        rank: rank of this process among the processes of the question.
+        ranks: number of processes of the question; they are the members of one HCCL world.
     """
 
     torch: Any = None
@@ -38,7 +38,8 @@ class Bench:
         """Compare a device tensor with a host tensor.
 
         Args:
-            tolerance: relative to the root mean square of a row; 0 means exactly.
+            tolerance: largest difference, relative to the root mean square of a row; 0 means
+                equality.
         """
         found, right = got.cpu().double(), want.double()
         if found.shape != right.shape:
@@ -53,13 +54,13 @@ class Bench:
         return Answer(DIFFERENT, f"largest difference {largest:.3g}, allowed {tolerance:g}")
 
     def synchronize(self) -> None:
-        """Wait for the device. Errors of launched work are raised here."""
+        """Wait for the device. This raises errors of launched work."""
         self.torch.npu.synchronize()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a device, and details that are not compared."""
+    """The answer of a device, and additional details, which are not compared."""
 
     found: str
     text: str = ""
@@ -79,7 +80,9 @@ class Between:
 
 @dataclass(frozen=True)
 class ByCann:
-    """The answer depends on the line of CANN; ``a2_cann_8`` is that of an A2 if it differs."""
+    """The answer depends on the line of CANN. ``a2_cann_8`` is the answer of an A2, if it
+    differs.
+    """
 
     cann_8: str
     cann_9: str
@@ -92,16 +95,17 @@ class Probe:
 
     Attributes:
         name: folder and name, e.g. operators.swiglu; unique.
-        call: puts the question; a number needs ``Between``. A RuntimeError means "refused", an
-            AttributeError "missing".
+        call: function that puts the question; a number as answer needs ``Between``. A RuntimeError
+            means "refused", an AttributeError means "missing".
         says: the emulator's answer; None for a fact of the machine, which is only reported.
         level: "quick" questions are asked at every level.
         limit_s: limit of ``call``; loading torch_npu has its own limit.
-        ranks: processes, each with its own NPU.
-        needs_device: whether torch_npu is loaded and a device opened.
+        ranks: number of processes, each with its own NPU.
+        needs_device: whether the process loads torch_npu and opens a device.
         task_queue: torch_npu's TASK_QUEUE_ENABLE; with 0 an error names its operator.
-        setting: the emulator's setting that has this fact.
-        rule: part of the emulator's refusal, if the emulator refuses and a device may not.
+        setting: the emulator's setting for this fact.
+        rule: part of the emulator's refusal, for calls that the emulator refuses and a device may
+            accept.
         operator: the operator that a device may refuse.
     """
 
@@ -119,7 +123,9 @@ class Probe:
     operator: str | None = None
 
     def expected(self, chip: str, cann: str) -> str | Between | None:
-        """Return the emulator's answer. An unknown CANN has the rules of CANN 8, as in plans."""
+        """Return the emulator's answer. For an unknown CANN, the rules of CANN 8 apply, as in
+        plans.
+        """
         if isinstance(self.says, ByCann):
             if cann and not cann.startswith("8."):
                 return self.says.cann_9

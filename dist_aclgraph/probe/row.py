@@ -1,4 +1,4 @@
-"""The report as data: rows, and the file that holds them."""
+"""The report as data: rows, and the file in which they are stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.question import Between, Level, Probe
 
 MAX_REPORT_BYTES = 16 << 20
-MAX_TEXT = 2000  # characters of an error that a row keeps
+MAX_TEXT = 2000  # characters; longer error texts are cut
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,13 +19,13 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         found: the answer in plain words.
-        number: the answer where it is a number.
+        number: the answer, if it is a number.
         us: duration of the question, in microseconds; None if it did not end.
         code: CANN's error code.
         text: the error, or other details.
         chip: name of the device; "" if none was opened.
         cann: version of CANN; "" if unknown.
-        was_asked: whether the machine has what the question needs, and the device was opened.
+        was_asked: whether the machine meets the question's needs, and the device was opened.
     """
 
     found: str
@@ -43,8 +43,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         emulator: the expected answer; "" for a fact of the machine.
-        is_same: whether the answer is the expected one; None for a fact, and
-            for a question that the machine cannot be asked.
+        is_same: whether the answer is the expected answer; None for a fact, and for a question that
+            was not asked.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     """All answers of one machine.
 
     Attributes:
-        version: of this package.
+        version: version of this package.
         running: the question that was being asked when the file was written. If a run was cut off
-            there, the question is not asked again.
+            at this question, the question is not asked again.
     """
 
     version: str
@@ -90,7 +90,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
-    """Return the row of an answer, compared with the emulator's."""
+    """Return the row of an answer, with the result of the comparison with the emulator's answer."""
     is_same: bool | None
     if expected is None or not outcome.was_asked:
         is_same = None
@@ -114,7 +114,7 @@ def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Ro
 
 
 def plain(text: str) -> str:
-    """Return a stranger's text without line ends and control characters."""
+    """Return a text without line ends and control characters; the text may come from a stranger."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -137,7 +137,7 @@ def read_report(path: Path) -> Report:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write a report in one piece, so that a run that is cut off leaves a valid file."""
+    """Write a report atomically, so that the file is valid even if the run is cut off."""
     written = path.with_name(f".{path.name}.{os.getpid()}")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     written.replace(path)

@@ -1,5 +1,5 @@
-"""Puts questions one after another, each in processes of its own with a limit. A hang, a dead
-process and a stopped device are answers; the next question gets new processes.
+"""Puts questions one after another. Each question runs in separate processes with a time limit. A
+hang, a dead process and a stopped device are answers; the next question gets new processes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from dist_aclgraph.probe.question import Between, Probe
 from dist_aclgraph.probe.row import MAX_TEXT, Outcome, Report, Row, judged
 
 LOAD_S = 120.0  # limit of loading torch_npu, opening the device and joining the other ranks
-NEAR = 2.0  # factor within which a number is as known
+NEAR = 2.0  # a number counts as equal to the known number within this factor
 END_S = 5.0  # limit of a child's end after its answer
 NO_ANSWER, DIED, CUT_OFF = "no answer", "the process died", "the run was cut off here"
 
 
 class Runner:
-    """Owns the child processes of one question at a time. Does not know the questions.
+    """Owns the child processes of one question at a time. The questions are passed to ``run``.
 
     Args:
         device: the device of all questions.
-        rules: known answers of a chip with a CANN, by name, in place of the emulator's.
+        rules: known answers of a chip with a version of CANN, by name of the question. They replace
+            the emulator's answers.
         child: the function of a child process, called with a ``Task`` and a pipe.
     """
 
@@ -60,8 +61,8 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Put all questions that the report does not have, and those that could not be asked; add
-        their rows.
+        """Put all questions that are not in the report or could not be asked before; add their rows
+        to the report.
 
         Args:
             save: called before and after each question.
@@ -73,14 +74,14 @@ class Runner:
             if probe.name in known:
                 continue
             if report.running == probe.name:
-                outcome = Outcome(CUT_OFF)  # perhaps the question ended the machine
+                outcome = Outcome(CUT_OFF)  # the question may have crashed the machine
             else:
                 report.running = probe.name
                 save(report)
                 try:
                     outcome = self._ask(probe)
                 except KeyboardInterrupt:
-                    report.running = None  # the user has ended the run, not the question
+                    report.running = None  # the user, not the question, has ended the run
                     save(report)
                     raise
             report.chip = outcome.chip or report.chip
@@ -146,7 +147,9 @@ class Runner:
 
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
-    """Return how processes start: with the emulator already loaded, or with nothing."""
+    """Return the context that starts processes: with the emulator already loaded, or with nothing
+    loaded.
+    """
     if kind == "npu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -158,8 +161,8 @@ class _Child:
     """One process of a question.
 
     Attributes:
-        pipe: from the process; it ends with the process.
-        has_begun: whether the device is open, or will not be.
+        pipe: carries the messages of the process; it closes when the process ends.
+        has_begun: whether the device was opened, or opening it has failed.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class _Child:
         childs_end.close()
 
     def read(self) -> None:
-        """Read a message, or the end of the process."""
+        """Read a message of the process, or notice the end of the process."""
         self.has_begun = True
         try:
             self._outcome = self.pipe.recv()
@@ -195,11 +198,13 @@ class _Child:
         return Outcome(DIED, text=f"{ending}\n{self._last_output()}")
 
     def end(self) -> None:
-        """End the process; one that hangs in the driver is left behind."""
+        """End the process. A process that hangs in the driver cannot be ended, and is left
+        running.
+        """
         self.pipe.close()
         self._process.join(END_S if self.is_done else 0)
         if self._process.is_alive() and self._process.pid:
-            with suppress(ProcessLookupError):  # it is no group yet
+            with suppress(ProcessLookupError):  # the process group does not exist yet
                 os.killpg(self._process.pid, signal.SIGKILL)  # a question may have forked
             self._process.kill()
         self._process.join(END_S)
@@ -207,7 +212,7 @@ class _Child:
     def _last_output(self) -> str:
         if not self._output.exists():
             return ""
-        with self._output.open("rb") as file:  # which may be very long
+        with self._output.open("rb") as file:  # the output may be very long
             file.seek(-min(self._output.stat().st_size, MAX_TEXT // 2), os.SEEK_END)
             return file.read().decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""The rule of which attention heads a rank has."""
+"""The rule that divides attention heads among ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterable
 
 from dist_aclgraph.errors import ConfigError
 
-MAX_LATENT_HEADS = 128  # of a rank, and a power of two: the limits of latent attention's operator
-MAX_SHARDS = 16  # whose findings npu_attention_update merges at once
+MAX_LATENT_HEADS = 128  # heads of one rank, a power of two: limits of latent attention's operator
+MAX_SHARDS = 16  # npu_attention_update merges the results of at most so many shards at once
 
 
 def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
     """Return how many attention heads each of ``tp`` ranks has.
 
     Raises:
-        ConfigError: they cannot be divided, or into numbers that latent attention does not take.
+        ConfigError: the heads cannot be divided evenly, or latent attention does not support the
+            number of heads per rank.
     """
     count, rest = divmod(num_heads, tp)
     if is_latent and (rest or not _takes_latent_heads(count)):
@@ -31,10 +32,10 @@ def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
 
 
 def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
-    """Return the KV heads that one rank holds; with more ranks than heads, heads repeat.
+    """Return the number of KV heads on one rank; with more ranks than heads, ranks hold copies.
 
     Raises:
-        ConfigError: heads cannot be spread evenly.
+        ConfigError: the heads cannot be spread evenly.
     """
     if num_kv_heads % tp and tp % num_kv_heads:
         raise ConfigError(
@@ -59,13 +60,14 @@ def check_shards(
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.
 
     Raises:
-        ConfigError: they would not, there are too many of them, or attention would have too many
-            heads on each of them.
+        ConfigError: the ranks would not hold copies, there are too many shards, or attention would
+            have too many heads on each rank.
     """
     if num_shards == 1:
         return
     copies = tp if is_latent else max(1, tp // num_kv_heads)
-    # Ranks with other heads, whose queries each of them attends with, too.
+    # Keys: legal sizes. Values: number of ranks with different heads; each of these ranks computes
+    # attention for the queries of all of them.
     legal = {num_prompt_ranks * n: n for n in range(1, copies + 1) if copies % n == 0}
     if num_shards not in legal:
         count = copies * num_prompt_ranks

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, with limits of size, refused in one sentence."""
+"""JSON files of a checkpoint, with a limit of size. A refusal is an error of one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a file of a checkpoint.
 
     Raises:
-        ModelError: it is not a regular file, too large, not JSON or no object.
+        ModelError: the file is not a regular file, is too large, is not JSON, or contains no
+            object.
     """
     text = read_text(path)
     try:
@@ -34,7 +35,7 @@ def read_text(path: Path) -> str:
     """Return the text of a file of a checkpoint.
 
     Raises:
-        ModelError: it is not a regular file, too large or not UTF-8.
+        ModelError: the file is not a regular file, is too large, or is not UTF-8.
     """
     check_regular(path)
     try:
@@ -48,9 +49,9 @@ def read_text(path: Path) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """Raise ModelError where a file is missing, or one that would block a reader, such as a pipe.
+    """Raise ModelError if a file is missing, or would block a reader, as a pipe does.
 
-    A symbolic link counts as its target: caches of downloads consist of links.
+    A symbolic link counts as its target, because caches of downloads consist of links.
     """
     try:
         mode = path.stat().st_mode

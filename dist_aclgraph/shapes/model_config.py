@@ -1,6 +1,8 @@
-"""ModelConfig: a checkpoint's config.json, read once and looked up by type; the only reader of it.
+"""ModelConfig: a checkpoint's config.json, read once, with typed look-ups. Only this module reads
+it.
 
-Names are those of config.json. A key that is null counts as absent, as checkpoints write it so.
+Names are those of config.json. A key that is null counts as absent, because checkpoints write
+absent values as null.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ DEFAULT_CONTEXT = 2048
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16
 MAX_EXPERTS = 1 << 16
-MAX_SIZE = 1 << 24  # of a vocabulary, or of any width
+MAX_SIZE = 1 << 24  # limit of a vocabulary and of any width
 MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
 
@@ -28,9 +30,10 @@ class ModelConfig:
     """Typed look-ups in an object of config.json.
 
     Attributes:
-        path: of the file, for errors.
-        raw: the object; of a model with several parts, the text part over the whole.
-        generation: the object of generation_config.json, empty without one.
+        path: path of the file, for error messages.
+        raw: the object. In a model with several parts, keys of the text part replace keys at the
+            top.
+        generation: the object of generation_config.json; empty without this file.
     """
 
     path: Path
@@ -56,14 +59,16 @@ class ModelConfig:
 
     @property
     def num_draft_layers(self) -> int:
-        """Next-token modules."""
+        """Number of next-token modules."""
         key = "num_nextn_predict_layers"
         key = key if key in self.raw else "num_mtp_layers"
         return self.integer(key, 0, least=0, most=MAX_LAYERS)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an output, from generation_config.json, else config.json."""
+        """Ids of the tokens that end an output, from generation_config.json, else from
+        config.json.
+        """
         value = self.generation.get("eos_token_id")
         if value is None:
             value = self.raw.get("eos_token_id")
@@ -80,7 +85,8 @@ class ModelConfig:
         """Return an integer.
 
         Raises:
-            ModelError: it is absent and has no default, or is not an integer within the bounds.
+            ModelError: the key is absent and has no default, or its value is not an integer within
+                the bounds.
         """
         value = self._value(key, default)
         if not _is_integer(value) or not least <= value <= most:
@@ -122,21 +128,25 @@ class ModelConfig:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of integers, empty where it is absent, or raise ModelError."""
+        """Return a list of integers; empty if the key is absent. Raise ModelError for other
+        values.
+        """
         value = self._value(key, [])
         if not isinstance(value, list) or not all(_is_integer(item) for item in value):
             raise self._wrong(key, value, "a list of integers")
         return tuple(value)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of texts, empty where it is absent, or raise ModelError."""
+        """Return a list of texts; empty if the key is absent. Raise ModelError for other values."""
         value = self._value(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._wrong(key, value, "a list of texts")
         return tuple(value)
 
     def part(self, key: str) -> ModelConfig | None:
-        """Return an object within, None where it is absent or empty, or raise ModelError."""
+        """Return an inner object; None if it is absent or empty. Raise ModelError for other
+        values.
+        """
         value = self.raw.get(key)
         if value is None or value == {}:
             return None
@@ -148,7 +158,7 @@ class ModelConfig:
         return ModelConfig(self.path, {}, {})
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and neither null nor zero nor false."""
+        """Return whether the key exists and its value is not null, zero or false."""
         return bool(self.raw.get(key))
 
     def unsupported(self, why: str) -> UnsupportedModelError:
@@ -170,11 +180,11 @@ class ModelConfig:
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Read config.json, and generation_config.json where there is one.
+    """Read config.json, and generation_config.json if it exists.
 
     Raises:
         ConfigError: there is no such directory.
-        ModelError: a file is missing, is not JSON or no object.
+        ModelError: a file is missing, is not JSON, or contains no object.
         UnsupportedModelError: the model is a GGUF file.
     """
     directory = Path(directory)
@@ -205,5 +215,5 @@ def _is_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer that is too large for a float
         return False

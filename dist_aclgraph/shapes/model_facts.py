@@ -34,8 +34,8 @@ class ExpertFacts:
     """The experts of a model's layers.
 
     Attributes:
-        top_k: experts of a token, shared ones not counted.
-        num_shared: experts that every token visits.
+        top_k: number of experts of a token, without shared experts.
+        num_shared: number of experts that every token visits.
     """
 
     num_experts: int
@@ -45,10 +45,10 @@ class ExpertFacts:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Layers whose queries see their latest keys only.
+    """Layers in which a query sees only the latest keys.
 
     Attributes:
-        num_keys: that a query sees, its own included.
+        num_keys: number of keys that a query sees, the key of its own token included.
     """
 
     num_keys: int
@@ -63,10 +63,11 @@ class ModelFacts:
         context_len: length of the longest request that the model can have.
         usual_len: default of ``max_model_len``; None is ``context_len``.
         num_draft_layers: next-token modules, which propose drafts.
-        latent_size: elements that latent attention keeps of a token in each layer, 0 without it.
-        weight_bytes: size of its safetensors files, 0 where there are none.
-        holds_int8: whether these have matrices in int8.
-        vocab_size: rows of the embedding; a token id is less.
+        latent_size: elements that latent attention caches per token and layer; 0 without latent
+            attention.
+        weight_bytes: size of the model's safetensors files; 0 without such files.
+        holds_int8: whether these files contain int8 matrices.
+        vocab_size: rows of the embedding; all token ids are smaller.
     """
 
     architecture: str
@@ -91,7 +92,7 @@ class ModelFacts:
         return config.max_model_len or self.usual_len or self.context_len
 
     def window_within(self, max_len: int) -> SlidingWindow | None:
-        """Return the window if it hides keys of requests of ``max_len`` tokens."""
+        """Return the window if it hides keys in a request of ``max_len`` tokens."""
         return self.window if self.window and self.window.num_keys < max_len else None
 
     @property
@@ -112,10 +113,10 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     """Check that a model has the features that a deployment needs.
 
     Raises:
-        ConfigError: the model lacks what ``parallel.ep`` or ``speculative.num_tokens`` need, or
-            its heads cannot be split over ``parallel.tp``, its KV cannot be sharded over
-            ``parallel.dcp``, contexts with a sliding window are shared, or int8 matrices meet
-            float32.
+        ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
+            ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
+            cannot be sharded over ``parallel.dcp``; contexts with a sliding window are shared; or
+            the dtype is float32 with int8 matrices.
     """
     if config.dtype == "float32" and (config.quantization or facts.holds_int8):
         whose = "quantization is w8a8" if config.quantization else "the checkpoint holds int8"
@@ -158,7 +159,7 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
 
     Raises:
         ConfigError: there is no such directory.
-        ModelError: its config.json is missing, lacks a key, or has a value that cannot be.
+        ModelError: its config.json is missing, lacks a key, or has an impossible value.
     """
     return facts_of(read_model_config(directory))
 
@@ -204,7 +205,7 @@ def _window(config: ModelConfig) -> SlidingWindow | None:
         layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
     else:
         layers = range(config.integer("max_window_layers", 28, least=0), num_layers)
-    # Absent, it is the default of transformers; null, no layer slides.
+    # If the key is absent, transformers' default applies; if it is null, no layer has a window.
     if not layers or config.raw.get("sliding_window", DEFAULT_WINDOW) is None:
         return None
     return SlidingWindow(
@@ -213,7 +214,9 @@ def _window(config: ModelConfig) -> SlidingWindow | None:
 
 
 def _has_int8(file: Path) -> bool:
-    """Whether a safetensors file has an int8 tensor; ``check_weight_files`` refuses broken ones."""
+    """Return whether a file contains an int8 tensor; ``check_weight_files`` refuses broken
+    files.
+    """
     try:
         tensors = read_header(file).values()
     except ModelError:

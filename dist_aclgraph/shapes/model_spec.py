@@ -1,8 +1,8 @@
 """The shape of a supported decoder, as one frozen value; nothing here needs torch.
 
-Supported: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``,
-``Qwen3MoeForCausalLM``, ``DeepseekV2ForCausalLM`` and ``DeepseekV3ForCausalLM``. They are one
-decoder with switches: biases of q, k and v, of the output and of the MLP; RMS norms of q and k
+Supported models: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``,
+``Qwen3MoeForCausalLM``, ``DeepseekV2ForCausalLM`` and ``DeepseekV3ForCausalLM``. One decoder with
+switches covers them all: biases of q, k and v, of the output and of the MLP; RMS norms of q and k
 heads; latent attention in place of grouped queries; experts in place of the MLP.
 """
 
@@ -31,7 +31,7 @@ ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )
-MIN_EXPERTS_OF_A_GROUP = 3  # for npu_moe_gating_top_k
+MIN_EXPERTS_OF_A_GROUP = 3  # required by npu_moe_gating_top_k
 LATENT_SIZES = (512, 128, 64, 128)  # latent, plain and rotated part of a head, value
 
 
@@ -42,13 +42,15 @@ class ExpertSpec(ExpertFacts):
     Attributes:
         width: inner width of one expert.
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
-        layers: layers that have experts, those behind the decoder's own included; the others have
-            a dense MLP.
+        layers: layers that have experts, next-token layers after the decoder's layers included; the
+            other layers have a dense MLP.
         scoring: how a router's logits become the weights of experts.
-        num_groups, top_groups: experts are chosen from the best groups only; 1 of 1: no groups.
-        group_score: what is compared of groups, their best expert or the sum of their best two.
-        scaling: factor on the weights.
-        has_bias: whether the choice, but not the weights, adds a bias to the scores.
+        num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
+            ``num_groups`` groups; 1 and 1 means no groups.
+        group_score: score of a group: that of its best expert, or the sum of its two best.
+        scaling: factor for the experts' weights.
+        has_bias: whether a bias is added to the scores for the choice of experts, but not for
+            weights.
     """
 
     width: int
@@ -64,15 +66,17 @@ class ExpertSpec(ExpertFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Multi-head latent attention: keys and values of all heads are made of one latent per token.
+    """Multi-head latent attention: keys and values of all heads are computed from one latent per
+    token.
 
     Attributes:
-        q_rank: width that queries are squeezed through, None where they are not.
+        q_rank: width of the low-rank projection of queries; None without such a projection.
         kv_rank: width of the latent.
-        plain_dim, rope_dim: parts of a query or key head without and with rotary embedding.
+        plain_dim, rope_dim: widths of the parts of a query or key head without and with rotary
+            embedding.
         value_dim: width of a value head.
-        interleaves: whether the checkpoint rotates neighbouring elements, not those half a head
-            apart.
+        interleaves: true: the checkpoint rotates pairs of neighbouring elements; false: pairs of
+            elements that are half a head apart.
     """
 
     q_rank: int | None
@@ -104,8 +108,8 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
 
     Raises:
         ConfigError: there is no such directory.
-        ModelError: its config.json is missing or unreadable, lacks a key, or has a value that
-            cannot be.
+        ModelError: its config.json is missing or unreadable, lacks a key, or has an impossible
+            value.
         UnsupportedModelError: the architecture, activation, rope scaling or quantisation is not
             implemented.
     """
@@ -152,7 +156,7 @@ def _read_experts(config: ModelConfig) -> ExpertSpec | None:
 
 
 def _checked(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
-    """Return the experts, or refuse numbers of groups and experts that exclude each other."""
+    """Return the experts; refuse numbers of groups and experts that contradict each other."""
     per_group, rest = divmod(experts.num_experts, experts.num_groups)
     if rest or not 1 <= experts.top_groups <= experts.num_groups:
         raise ModelError(
@@ -195,7 +199,7 @@ def _deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec:
         num_experts=config.integer("n_routed_experts", most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
         width=config.integer("moe_intermediate_size"),
-        # Weights of V2 are scaled or renormalised, never both; published ones are scaled.
+        # V2 scales or renormalises experts' weights, never both; published checkpoints scale them.
         renormalizes=is_v3 and config.flag("norm_topk_prob", True),
         layers=frozenset(i for i in range(first, num_layers) if i % step == 0),
         scoring="sigmoid" if scoring == "sigmoid" else "softmax",

@@ -1,4 +1,6 @@
-"""The supported formats of quantised checkpoints, by config.json and its companion file."""
+"""The supported formats of quantised checkpoints, as config.json and its companion file describe
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ SUPPORTED = (
 
 
 def check_quantisation(config: ModelConfig) -> None:
-    """Check the format of a quantised checkpoint; which weights have it, their dtypes say.
+    """Check the format of a quantised checkpoint. The dtypes show which weights are quantised.
 
     Raises:
-        ModelError: config.json has a value that cannot be, or the description cannot be read.
-        UnsupportedModelError: it is quantised in another way than the supported ones.
+        ModelError: config.json has an impossible value, or the description cannot be read.
+        UnsupportedModelError: the quantised format of the checkpoint is not supported.
     """
     if (found := config.part("quantization_config")) is not None:
         reason = _refusal(found)
@@ -62,7 +64,9 @@ def _refusal(config: ModelConfig) -> str:
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the first key that is not as wanted, with its value, or nothing."""
+    """Return the first key whose value differs from the wanted one, with its value; "" without a
+    difference.
+    """
     for key, value in wanted.items():
         if found.get(key) != value:
             return f"{key} {found.get(key)!r:.80}"

@@ -17,13 +17,15 @@ ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding: base, how much of a head turns, and the scaling of long contexts.
+    """Rotary embedding: its base, the rotated part of a head, and the scaling for long contexts.
 
     Attributes:
-        max_position_embeddings: as config.json has it, not scaled.
-        original_max_position_embeddings: context before the scaling; None is the same as above.
-        short_factors, long_factors: divisors of each frequency by longrope, for deployments whose
-            requests fit into the original context, and for the others.
+        max_position_embeddings: the value in config.json, not scaled.
+        original_max_position_embeddings: context length before the scaling; None means
+            ``max_position_embeddings``.
+        short_factors, long_factors: longrope's divisors of each frequency. The short factors are
+            for deployments whose longest request fits into the original context, the long ones for
+            all others.
     """
 
     theta: float
@@ -44,7 +46,7 @@ class RopeSpec:
 
     @property
     def original_len(self) -> int:
-        """Context before the scaling."""
+        """Context length before the scaling."""
         return self.original_max_position_embeddings or self.max_position_embeddings
 
 
@@ -53,9 +55,9 @@ class ContextLengths:
     """Lengths of requests: prompt plus output, in tokens.
 
     Attributes:
-        longest: that the model can have.
-        usual: the default of ``max_model_len``. It is shorter where longer requests would change
-            the embedding of short ones.
+        longest: length of the longest request that the model supports.
+        usual: default of ``max_model_len``. It is shorter if longer requests would change the
+            embedding of short requests.
     """
 
     longest: int
@@ -66,10 +68,10 @@ def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
     """Read the rotary embedding of a supported decoder.
 
     Args:
-        rope_dim: elements of a head that turn.
+        rope_dim: number of rotated elements of a head.
 
     Raises:
-        ModelError: a key is missing, or has a value that cannot be.
+        ModelError: a key is missing, or has an impossible value.
         UnsupportedModelError: the scaling is not implemented.
     """
     scaling = _scaling(config)
@@ -110,10 +112,10 @@ def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
 
 
 def read_context_lengths(config: ModelConfig) -> ContextLengths:
-    """Read the lengths that a model of any architecture allows.
+    """Read the lengths of requests that a model allows, whatever its architecture.
 
     Raises:
-        ModelError: a key is missing, or has a value that cannot be.
+        ModelError: a key is missing, or has an impossible value.
     """
     scaling, length = _scaling(config), config.max_position_embeddings
     kind = _kind(scaling)
@@ -121,7 +123,8 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
         return ContextLengths(length, min(length, _original_len(config, scaling)))
     if kind in ("linear", "dynamic", "yarn"):
         start = _original_len(config, scaling) if kind == "yarn" else length
-        # vLLM gives a yarn model less than it declares if the factor is too small for that.
+        # For a yarn model, vLLM allows less than the declared length if the factor is too small for
+        # this length.
         length = max(length, int(start * _factor(config, scaling)))
         if length > MAX_CONTEXT:
             raise ModelError(
@@ -132,8 +135,8 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
 
 
 def _scaling(config: ModelConfig) -> ModelConfig:
-    """Return the object of the scaling. As in transformers, the older ``rope_scaling`` wins over
-    ``rope_parameters``: users add it to long published files.
+    """Return the object of the scaling. As in transformers, the older ``rope_scaling`` takes
+    precedence over ``rope_parameters``, because users add it to files that were published long ago.
     """
     return config.part("rope_scaling") or config.part("rope_parameters") or config.empty_part()
 
@@ -143,7 +146,9 @@ def _kind(scaling: ModelConfig) -> str:
 
 
 def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:
-    """Return the context before the scaling; the key beside the scaling's object wins."""
+    """Return the context length before the scaling. A key beside the scaling's object takes
+    precedence over a key inside it.
+    """
     holder = config if config.has(ORIGINAL) else scaling
     return holder.integer(ORIGINAL, config.max_position_embeddings, least=2, most=MAX_CONTEXT)
 

@@ -1,6 +1,6 @@
 """The safetensors files of a checkpoint, and whether they are complete.
 
-Only headers are read, so that a missing or truncated file is known before anything is started.
+Only headers are read, so a missing or truncated file is found before anything is started.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def check_weight_files(directory: str | Path) -> None:
-    """Return if a checkpoint's weights can be loaded, as far as headers tell.
+    """Check by the headers that a checkpoint's weights can be loaded.
 
     Raises:
-        ModelError: a file is missing, cut off or no safetensors file; names it.
+        ModelError: a file is missing, cut off or no safetensors file; the message names the file.
     """
     for file in weight_files(directory):
         read_header(file)
@@ -37,10 +37,10 @@ def weight_files(directory: str | Path) -> list[Path]:
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor: from the index, or of the only file.
+    """Return the file name of each tensor, from the index; without an index, that of the only file.
 
     Raises:
-        ModelError: there are no weights, or their index or header cannot be read.
+        ModelError: there are no weights, or the index or a header cannot be read.
     """
     index = _file_named(directory, INDEX)
     if index.exists():
@@ -55,10 +55,10 @@ def tensor_files(directory: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: tensors by name, with dtype, shape and place.
+    """Return the header of a safetensors file: tensors by name, with dtype, shape and offsets.
 
     Raises:
-        ModelError: the file is not one, or is cut off.
+        ModelError: the file is not a safetensors file, or is cut off.
     """
     check_regular(path)
     try:
@@ -96,9 +96,9 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _file_named(directory: Path, name: str) -> Path:
-    """Return the file of that name, or else the only file whose name has the same ending.
+    """Return the file of that name; otherwise the only file whose name has the same ending.
 
-    Tools that quantise choose names of their own.
+    Quantisation tools choose their own file names.
     """
     wanted = directory / name
     if wanted.exists():

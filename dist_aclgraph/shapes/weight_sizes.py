@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
-NORMS_OF_NEXT_TOKEN = 3  # of token, of hidden state, before the head
+NORMS_OF_NEXT_TOKEN = 3  # of the token's embedding; of the hidden state; before the output head
 FLOAT32_BYTES = 4
 
 
@@ -19,7 +19,9 @@ class WeightPart(NamedTuple):
 
 
 class _Elements(NamedTuple):
-    """Elements of matrices, which may be quantised, of what is float32 always, and of the rest."""
+    """Numbers of elements: of matrices that may be quantised, of values that are always float32,
+    and of all other weights.
+    """
 
     matrices: int
     others: int = 0
@@ -35,13 +37,15 @@ def weight_parts(
     matrix_bytes: int | None = None,
     drafts: bool = False,
 ) -> tuple[WeightPart, ...]:
-    """Return what one rank holds.
+    """Return the parts of the weights on one rank, with their bytes.
 
     Args:
-        ep: 1 splits every expert over the tensor parallel ranks; else a rank has whole ones.
-        matrix_bytes: of an element of the layers' matrices, where these are quantised; scales are
-            left out, one for each output.
-        drafts: with the next-token module, whose embedding and head are the decoder's.
+        ep: with 1, every expert is split over the tensor parallel ranks; else a rank has whole
+            experts.
+        matrix_bytes: bytes of an element of the layers' matrices, if they are quantised. The
+            scales, one for each output, are not counted.
+        drafts: whether the next-token module is counted; it shares the decoder's embedding and
+            head.
     """
     sizes = element_bytes, matrix_bytes or element_bytes
     indices = range(spec.num_layers + (1 if drafts else 0))
@@ -92,9 +96,10 @@ def _attention(spec: ModelSpec, tp: int) -> _Elements:
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements:
     hidden, heads = spec.hidden_size, spec.num_heads // tp
     query = heads * (latent.plain_dim + latent.rope_dim)
-    matrices = hidden * (latent.kv_rank + latent.rope_dim)  # whole on every rank
+    matrices = hidden * (latent.kv_rank + latent.rope_dim)  # not split over ranks
     matrices += heads * latent.value_dim * hidden
-    # The products with the latent are stacks of one matrix for each head, and stay as they are.
+    # The matrices that multiply the latent are stacks, one matrix for each head; they are never
+    # quantised.
     others = heads * latent.kv_rank * (latent.plain_dim + latent.value_dim) + latent.kv_rank
     if latent.q_rank is None:
         return _Elements(matrices + hidden * query, others)
@@ -110,7 +115,7 @@ def _mlp(hidden: int, width: int, tp: int) -> _Elements:
 def _experts(
     hidden: int, experts: ExpertSpec, tp: int, ep: int
 ) -> tuple[_Elements, _Elements, _Elements]:
-    """Routed experts, shared ones and the router of a layer."""
+    """Return the elements of a layer's routed experts, of its shared experts, and of its router."""
     if ep > 1:
         routed = experts.num_experts // ep * 3 * hidden * experts.width
     else:

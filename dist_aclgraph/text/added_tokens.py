@@ -1,4 +1,4 @@
-"""Tokens that the files beside a tokenizer.json add to it, as ``transformers`` 5 reads them."""
+"""Tokens that a checkpoint's other files add to its tokenizer.json, as in ``transformers`` 5."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """What a checkpoint adds to the vocabulary of its tokenizer.json.
+    """The tokens that a checkpoint adds to the vocabulary of its tokenizer.json.
 
     Attributes:
         by_name: special tokens by the names that chat templates use, such as ``bos_token``.
         described: tokens with their flags, in the order of their ids.
-        special: tokens that are special whatever the tokenizer.json says.
+        special: tokens that are special, even if the tokenizer.json has no such flag.
     """
 
     by_name: dict[str, str]
@@ -32,7 +32,9 @@ class AddedTokens:
     special: list[AddedToken]
 
     def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Add the tokens: a new one gets the next free id, and a known one gets its flags."""
+        """Add the tokens: a new token gets the next free id; a known token keeps its id and gets
+        its flags.
+        """
         tokenizer.add_tokens(self.described)
         tokenizer.add_special_tokens(self.special)
 
@@ -42,15 +44,16 @@ def read_added_tokens(
 ) -> AddedTokens:
     """Return the tokens that a checkpoint adds.
 
-    ``added_tokens_decoder`` of tokenizer_config.json is complete where it exists. Older checkpoints
-    have special_tokens_map.json and added_tokens.json in its place.
+    If tokenizer_config.json has ``added_tokens_decoder``, this list is complete. Older checkpoints
+    have special_tokens_map.json and added_tokens.json instead.
 
     Args:
-        described: the content of its tokenizer_config.json.
-        known: the added tokens of its tokenizer.json, whose flags older checkpoints go by.
+        described: the content of the checkpoint's tokenizer_config.json.
+        known: the added tokens of the tokenizer.json; older checkpoints use the flags of these
+            tokens.
 
     Raises:
-        ModelError: a file cannot be read, or a token in it is not one.
+        ModelError: a file cannot be read, or an entry in it is not a valid token.
     """
     found = dict(described)
     listed = _tokens_by_id(found.get("added_tokens_decoder") or {})
@@ -93,7 +96,7 @@ def _tokens_by_id(listed: Any) -> dict[int, AddedToken]:
 
 
 def _token(value: Any, *, is_special: bool = False) -> AddedToken:
-    """Return a token that a file gives as a text, or as an object with its flags."""
+    """Return the token that a file describes by a text, or by an object with flags."""
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):

@@ -1,8 +1,9 @@
 """ChatTemplate: a checkpoint's own template, rendered in a child process with limits.
 
 Jinja's sandbox limits neither time nor memory: one filter can compute for hours, or fill the memory
-of the service. The kernel limits both for a process (``template_process``). A process serves one
-render at a time. The next render reuses an idle process, or starts another one.
+of the service. So templates run in a process of their own (``template_process``), whose time and
+memory the kernel limits. A process serves one render at a time. The next render reuses an idle
+process, or starts another process.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ MAX_PROCESSES = 4
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """What one render may take.
+    """The limits of one render.
 
     Attributes:
-        cpu_s: time on a processor; published templates take milliseconds.
+        cpu_s: CPU time in seconds; published templates need milliseconds.
         wait_s: how long the parent waits for the answer before it kills the process.
-        memory_bytes: address space of its process.
-        chars: length of the prompt.
+        memory_bytes: address space of the process that renders.
+        chars: length of the rendered prompt in characters.
     """
 
     cpu_s: float = 4.0
@@ -47,14 +48,15 @@ class RenderLimits:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How messages become a prompt, as ``apply_chat_template`` of transformers takes it.
+    """How messages become a prompt; the options are those of ``apply_chat_template`` in
+    transformers.
 
     Attributes:
         add_generation_prompt: whether the prompt ends with the beginning of an answer.
-        continue_final_message: whether the answer goes on where the last message ends.
-        template: the name of one of the checkpoint's templates; None takes "tool_use" for tools
-            where there is one, else "default".
-        variables: more that the template sees, such as ``enable_thinking``.
+        continue_final_message: whether the answer continues the text of the last message.
+        template: the name of one of the checkpoint's templates. None means "tool_use" if the
+            request has tools and this template exists, else "default".
+        variables: further variables of the template, such as ``enable_thinking``.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -150,7 +152,7 @@ class ChatTemplate:
 
     def _take_process(self) -> _Process:
         try:
-            process = self._idle.pop()  # atomic: no other thread takes the same
+            process = self._idle.pop()  # atomic: no other thread gets the same process
         except IndexError:
             return _Process(self._limits)
         if process.is_alive():
@@ -198,7 +200,7 @@ class _Process:
         )
 
     def _why_ended(self) -> str:
-        """Return what the template did that ended the process."""
+        """Return why the process ended: what the template did."""
         limits = self._limits
         code: int = self._process.wait()
         if code == -signal.SIGPROF:
@@ -224,11 +226,11 @@ class _Process:
 def read_chat_template(
     directory: Path, described: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the chat template of a checkpoint, None where it has none.
+    """Return the chat template of a checkpoint; None without a template.
 
     Args:
-        described: the content of its tokenizer_config.json.
-        special_tokens: its special tokens by name.
+        described: the content of the checkpoint's tokenizer_config.json.
+        special_tokens: the checkpoint's special tokens by name.
 
     Raises:
         ModelError: the template cannot be read, or does not compile.
@@ -248,7 +250,7 @@ def read_chat_template(
 
 
 def _sources(directory: Path, described: Any) -> dict[str, Any]:
-    """Return templates by name; files come before what tokenizer_config.json describes."""
+    """Return templates by name; template files take precedence over tokenizer_config.json."""
     files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
     own = directory / "chat_template.jinja"
     if own.exists():

@@ -1,4 +1,4 @@
-"""Detokenizer: text that grows token by token, and is never taken back."""
+"""Detokenizer: token ids become text, token by token. Returned text never changes later."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from functools import partial
 
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-CONTEXT_TOKENS = 4  # the bytes of a UTF-8 character, of which each is a token
+CONTEXT_TOKENS = 4  # a UTF-8 character has up to four bytes, and each byte may be a token
 MAX_WINDOW = 10
 REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one output: what decoding prompt and output adds to the text of the prompt.
+    """The text of one output: the text of prompt and output together, without the text of the
+    prompt.
 
-    A decoder looks at what stands before a token: it drops the first space of a text, and joins
-    bytes to characters. So the last tokens are decoded again with each new one, from a window that
-    begins in the prompt. Text that a later token may still change is held back: a space before
-    punctuation where the tokenizer removes it, a replacement character at the end, and a run of
-    byte tokens, all of which become replacement characters if one of them is wrong.
+    The text of a token depends on the tokens before it: a decoder drops the first space of a text,
+    and joins bytes to characters. So the last tokens are decoded again with each new token, from a
+    window that begins in the prompt. Text that a later token may still change is held back: a space
+    before punctuation if the tokenizer removes such spaces; a replacement character at the end; and
+    a run of byte tokens, because one wrong byte turns the whole run into replacement characters.
 
-    ``take_token_texts`` divides the text among its tokens, as log-probabilities need it.
+    ``take_token_texts`` divides the text among its tokens, for log-probabilities.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Detokenizer:
         self._window = self._context(prompt_ids)
         self._num_shown = self._num_certain()  # characters of the window's text
         self._held: list[int] = []  # tokens whose own text is not certain
-        self._new = ""  # text that came out and is not yet divided among tokens
+        self._new = ""  # returned text that is not yet divided among tokens
         self._token_texts: list[str] = []
 
     def feed(self, token_id: int) -> str:
-        """Take a token and return the text that is now certain; it may be empty."""
+        """Add a token; return the new text that no later token changes. The text may be empty."""
         self._held.append(token_id)
         if token_id in self._without:
             if len(self._held) == 1:
@@ -72,14 +73,16 @@ class Detokenizer:
         return new
 
     def take_token_texts(self) -> list[str]:
-        """Return the texts of the next tokens, in order, each once it is certain."""
+        """Return the texts of further tokens, in order. A token's text is returned once, when it is
+        certain.
+        """
         texts, self._token_texts = self._token_texts, []
         return texts
 
     def _context(self, ids: Sequence[int]) -> list[int]:
-        """Return the last tokens that the text behind them depends on.
+        """Return the last tokens; the text after them depends on them.
 
-        They begin where no run of byte tokens does, and hold no token without a text.
+        The first of them is outside any run of byte tokens. Tokens without a text are left out.
         """
         context: list[int] = []
         for token_id in reversed(ids):
@@ -93,7 +96,9 @@ class Detokenizer:
         return len(self._tokenizer.certain_text(self._decode(self._window)))
 
     def _divide(self) -> None:
-        """Divide new text among the tokens that it is of: a character goes to its last byte."""
+        """Divide new text among its tokens. A character of several tokens belongs to the token of
+        its last byte.
+        """
         ids, self._held = self._held, []
         text, self._new = self._new, ""
         if len(ids) < 2:
@@ -103,7 +108,8 @@ class Detokenizer:
         known = self._tokenizer.token_bytes
         pieces = [read(b"" if i in self._without else known[i]) for i in ids]
         if "".join(pieces) != text:
-            # Bytes that are no text: one replacement character for each byte token of a run.
+            # The bytes are not UTF-8: the text has one replacement character for each byte token of
+            # a run.
             last = len(ids) - 1
             is_run = not text[:last].strip(REPLACEMENT)
             pieces = [text[i : i + 1] if is_run else "" for i in range(last)]
@@ -112,7 +118,7 @@ class Detokenizer:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token of a prompt; they join to the text of the prompt."""
+    """Return the text of each token of a prompt; joined, the texts are the text of the prompt."""
     detokenizer = Detokenizer(tokenizer)
     for token_id in ids:
         detokenizer.feed(token_id)

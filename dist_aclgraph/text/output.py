@@ -1,4 +1,4 @@
-"""OutputText: deltas of token ids in, pieces of text out, until a stop string or the end."""
+"""OutputText: turns new token ids into new pieces of text, until a stop string or the end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 
 class TextPiece(msgspec.Struct, frozen=True):
-    """What one delta brought to one output.
+    """The text and the tokens that one delta adds to one output.
 
     Attributes:
-        text: new text that no later token changes.
-        token_ids: the output's new tokens, an end token included; none after a stop string.
-        logprobs: one for each token whose own text is certain since the last piece, or none at all.
-        token_texts: these tokens' own texts; over all pieces they join to the text before stop
-            strings cut it.
+        text: new text; no later token changes it.
+        token_ids: the output's new tokens, end token included; no tokens after a stop string.
+        logprobs: one for each token whose text became certain since the last piece; empty if
+            log-probabilities were not requested.
+        token_texts: the texts of these tokens. The token texts of all pieces join to the text
+            before a stop string cuts it.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is an end token, which has no text.
     """
@@ -39,7 +40,7 @@ class OutputText:
     """The text of one request as it grows.
 
     Args:
-        prompt_ids: the prompt, on whose end the beginning of the text depends.
+        prompt_ids: the prompt; the beginning of the text depends on the prompt's last tokens.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class OutputText:
         self._matcher = StopMatcher(params.stop, includes_stop=includes_stop)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._rows: list[RowLogprobs] = []  # of tokens whose own text is not certain
+        self._rows: list[RowLogprobs] = []  # of tokens whose text is not certain yet
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the text."""
+        """The stop string that has ended the text; None before."""
         return self._matcher.matched
 
     def add_tokens(
@@ -65,15 +66,15 @@ class OutputText:
         logprobs: Sequence[RowLogprobs | None],
         finish_reason: str | None,
     ) -> TextPiece:
-        """Return what new tokens bring.
+        """Add new tokens, and return the piece of text that they make.
 
-        Tokens go in one by one: how many come at once must not show, neither in what is counted
-        nor in what is reported.
+        Tokens are added one by one, so that the number of tokens in a delta changes neither the
+        counts nor the reported values.
 
         Args:
-            logprobs: one for each token, or empty where they were not asked for.
-            finish_reason: why the engine ended the request with these tokens; "stop" says that
-                the last one is an end token.
+            logprobs: one for each token; empty if they were not requested.
+            finish_reason: why the engine ended the request with these tokens; "stop" means that the
+                last token is an end token.
         """
         has_end_token = finish_reason == "stop"
         num_spoken = len(token_ids) - has_end_token
@@ -98,15 +99,17 @@ class OutputText:
         return TextPiece(text, taken, tuple(rows), tuple(texts), finish_reason, has_end_token)
 
     def _feed(self, text: str, num_tokens: int) -> str:
-        """Return the text that is certain; the first ``min_tokens`` tokens end no stop string."""
+        """Return the text that is certain. No stop string matches within the first ``min_tokens``
+        tokens.
+        """
         self._num_tokens += num_tokens
         return self._matcher.feed(text, may_match=self._num_tokens > self._min_tokens)
 
 
 def with_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> SamplingParams:
-    """Return parameters that name tokens of this vocabulary: bad words have their token ids.
+    """Return parameters whose tokens are in this vocabulary; bad words have got their token ids.
 
-    A bad word is forbidden at the beginning of a word, and within one.
+    A bad word is forbidden at the beginning of a word, and inside a word.
 
     Raises:
         InvalidParameterError: a token lies outside the vocabulary.
@@ -121,10 +124,10 @@ def with_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> SamplingPara
 
 
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
-    """Return every id that ends a request's output: the model's own and the requested ones.
+    """Return every token id that ends a request's output: the model's ids and the requested ids.
 
     Raises:
-        InvalidParameterError: a requested one lies outside the vocabulary.
+        InvalidParameterError: a requested id lies outside the vocabulary.
     """
     tokenizer.check_ids(params.stop_token_ids, "stop_token_ids")
     own = () if params.ignore_eos else tokenizer.eos_ids

@@ -1,4 +1,4 @@
-"""What a checkpoint recommends for requests that do not say how to sample."""
+"""Sampling parameters that a checkpoint recommends for requests without parameters of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dist_aclgraph.errors import InvalidParameterError, ModelError
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.shapes.model_config import read_model_config
 
-# Names in generation_config.json, and in SamplingParams.
+# Names in generation_config.json, and the corresponding names in SamplingParams.
 NAMES = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -21,9 +21,9 @@ NAMES = {
 
 
 def read_sampling_defaults(config: Config) -> dict[str, Any]:
-    """Return parameters of ``SamplingParams`` from generation_config.json; a null is absent.
+    """Return parameters of ``SamplingParams`` from generation_config.json; null counts as absent.
 
-    Empty where ``sampling_defaults`` is "none".
+    The result is empty if ``sampling_defaults`` is "none".
 
     Raises:
         ModelError: a value lies outside of its range.

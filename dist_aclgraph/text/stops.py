@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopMatcher:
     """Cuts a text before the first stop string, however the text is divided into pieces.
 
-    Text that may be the beginning of a stop string is held back. The first match is the one that
-    ends first; among those that end together, the longest.
+    Text that may be the beginning of a stop string is held back. The first match is the match that
+    ends first; if several matches end at the same place, the longest of them.
 
     Args:
         includes_stop: whether the stop string is part of the text that it ends.
@@ -23,7 +23,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, piece: str, *, may_match: bool = True) -> str:
-        """Take a piece and return the text that is certain to be part of the output.
+        """Add a piece; return the text that certainly belongs to the output.
 
         Args:
             may_match: whether a stop string that ends in this piece ends the text.
@@ -43,12 +43,14 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """Return what was held back: the text has ended without a stop string."""
+        """Return the text that was held back; call this if the text has ended without a stop
+        string.
+        """
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """Return where the first stop string begins that ends behind what was held back."""
+        """Return begin and text of the first stop string that ends after the held-back text."""
         found = [(text.find(stop, max(0, num_held + 1 - len(stop))), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if not ends:
@@ -57,7 +59,9 @@ class StopMatcher:
         return start, stop
 
     def _partial(self, text: str) -> int:
-        """Length of the longest end of ``text`` that a stop string may begin with."""
+        """Return the length of the longest end of ``text`` that is the beginning of a stop
+        string.
+        """
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - size :]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -1,9 +1,10 @@
 """The process that renders chat templates for its parent; ``chat_template`` starts it by its path.
 
-It imports the standard library and Jinja alone, so that it starts within 0.1 s and stays small.
-Messages on the socket are JSON behind four bytes of length: first the limits, then the template
-and the variables of each render, which is answered. The process ends when the parent closes the
-socket, and when a render reaches a limit of time or memory.
+The process imports only the standard library and Jinja, so that it starts within 0.1 s and stays
+small. Each message on the socket is four bytes of length, followed by JSON. The first message
+contains the limits. Each later message contains the template and the variables of one render, and
+gets an answer. The process ends when the parent closes the socket, or when a render reaches a limit
+of time or memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from datetime import datetime
 from typing import Any, BinaryIO
 
 if __name__ == "__main__":
-    # Python runs isolated here (-I -S): these are the folders of Jinja and MarkupSafe.
+    # Python runs isolated here (-I -S), so the folders of Jinja and MarkupSafe are added.
     sys.path.extend(sys.argv[1:])
 
 import jinja2
@@ -36,7 +37,7 @@ END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template may strip the s
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant has written; it changes no text."""
+    """``{% generation %}`` marks the assistant's text; the tag does not change any text."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja declares it so
 
@@ -67,7 +68,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's filter, do not escape what is special in HTML."""
+    """Return JSON. Unlike Jinja's filter, do not escape characters that are special in HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -95,13 +96,13 @@ def receive(stream: BinaryIO) -> Any:
 
 
 def packed(message: Any) -> bytes:
-    """Return a message as ``receive`` reads it."""
+    """Return the bytes of a message, in the format that ``receive`` reads."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(LENGTH_BYTES) + body
 
 
 def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
-    """Return the ``text`` of a render, or the ``error`` it ends with."""
+    """Return the ``text`` of a render, or the ``error`` that ended the render."""
     variables = request["variables"]
     variables["messages"] = [_with_reasoning(message) for message in variables["messages"]]
     try:
@@ -118,7 +119,7 @@ def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose reasoning has each of the names that templates read."""
+    """Return a message with its reasoning under every name that templates use for it."""
     found = [message[name] for name in REASONING_FIELDS if message.get(name) is not None]
     if not found:
         return message
@@ -126,7 +127,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Put a mark behind the text of the last message, and return the text."""
+    """Put a mark after the text of the last message, and return the text."""
     last = messages[-1].get("content")
     if not isinstance(last, str):
         raise jinja2.TemplateError("the last message has no text that could be continued")
@@ -168,7 +169,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"],) * 2)
     while True:
         request = receive(incoming)
-        # The kernel ends the process by SIGPROF: no code of a template can put that off.
+        # The kernel ends the process by SIGPROF; no code of a template can delay this.
         signal.setitimer(signal.ITIMER_PROF, first["cpu_s"])
         reply = packed(render(request, first["chars"]))
         signal.setitimer(signal.ITIMER_PROF, 0)

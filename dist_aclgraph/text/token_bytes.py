@@ -12,11 +12,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of tokens by id; computed when first asked for, and kept.
+    """The bytes of tokens by id; computed at the first request for a token, and then kept.
 
     Attributes:
         byte_ids: tokens that stand for one byte each (SentencePiece's ``<0x0A>``). The library's
-            decoder joins a run of them, and replaces all bytes of a run that is not UTF-8.
+            decoder joins a run of these tokens. If the run is not UTF-8, the decoder replaces all
+            bytes of the run.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> None:
@@ -28,7 +29,7 @@ class TokenBytes:
             byte_tokens = [i for token, i in vocabulary.items() if _BYTE.fullmatch(token)]
             self.byte_ids = frozenset(byte_tokens)
         self._known: dict[int, bytes] = {}
-        self._before: list[int] = []  # a token with a text: what follows it is no beginning
+        self._before: list[int] = []  # a token with text: a token after it does not begin a text
         if self._byte_of_char is None and vocabulary:
             self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
 
@@ -40,7 +41,7 @@ class TokenBytes:
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None:  # the model has rows that the tokenizer does not name
+        if token is None:  # a row of the model that has no token in the tokenizer
             return b""
         if token_id in self.byte_ids:
             return bytes.fromhex(token[3:5])
@@ -57,7 +58,7 @@ class TokenBytes:
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
-    """Return the names of a decoder and of those that it consists of."""
+    """Return the names of a decoder and of the decoders that it consists of."""
     if decoder is None:
         return set()
     described = json.loads(decoder.__getstate__())
@@ -66,10 +67,10 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the bytes that the characters of a byte-level vocabulary stand for.
+    """Return the byte of each character of a byte-level vocabulary.
 
-    Printable characters of Latin-1 stand for their own code, those from U+0100 on for the other
-    bytes in order (GPT-2, ``bytes_to_unicode``).
+    Printable characters of Latin-1 mean the byte of their own code. Characters from U+0100 on mean
+    the remaining bytes, in order (GPT-2, ``bytes_to_unicode``).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]

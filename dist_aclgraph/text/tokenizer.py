@@ -26,26 +26,26 @@ from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_tem
 from dist_aclgraph.text.token_bytes import TokenBytes
 from dist_aclgraph.token_ids import check_token_ids
 
-MIN_LONGEST_TOKEN = 64  # characters; normalisers may drop some of a text
-# The library holds Python's lock while it gives an encoding back or frees it: some 5 ms for one of
-# so many characters.
+MIN_LONGEST_TOKEN = 64  # characters; normalisers may remove characters of a text
+# The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
+# of this many characters.
 PART_CHARS = 1 << 16
-# What may become one of the endings that ``_without_spaces`` looks for.
+# An end of a text that may become an ending that ``_without_spaces`` looks for.
 _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 
 
 class Tokenizer:
-    """Text to ids and back. Owns no state of requests; safe to share between threads.
+    """Turns text into token ids and back. It has no state of requests, so threads may share it.
 
     Attributes:
         eos_ids: ids that end an output: those of generation_config.json, else config.json, and the
             tokenizer's own end token.
-        special_ids: tokens that are no text for people, such as the end token.
+        special_ids: ids of tokens that are not text for people, such as the end token.
         nameless_ids: rows of the model for which the tokenizer has no token.
-        unspoken_ids: both.
+        unspoken_ids: ``special_ids`` and ``nameless_ids`` together.
         token_bytes: the bytes that a token adds in the middle of a text.
-        vocab_size: ids lie in [0, vocab_size).
-        context_len: default of the longest request.
+        vocab_size: all token ids are in [0, vocab_size).
+        context_len: default length of the longest request, in tokens.
         has_text: whether there is a tokenizer.json; without one, prompts are token ids and
             outputs have no text.
     """
@@ -70,7 +70,7 @@ class Tokenizer:
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        except BaseException as e:  # tokenizers raises the base class itself, and panics
+        except BaseException as e:  # tokenizers raises Exception itself, and panics
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -101,15 +101,16 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a text.
 
-        Lets other threads run meanwhile, which ``Tokenizer.encode`` of the library does not.
+        Other threads run at the same time. The library's ``Tokenizer.encode`` does not allow this.
 
         Args:
-            max_tokens: most tokens that the text may have; by default as many as characters.
+            max_tokens: largest number of tokens that the text may have; the default is the number
+                of characters.
 
         Raises:
-            InvalidParameterError: the tokenizer cannot take the text, or it holds a token that the
-                model does not have.
-            RequestTooLongError: it has more tokens.
+            InvalidParameterError: the tokenizer cannot encode the text, or the text contains a
+                token that the model does not have.
+            RequestTooLongError: the text has more tokens.
         """
         if not self.has_text:
             raise InvalidParameterError(
@@ -133,7 +134,7 @@ class Tokenizer:
         return ids
 
     def _check_text(self, ids: Sequence[int]) -> None:
-        """Refuse a text that holds a token of the tokenizer for which the model has no row."""
+        """Refuse a text that contains a token for which the model has no row."""
         highest = max(ids, default=0)
         if highest >= self.vocab_size:
             token = self._tokenizer.id_to_token(highest)
@@ -144,9 +145,9 @@ class Tokenizer:
             )
 
     def _check_parts(self, text: str, max_tokens: int) -> None:
-        """Refuse a long text by its beginning, without an encoding of all its tokens.
+        """Refuse a text that is too long after encoding only a part of it.
 
-        A cut may split a token into as many tokens as it has characters.
+        A cut between parts may split a token into as many tokens as the token has characters.
         """
         count = 0
         for start in range(0, len(text), PART_CHARS):
@@ -165,7 +166,7 @@ class Tokenizer:
         return encoding
 
     def _too_long(self, found: str, most: int) -> RequestTooLongError:
-        # Clients look for the first words.
+        # Clients recognise the error by its first words.
         return RequestTooLongError(
             f"This model's maximum context length is {min(most, self.context_len)} tokens; the "
             f"text has {found}, and at most {most} tokens are taken",
@@ -182,7 +183,7 @@ class Tokenizer:
         return self.text_of(ids, skip_special_tokens=skip_special_tokens)
 
     def text_of(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of ids that the model has made."""
+        """Return the text of ids that the model has generated."""
         try:
             text = str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         except BaseException as e:
@@ -192,7 +193,7 @@ class Tokenizer:
     def certain_text(self, text: str) -> str:
         """Return the part of a decoded text that no later token changes.
 
-        A replacement character at the end may be the first bytes of a character.
+        A replacement character at the end may stand for the first bytes of an incomplete character.
         """
         if text.endswith("\ufffd"):
             return text[:-1]
@@ -205,9 +206,9 @@ class Tokenizer:
         return self.token_bytes[token_id].decode(errors="replace")
 
     def bytes_of(self, token_id: int, text: str) -> bytes:
-        """Return the bytes of a token that adds ``text``; they are text, or part of a character.
+        """Return the bytes of a token that adds ``text``; the bytes may be a part of a character.
 
-        The first space of a text is left out there, as are special tokens.
+        The bytes do not include the first space of a text or special tokens.
         """
         data = self.token_bytes[token_id]
         try:
@@ -217,10 +218,10 @@ class Tokenizer:
         return text.encode() if is_shorter else data
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Return if the model has all of these tokens.
+        """Check that the model has all of these tokens.
 
         Raises:
-            InvalidParameterError: a token is missing.
+            InvalidParameterError: the model does not have one of the tokens.
         """
         check_token_ids(ids, self.vocab_size, param)
 
@@ -243,7 +244,7 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Return the ids of the rendered messages; the template brings its own special tokens."""
+        """Return the ids of the rendered messages. The template adds all special tokens."""
         text = self.render_chat(messages, options)
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
@@ -256,7 +257,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """Return the prompt of messages as ids or text, as a tokenizer of transformers does."""
+        """Return the prompt of messages as ids or as text, like a tokenizer of transformers."""
         options = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -268,7 +269,9 @@ class Tokenizer:
 
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
-    """Return whether spaces before punctuation are no part of texts; never with a BPE model."""
+    """Return whether spaces before punctuation are removed from texts; always false with a BPE
+    model.
+    """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
     wish = bool(described.get("clean_up_tokenization_spaces"))

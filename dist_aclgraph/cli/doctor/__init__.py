@@ -1,1 +1,3 @@
-"""``dist-aclgraph doctor``: what a machine has and lacks, part by part, with remedies."""
+"""``dist-aclgraph doctor``: for each part that a machine needs, whether it is there, and the
+remedy.
+"""

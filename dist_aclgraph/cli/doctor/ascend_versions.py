@@ -1,19 +1,20 @@
-"""Which CANN and which driver are installed, and which driver replays need."""
+"""The installed versions of CANN and of the driver, and the driver version that replays need."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# Task updates, on which replays rest, came with this driver; before 25.5 a process has a million.
+# This driver introduced task updates, which replays need. Before 25.5, a process can make a million
+# task updates.
 MIN_DRIVER = (25, 0)
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
 def read_cann_version(toolkit: Path) -> str | None:
-    """Return the version of a CANN toolkit, e.g. 9.1.0; None where there is none."""
+    """Return the version of a CANN toolkit, e.g. 9.1.0; None without a toolkit."""
     places = [
-        toolkit / "share/info/runtime/version.info",  # from 8.5 on, as CANN's runtime reads it
+        toolkit / "share/info/runtime/version.info",  # from 8.5 on; CANN's runtime reads it, too
         toolkit / "version.cfg",
         *sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")),
     ]
@@ -21,12 +22,12 @@ def read_cann_version(toolkit: Path) -> str | None:
 
 
 def read_driver_version(path: Path = DRIVER) -> str | None:
-    """Return the version of the driver, e.g. 25.2.0; None where there is none."""
+    """Return the version of the driver, e.g. 25.2.0; None without a driver."""
     return read_version(path)
 
 
 def is_driver_new_enough(version: str) -> bool:
-    """Whether a driver has what replays need."""
+    """Return whether a driver supports replays."""
     numbers = tuple(int(number) for number in re.findall(r"[0-9]+", version)[:2])
     return numbers >= MIN_DRIVER
 

@@ -16,16 +16,16 @@ from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.config import Config
 
-TIMEOUT_S = 120.0  # limit of a question: a busy node first starts a process, and then loads CANN
+TIMEOUT_S = 120.0  # limit of a node's answer: a busy node starts a process and loads CANN first
 PORTS_OF_A_GROUP = 4
-MAX_PORTS = 128  # tried of a range
+MAX_PORTS = 128  # of a range of ports, at most so many are tried
 
 
 def examine_cluster(config: Config | None, ray_address: str | None) -> list[Finding]:
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: whose ``cluster.ports`` are tried; None tries any free port.
+        config: its ``cluster.ports`` are tried; None tries any free port.
         ray_address: see ``join_ray``.
 
     Raises:
@@ -64,7 +64,7 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 
 
 def ports_to_try(config: Config | None) -> list[int]:
-    """Return the ports at which each node listens: 0 means any free port."""
+    """Return the ports at which each node should listen; 0 means any free port."""
     ports = None if config is None else config.cluster.port_range
     if ports is None:
         return [0]
@@ -73,13 +73,13 @@ def ports_to_try(config: Config | None) -> list[int]:
 
 
 def ports_to_reach(opened: OpenPorts) -> list[int]:
-    """Return the first, the middle and the last port of a node: firewalls open ranges."""
+    """Return the first, the middle and the last port of a node; firewalls open ranges of ports."""
     ports = opened.listening
     return sorted({*ports[:1], *ports[len(ports) // 2 :][:1], *ports[-1:]})
 
 
 def silent_finding(node: str, reason: str) -> Finding:
-    """A node that Ray considers alive, and that does not answer."""
+    """Return the finding about a node that Ray considers alive but that does not answer."""
     remedy = (
         "look at its load and at Ray's logs there (/tmp/ray/session_latest/logs); each node needs "
         "this package in the Python of its `ray start`"
@@ -88,13 +88,13 @@ def silent_finding(node: str, reason: str) -> Finding:
 
 
 def lost_finding(address: str) -> Finding:
-    """A node that has left the cluster."""
+    """Return the finding about a node that has left the cluster."""
     remedy = "start Ray there again (cluster/start-worker.sh), unless it has left for good"
     return Finding(f"node {address}", True, "Ray has lost it", remedy, is_warning=True)
 
 
 def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return the faults and warnings of the nodes themselves; equal ones as one."""
+    """Return the faults and warnings that each node reports; equal findings are merged."""
     nodes: dict[Finding, list[str]] = defaultdict(list)
     for node, found in facts.items():
         for finding in found.findings:
@@ -108,10 +108,10 @@ def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int]) -> list[Finding]:
-    """Return the nodes whose NPUs Ray counts wrong; emulated NPUs are only declared.
+    """Return the nodes for which Ray counts a wrong number of NPUs. Emulated NPUs are not checked.
 
     Args:
-        declared: NPUs of each node, as Ray counts them.
+        declared: number of NPUs of each node in Ray's count.
     """
     return [
         Finding(
@@ -145,7 +145,7 @@ def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def rdma_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return RDMA addresses that several NPUs have."""
+    """Return the RDMA addresses that more than one NPU has."""
     owners: dict[str, list[str]] = defaultdict(list)
     for node, found in facts.items():
         for npu, address in found.rdma_addresses.items():
@@ -180,7 +180,7 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
     """Return whether each node reaches all others by TCP.
 
     Args:
-        failures: of each node, the reasons by address and port of another node.
+        failures: for each node, by address and port of another node, why it cannot be reached.
     """
     remedy = (
         "open cluster.ports between the nodes in their firewalls, and start Ray on each node with "
@@ -200,7 +200,7 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
 def _nodes_by_value(
     values_of: Mapping[str, Mapping[str, str]],
 ) -> dict[str, dict[str, list[str]]]:
-    """Return, by name and value, the nodes that have the value."""
+    """Return, for each name and value, the nodes with this value."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node, values in values_of.items():
         for name, value in values.items():

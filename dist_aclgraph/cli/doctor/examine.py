@@ -1,4 +1,4 @@
-"""``dist-aclgraph doctor``: the parts that this machine has or lacks, and how to get them."""
+"""``dist-aclgraph doctor``: which parts this machine has or lacks, and how to get missing parts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _cann() -> Finding:
 
 
 def cann_libraries_finding() -> Finding:
-    """Whether a process that is started from this shell can load CANN."""
+    """Return whether a process that is started from this shell can load CANN."""
     problem = load_problem()
     return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
 
@@ -107,8 +107,8 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """How HCCL is told to reach other nodes; each node's `ray start` hands this to its workers, but
-    for what the configuration says for all nodes.
+    """Return the finding about the variables by which HCCL reaches other nodes. Workers get these
+    variables from their node's `ray start`, except those that the configuration sets for all nodes.
     """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
@@ -136,7 +136,8 @@ def _torch_build() -> Finding:
 
 
 def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
-    """What ranks may run on here. A head of a cluster needs no device: it is only warned of that.
+    """Return the devices on which ranks can run here. A missing device is only a warning, because
+    the head of a cluster needs no device.
 
     Args:
         npus: names of this machine's NPUs.
@@ -155,11 +156,11 @@ def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
 
 
 def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
-    """Whether an emulated NPU can be built here, where one may have to be.
+    """Return whether an emulated NPU can be built here, if this machine may need one.
 
     Args:
         npus: names of this machine's NPUs.
-        missing: programs that a build needs and this machine has not.
+        missing: programs that a build needs and that this machine lacks.
     """
     if not missing:
         return Finding("compiler", True, str(shutil.which("g++")))
@@ -187,7 +188,7 @@ def _shared_memory() -> Finding:
 
 
 def _graphs() -> list[Finding]:
-    """Slow operators in the graphs of the last deployment that was started here."""
+    """Return the slow operators in the graphs of the last deployment that was started here."""
     if (start := last_start()) is None:
         return []
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(start["time_s"]))

@@ -1,4 +1,4 @@
-"""What ``dist-aclgraph doctor`` says of one part of a machine."""
+"""The result of ``dist-aclgraph doctor`` for one part of a machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result for one part of the machine.
 
     Attributes:
-        remedy: what to do where it is not ok, or only a warning.
-        is_warning: this machine is of use, but not for everything, or not as fast as it could be.
+        remedy: what the user can do if the part is not ok, or if there is a warning.
+        is_warning: whether the machine can be used despite this finding, with fewer features or
+            less speed.
     """
 
     name: str
@@ -24,7 +25,7 @@ class Finding:
 
     @property
     def mark(self) -> str:
-        """How the line begins."""
+        """The first word of the finding's line."""
         return "warn" if self.is_warning else "ok  " if self.is_ok else "FIX "
 
 

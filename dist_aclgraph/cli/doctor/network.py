@@ -1,4 +1,4 @@
-"""What ``doctor`` says of how this node reaches others: for HCCL, and for libraries beside it."""
+"""The findings about the network between nodes, for HCCL and for other libraries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PORT_VARIABLES = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 
 
 def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
-    """Return the mistake in the variables for this machine, or "".
+    """Return the mistake in the network variables of this machine; "" if there is none.
 
     Args:
-        variables: of HCCL and Gloo, see ``environment.network_variables``.
-        interfaces: of this machine.
+        variables: variables of HCCL and Gloo, see ``environment.network_variables``.
+        interfaces: names of this machine's network interfaces.
     """
     address = variables.get("HCCL_IF_IP", "")
     if address and not _is_ours(address):
@@ -41,7 +41,9 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why ports that HCCL is told to take may be taken already, or ""."""
+    """Return why another program may use the ports that are configured for HCCL; "" if there is no
+    reason.
+    """
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())
@@ -50,7 +52,7 @@ def port_warning(variables: dict[str, str]) -> str:
     for name in PORT_VARIABLES:
         try:
             asked = _port_ranges(variables.get(name, ""))
-        except ValueError:  # a problem, and not a warning
+        except ValueError:  # ``network_problem`` reports this
             continue
         for port in sorted(port for ports in asked for port in ports):
             if first <= port <= last and not any(port in ports for ports in reserved):
@@ -62,7 +64,7 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which of this environment's variables no worker is given, or ""."""
+    """Return which variables of this environment no worker gets; "" if there is none."""
     overridden = [
         f"{name}={variables[name]} ({key})"
         for name, key in sorted(CONFIGURED_HCCL.items())
@@ -87,7 +89,7 @@ def _is_ours(address: str) -> bool:
 
 
 def _match(asked: str, interfaces: list[str]) -> bool:
-    """Whether a list such as ``eth,enp``, ``=eth0`` or ``^docker`` leaves an interface."""
+    """Return whether a list such as ``eth,enp``, ``=eth0`` or ``^docker`` matches any interface."""
     names = asked.lstrip("^=").split(",")
     if asked.startswith("^="):
         return any(each not in names for each in interfaces)
@@ -99,10 +101,10 @@ def _match(asked: str, interfaces: list[str]) -> bool:
 
 
 def _port_ranges(ports: str) -> list[range]:
-    """Return the ports of ``60000-60010,60020``; none for ``auto`` and "".
+    """Return the ranges in a text such as ``60000-60010,60020``; no range for ``auto`` and "".
 
     Raises:
-        ValueError: it is written otherwise, a range is empty, or a number is no port.
+        ValueError: the text has another form, a range is empty, or a number is not a port.
     """
     if ports in ("", "auto"):
         return []

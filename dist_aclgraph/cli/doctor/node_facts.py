@@ -24,14 +24,14 @@ PACKAGES = ("torch", "torch-npu", "ray")
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node says of itself.
+    """The facts that one node reports about itself.
 
     Attributes:
-        versions: by the part's name; CANN and the driver only on nodes with NPUs.
-        npus: names of its NPUs.
-        rdma_addresses: by the NPU's name.
-        sizes: of the host, by their names.
-        findings: all that ``doctor`` finds there.
+        versions: versions by name of the part; only nodes with NPUs report CANN and the driver.
+        npus: names of the node's NPUs.
+        rdma_addresses: RDMA addresses by name of the NPU.
+        sizes: sizes of the host, by name.
+        findings: all findings of ``doctor`` on the node.
     """
 
     versions: dict[str, str]
@@ -68,7 +68,9 @@ def node_facts() -> NodeFacts:
 
 
 def source_hash() -> str:
-    """Return a hash of this package's sources: the version alone does not tell clones apart."""
+    """Return a hash of this package's sources, because different clones can have the same
+    version.
+    """
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

@@ -1,7 +1,7 @@
 """The host of real NPUs: device nodes and access to them, firmware, RDMA addresses, cores.
 
-Sources: vllm-ascend's container instructions (device nodes, mounts) and its page on CPU binding
-(cores), Ascend's Docker runtime (mounts). Nothing here was seen on such a host.
+Sources: vllm-ascend's container instructions (device nodes, mounts), vllm-ascend's page on CPU
+binding (cores), and Ascend's Docker runtime (mounts). Nothing here was tested on such a host.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from dist_aclgraph.device.host_cores import (
 )
 from dist_aclgraph.errors import NotBoundError
 
-# Beside davinci0 and on: the driver's management, its shared memory, its channel to the device.
+# Needed in addition to davinci0, davinci1, ...: the driver's device nodes for management, for
+# shared memory, and for the channel to the device.
 MANAGEMENT = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
 @dataclass(frozen=True)
 class HostFiles:
-    """The paths that are checked; tests pass other ones."""
+    """The paths that are checked; tests use other paths."""
 
     dev: Path = Path("/dev")
     etc: Path = Path("/etc")
@@ -41,7 +42,7 @@ HCCN = "hccn.conf"
 
 
 def npu_host_findings(npus: list[str], files: HostFiles = HOST) -> list[Finding]:
-    """Return what a host with these NPUs has and lacks.
+    """Return the findings about a host with these NPUs.
 
     Args:
         npus: names of device nodes, e.g. davinci0.
@@ -95,7 +96,7 @@ def _rdma_addresses(npus: list[str], path: Path) -> Finding:
 
 
 def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
-    """Return the address of each NPU for links between nodes: lines ``address_0=...``."""
+    """Return each NPU's address for links between nodes, from lines such as ``address_0=...``."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -105,7 +106,7 @@ def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
 
 
 def _cores(num_npus: int, numa: Path) -> Finding:
-    """Cores that this process may use, by NUMA node, against what the ranks of all NPUs want."""
+    """Compare this process's cores, by NUMA node, with the need of all NPUs' ranks."""
     usable = os.sched_getaffinity(0)
     parts = []
     for node in sorted(numa.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
@@ -121,7 +122,7 @@ def _cores(num_npus: int, numa: Path) -> Finding:
 
 
 def _binding(npus: list[str]) -> Finding:
-    """The cores to which ranks are bound on this host."""
+    """Return the cores to which ranks are bound on this host."""
     try:
         shares = shares_here(DeviceConfig())
     except NotBoundError as e:

@@ -36,7 +36,7 @@ def probe_named(name: str) -> Probe:
     """Return the question of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such question.
     """
     found = next((probe for probe in PROBES if probe.name == name), None)
     if found is None:

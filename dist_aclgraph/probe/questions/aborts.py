@@ -1,5 +1,5 @@
-"""Abort of a device's work, and going on afterwards. These questions come last: an NPU that does
-not come back answers nothing else.
+"""Abort of a device's work, and work after the abort. These questions are the last ones, because an
+NPU that does not recover answers no further question.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _graph_with_collective_stays(bench: Bench) -> Answer:
 
 
 def _stuck_stream(bench: Bench) -> str:
-    """Abort a stream that waits for an event that nobody records."""
+    """Abort a stream that waits for an event; nobody records this event."""
     torch = bench.torch
     torch.ones(4, device="npu")
     event = torch.npu.ExternalEvent()

@@ -1,4 +1,6 @@
-"""Rules of the attention operator that depend on the line of CANN: calls at the edge of each."""
+"""Rules of the attention operator that depend on the line of CANN: calls at the limits of the
+rules.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def _call(
 
 _LATENT: dict[str, Any] = {"kv_heads": 1, "dim": 512, "rope": True}
 
-# Name, the call's arguments, whether CANN 8.5 and CANN 9 accept it, and part of a refusal.
+# Name, arguments of the call, whether CANN 8.5 and CANN 9 accept the call, part of a refusal.
 _CASES: tuple[tuple[str, dict[str, Any], bool, bool, str | None], ...] = (
     ("plain", {}, True, True, None),
     ("float16", {"dtype": "float16"}, False, True, "query must be bfloat16"),

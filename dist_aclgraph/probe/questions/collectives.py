@@ -61,13 +61,13 @@ def _all_to_all(bench: Bench) -> Answer:
 
 
 def _same_bits(bench: Bench) -> Answer:
-    """Repeat a sum of numbers that do not add exactly."""
+    """Repeat a sum whose result depends on the order of the additions."""
     torch = bench.torch
     x = (torch.randn(COUNT) * 10 ** (bench.rank + 1)).bfloat16().npu()
     first = x.clone()
     _dist(bench).all_reduce(first)
     different = []
-    for i in range(NUM_REPEATS):  # all of them: the other rank takes part in each
+    for i in range(NUM_REPEATS):  # no early exit: the other rank takes part in each sum
         again = x.clone()
         _dist(bench).all_reduce(again)
         if not torch.equal(first.cpu(), again.cpu()):
@@ -76,7 +76,7 @@ def _same_bits(bench: Bench) -> Answer:
 
 
 def captured_sum(bench: Bench) -> tuple[Any, Any, Any]:
-    """Return a graph, its input, and its output: the sum of all ranks' inputs, twice."""
+    """Return a graph, its input, and its output: twice the sum of all ranks' inputs."""
     x, out = bench.torch.ones(64, device="npu"), bench.torch.zeros(64, device="npu")
 
     def step() -> None:
@@ -102,12 +102,12 @@ def _captured(bench: Bench) -> Answer:
 
 
 def _mc2(bench: Bench) -> Answer:
-    """Send tokens to experts that change nothing, on all ranks, and add up what comes back."""
+    """Send tokens to identity experts on all ranks, and add up the returned tokens."""
     torch, num_experts = bench.torch, 8
     own = _dist(bench).new_group(list(range(bench.ranks)))
     name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
     domain = (name, bench.ranks, bench.rank, num_experts)
-    is_a2 = generation_of(bench.npu.name) == "A2"  # which sends the experts' weights, too
+    is_a2 = generation_of(bench.npu.name) == "A2"  # an A2 sends the experts' weights, too
     torch.manual_seed(bench.rank)
     x, weights = torch.randn(6, 1024).bfloat16(), torch.rand(6, 3)
     experts = torch.rand(6, num_experts).topk(3).indices.int().npu()
@@ -157,7 +157,7 @@ PROBES = (
         "collectives.mc2",
         "Do tokens travel to experts and back by MC2?",
         _mc2,
-        ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),  # which has domains of 8, 16, ... ranks only
+        ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),  # A2: only domains of 8, 16, ... ranks
         ranks=2,
     ),
     Probe(

@@ -26,7 +26,7 @@ from dist_aclgraph.probe.questions.operators import (
     blocks_in_order,
 )
 
-EDGES = (1, 1023, 1024, 2048)  # KV lengths: a kernel of CANN 9 changes its way at 1024
+EDGES = (1, 1023, 1024, 2048)  # KV lengths: a kernel of CANN 9 changes its algorithm at 1024
 LAYERS = 28  # of Qwen3-0.6B
 NUM_CAPTURES = 32
 IN_FLIGHT = 2
@@ -89,7 +89,7 @@ def _unjoined_stream(bench: Bench) -> str:
 
 
 def _inside_capture(bench: Bench, call: Callable[[Bench, Any], Any]) -> Answer:
-    """Make a call inside a capture, and find out whether the graph is still valid."""
+    """Make a call inside a capture, and test whether the captured graph is still valid."""
     x = bench.torch.ones(4, device="npu")
     refusal: list[str] = []
 
@@ -115,7 +115,7 @@ def _accounting(bench: Bench) -> str:
 
 def _streams_of_a_graph(bench: Bench) -> float:
     x = bench.torch.ones(4, device="npu")
-    captured(bench, lambda: x + 1)[0].reset()  # makes the streams that torch_npu keeps
+    captured(bench, lambda: x + 1)[0].reset()  # creates the streams that torch_npu keeps
     before = bench.npu.available_streams()
     graphs = [captured(bench, lambda: x + 1)[0] for _ in range(NUM_CAPTURES)]
     taken = before - bench.npu.available_streams()
@@ -135,7 +135,9 @@ def _streams_come_back(bench: Bench) -> str:
 
 
 class UpdatableGraph:
-    """Attention tasks behind external events in one graph, as in ``graphs/task_update.py``."""
+    """Attention tasks in one graph that wait for external events, as in
+    ``graphs/task_update.py``.
+    """
 
     def __init__(self, bench: Bench, num_tasks: int = 1) -> None:
         torch = bench.torch
@@ -167,7 +169,7 @@ class UpdatableGraph:
                 self._tasks.append((torch.npu.graph_task_group_end(stream), event))
 
     def update(self, length: int) -> None:
-        """Send a KV length to all tasks, and open them."""
+        """Send a KV length to all tasks, and record the events that the tasks wait for."""
         arguments = self._arguments(length)
         torch = self._bench.torch
         with torch.npu.stream(self.update_stream):
@@ -206,7 +208,7 @@ def _update_ahead(bench: Bench) -> Answer:
 
 
 def _in_flight(bench: Bench) -> Answer:
-    """Queue replays and updates while earlier ones run; compare every result."""
+    """Queue replays and updates while earlier replays run; compare every result."""
     torch = bench.torch
     graph = UpdatableGraph(bench)
     wanted = [graph.eager(length) for length in EDGES]
@@ -229,7 +231,7 @@ def _in_flight(bench: Bench) -> Answer:
 
 
 def _us_of_an_update(bench: Bench) -> float:
-    """Time of the host for one task: begin, operator, end and record."""
+    """Return the host's time to update one task: begin, operator, end and record."""
     graph = UpdatableGraph(bench, LAYERS)
     times = []
     for _ in range(20):
@@ -261,7 +263,7 @@ def _other_operator(bench: Bench) -> str:
 
 
 def _ai_cpu(bench: Bench) -> str:
-    # Imports torch, which only a child may do.
+    # This imports torch; only a child process may do so.
     from dist_aclgraph.device.npu import ai_cpu_operators
 
     x = bench.torch.ones(8, device="npu")
@@ -270,7 +272,7 @@ def _ai_cpu(bench: Bench) -> str:
 
 
 def _after_refusal(bench: Bench) -> Answer:
-    """Capture an operator that is refused; then compute something else."""
+    """Capture an operator that the device refuses; then compute something else."""
     torch = bench.torch
     x, gamma = torch.zeros(2, 64).half().npu(), torch.zeros(32).half().npu()
     torch.npu.synchronize()

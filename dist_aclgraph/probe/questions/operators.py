@@ -124,7 +124,7 @@ def _cumsum(bench: Bench) -> Answer:
 
 
 def _sort(bench: Bench) -> Answer:
-    x = bench.torch.randint(0, 1000, (1, VOCABULARY)).float()  # many are equal
+    x = bench.torch.randint(0, 1000, (1, VOCABULARY)).float()  # many values are equal
     got, want = (t.sort(dim=-1, descending=True, stable=True) for t in (x.npu(), x))
     return bench.compare(got.indices, want.indices)
 
@@ -159,7 +159,7 @@ def _merge_of_shares(bench: Bench) -> Answer:
 
 
 def blocks_in_order(bench: Bench, keys: Any, num_requests: int) -> Any:
-    """Return the block table of requests that have as many blocks each."""
+    """Return the block table of requests that all have the same number of blocks."""
     table = bench.torch.arange(len(keys), dtype=bench.torch.int32)
     return table.view(num_requests, -1).npu()
 
@@ -184,14 +184,16 @@ def attention_arguments(
 
 
 def attention(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
-    """Return grouped-query attention of one row for each request, over blocks in their order."""
+    """Return the result of grouped-query attention with one row per request, over blocks in
+    order.
+    """
     table = blocks_in_order(bench, keys, len(lengths))
     arguments = attention_arguments(query, keys, values, lengths, table)
     return bench.ops.npu_fused_infer_attention_score_v2(**arguments)[0]
 
 
 def attention_on_host(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
-    """Return the same in float32."""
+    """Return the same result, computed on the host in float32."""
     columns = keys.shape[0] // len(lengths)
     group = query.shape[1] // keys.shape[2]
     rows = []
@@ -215,7 +217,7 @@ def _decode(bench: Bench) -> Answer:
 
 
 def _prefill(bench: Bench) -> Answer:
-    """Causal attention of new tokens behind cached ones."""
+    """Compute causal attention of new tokens that follow cached tokens."""
     torch, rows, cached = bench.torch, 40, 100
     query = _random(bench, rows, HEADS, DIM)
     keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))
@@ -236,7 +238,7 @@ def _prefill(bench: Bench) -> Answer:
 
 
 def _routing(bench: Bench) -> Answer:
-    """Send tokens to experts that change nothing, and add up what comes back."""
+    """Send tokens to identity experts, and add up the returned tokens."""
     torch, num_tokens, num_experts, chosen = bench.torch, 16, 8, 2
     x, weights = _random(bench, num_tokens, 256), torch.rand(num_tokens, chosen).bfloat16()
     experts = torch.stack([torch.randperm(num_experts)[:chosen] for _ in range(num_tokens)])

@@ -1,4 +1,4 @@
-"""Rules of other operators, by calls that the documents exclude. Their contents are zero."""
+"""Rules of other operators: calls that the documents exclude. All tensors contain zeros."""
 
 from __future__ import annotations
 
