@@ -1,4 +1,4 @@
-// Norms, SwiGLU, rotary embedding and cache writes on the fused kernels.
+// Norms, SwiGLU, rotary embedding and cache writes, computed by the fused kernels.
 #include "ops/bind.h"
 
 using namespace emu;
@@ -83,7 +83,8 @@ OP(aclnnSwiGlu, [](Tensor x, int64_t dim, Tensor out) -> Task {
 
 // ---- rotary embedding
 
-// Up to three leading dimensions, right-aligned; size 1 of the angles broadcasts.
+// Binds up to three leading dimensions, right-aligned. If a dimension of the angles has size 1, it
+// is broadcast.
 static void bind_leading(Rotary &r, const Tensor &x, const Tensor &out, const Tensor &angles) {
   int64_t leading = x.dim() - 1;
   for (int64_t d = 0; d < 3; d++) {

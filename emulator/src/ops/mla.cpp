@@ -40,9 +40,9 @@ OP(aclnnInterleaveRope, [](Tensor x, Tensor cos, Tensor sin, Tensor out) -> Task
 
 // Rules: op-plugin document npu_kv_rmsnorm_rope_cache. kv [B, 1, S, 512 + 64]; caches [B, 1, length,
 // D] with index [B, S] (Norm), or [blocks, block size, 1, D] with index [B * S] of flat slots (PA,
-// PA_BNSD) and at least B * ceil(S / block size) blocks; no quantisation. The copies are written by
-// is_output_kv in PA modes only. Index -1 writes nowhere, on which padded batches rely in the
-// field; the document is silent.
+// PA_BNSD) and at least B * ceil(S / block size) blocks; no quantisation. If is_output_kv is set,
+// the copies are written, but in PA modes only. A row with index -1 is not written. The document
+// does not say this, but other projects use it for padded batches.
 OP(aclnnKvRmsNormRopeCache,
    [](Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor rope_cache,
       Tensor latent_cache, OptTensor rope_scale, OptTensor latent_scale, OptTensor rope_offset,

@@ -42,7 +42,7 @@ OP(aclnnDynamicQuantV2,
          }
        }
        Tensor step = std::get<0>(values.abs().max(1, true)) / 127;
-       // A row of zeros has step 0.
+       // The step of a row of zeros is 0.
        Tensor quotient = at::where(step > 0, values / step, at::zeros({}, at::kFloat));
        out.copy_(quotient.round().view(out.sizes()));
        scale.copy_(step.view(scale.sizes()));
