@@ -38,7 +38,7 @@ struct Settings {
   std::vector<std::string> admitted, refused;
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   bool timed = false;         // in addition, streams have clocks with modelled time
-  int choices = 1;            // without arithmetic, ArgMax chooses from so many first indices
+  int choices = 1;            // without arithmetic, ArgMax returns an index below this number
   std::map<std::string, double> rates;  // these replace rates of rates.cpp, by name
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured

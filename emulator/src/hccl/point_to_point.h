@@ -29,8 +29,8 @@ struct Transfers {
   std::vector<Transfer> sends, receives;
 };
 void exchange(Communicator &c, const Transfers &mine);
-// The modelled time of an exchange, as if the bytes that this rank sends, or those that it receives
-// (the larger number), were spread evenly over all other ranks.
+// The modelled time of an exchange. It takes the larger of this rank's sent and received bytes, and
+// assumes that these bytes are spread evenly over all other ranks.
 int64_t exchange_ns(const Communicator &c, const Transfers &mine);
 size_t bytes_from_others(const Communicator &c, const Transfers &mine);
 

@@ -193,11 +193,12 @@ OP(aclnnMoeInitRoutingV3,
 
 // ---- sum of results
 
-// Rules: op-plugin document npu_moe_finalize_routing, and the operator's tiling where it says more:
-// rows of rank 2 (drop_pad_mode 0, 2; then exactly tokens * k of them) or 3 (1, 3); skip2 only with
-// skip1; a bias comes with the experts, not fewer than k; one type, but scales may be float32 where
-// the rows are bfloat16. Index -1 means a dropped row in modes 1 and 3. In other modes it stops the
-// device in strict mode, because the kernel would add whatever its buffer contains.
+// Rules: op-plugin document npu_moe_finalize_routing, and the operator's tiling if it has further
+// rules: rows of rank 2 (drop_pad_mode 0, 2; then exactly tokens * k of them) or 3 (1, 3); skip2
+// only with skip1; a bias comes with the experts, not fewer than k; one type, but scales may be
+// float32 where the rows are bfloat16. Index -1 means a dropped row in modes 1 and 3. In other
+// modes it stops the device in strict mode, because the kernel would add whatever its buffer
+// contains.
 OP(aclnnMoeFinalizeRoutingV2,
    [](Tensor rows, Tensor sources, OptTensor skip1, OptTensor skip2, OptTensor bias,
       OptTensor scales, OptTensor experts, int64_t mode, Tensor out) -> Task {

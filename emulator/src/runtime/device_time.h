@@ -19,8 +19,8 @@ struct IdleSpan {
   Idle cause;
 };
 
-// Streams report in any order. The device is busy while a kernel of any stream runs. The causes of
-// idle time before a kernel are those that this kernel's stream reports.
+// Streams report in any order. The device is busy while a kernel of any stream runs. For idle time
+// before a kernel, the kernel's stream reports the causes.
 class DeviceTime {
 public:
   static DeviceTime &of(int device);
