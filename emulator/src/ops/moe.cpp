@@ -9,9 +9,10 @@
 
 using namespace emu;
 
-// Rules: op-plugin document npu_moe_gating_top_k. x in float16, bfloat16, float32, strided too; at
-// most 2048 experts, with groups padded to multiples of 32 as well; groups of more than two experts;
-// k at most the experts of the kept groups; renorm is 0 only.
+// Rules: op-plugin document npu_moe_gating_top_k. x is float16, bfloat16 or float32, and may be
+// strided. There are at most 2048 experts, also after each group is padded to a multiple of 32. A
+// group has more than two experts. k is at most the number of experts in the kept groups. renorm
+// must be 0.
 OP(aclnnMoeGatingTopK,
    [](Tensor x, OptTensor bias, int64_t k, int64_t kept_groups, int64_t groups, int64_t group_mode,
       int64_t renorm, int64_t norm, bool wants_scores, double scale, double epsilon,
@@ -194,11 +195,11 @@ OP(aclnnMoeInitRoutingV3,
 // ---- sum of results
 
 // Rules: op-plugin document npu_moe_finalize_routing, and the operator's tiling if it has further
-// rules: rows of rank 2 (drop_pad_mode 0, 2; then exactly tokens * k of them) or 3 (1, 3); skip2
-// only with skip1; a bias comes with the experts, not fewer than k; one type, but scales may be
-// float32 where the rows are bfloat16. Index -1 means a dropped row in modes 1 and 3. In other
-// modes it stops the device in strict mode, because the kernel would add whatever its buffer
-// contains.
+// rules: the rows have rank 2 with drop_pad_mode 0 and 2 (then there are exactly tokens * k rows),
+// and rank 3 with modes 1 and 3. skip2 needs skip1. A bias needs the list of experts, and the bias
+// has at least k experts. All tensors have one type, but scales may be float32 if the rows are
+// bfloat16. Index -1 means a dropped row in modes 1 and 3. In other modes it stops the device in
+// strict mode, because the kernel would add whatever its buffer contains.
 OP(aclnnMoeFinalizeRoutingV2,
    [](Tensor rows, Tensor sources, OptTensor skip1, OptTensor skip2, OptTensor bias,
       OptTensor scales, OptTensor experts, int64_t mode, Tensor out) -> Task {
