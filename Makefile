@@ -1,18 +1,17 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-# The first of these that torch-npu has a wheel for and that can make environments.
+# The first Python of this list for which torch-npu has a wheel and which can make virtual environments.
 PYTHONS := python3.11 python3.12 python3.13 python3
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do $$p -c '$(FITS)' 2>/dev/null && echo $$p; done))
 CONFIG ?= configs/tiny-qwen3.yaml
-# The line of torch_npu (dist_aclgraph/device/versions.py); for another one than the default, name
-# another VENV, too.
+# The line of torch_npu (dist_aclgraph/device/versions.py). If you choose another line, also set another VENV.
 NPU ?= 2.13
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/stamp-run
 DEV_STAMP := $(VENV)/stamp-dev
-# The stamps hold the hash of pyproject.toml, setup.py and the line: a set-up that fits needs no
+# The stamps contain the hash of pyproject.toml, setup.py and the line. If the hash is unchanged, make needs no
 # network.
 HASH := $(shell (cat pyproject.toml setup.py; echo $(NPU)) | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
@@ -28,8 +27,9 @@ help: ## Show the targets
 run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 	@exec $(BIN)/dist-aclgraph serve $(CONFIG)
 
-# Apart: the emulator's settings hold for the life of a process, and its own tests are strict. JOBS
-# processes take file after file, the longest first (tests/conftest.py); benches run alone.
+# The emulator's tests run separately: a process cannot change the emulator's settings, and these tests are
+# strict. JOBS processes each run one test file after the other, the longest files first (tests/conftest.py).
+# Benches run alone.
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadgroup --no-loadscope-reorder
@@ -44,23 +44,23 @@ test: setup-dev emulator ## Lint, and run the tests that each change must pass
 	@echo "Not among these: make test-more; and make test-cluster (as root), hosts of network namespaces."
 
 # Services that start several Rays run last and alone: each of them keeps both cores busy.
-test-more: setup-dev emulator ## Run what make test leaves out: more models, layouts, chips and faults
+test-more: setup-dev emulator ## Run the tests that make test leaves out: more models, layouts, chips and faults
 	$(SPREAD) -m slow tests/emulator
 	$(OTHERS) --ignore=tests/cluster --ignore=tests/cli -m "slow and not bench and not namespaces"
 	$(PYTEST) -m "slow and not bench and not namespaces" tests/cluster tests/cli
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
 
-# Frames that strangers send to the ports of a deployment while it streams: 40 s on two busy cores, where
-# the 2,000 of make test took 21 s.
+# The number of frames that strangers send to the ports of a deployment while it streams. 100,000 frames took
+# 40 s on two busy cores, on which the 2,000 frames of make test took 21 s.
 JUNK ?= 100000
-test-cluster: setup-dev emulator ## Three hosts of network namespaces (root), Ray's own utility, JUNK=100000 frames of junk
+test-cluster: setup-dev emulator ## Test hosts in network namespaces (root), Ray's own utility, JUNK=100000 frames of junk
 	DIST_ACLGRAPH_JUNK=$(JUNK) $(PYTEST) -v tests/cluster
 
-# nginx, HAProxy, Caddy, promtool and chromium are those of the system. A program that is not there is
-# a test skipped.
+# nginx, HAProxy, Caddy, promtool and chromium must be installed on the system. If a program is missing, its
+# tests are skipped.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/stamp
-test-clients: setup-dev emulator setup-clients ## Unmodified clients, benchmarks and proxies of others against a service
+test-clients: setup-dev emulator setup-clients ## Test a service with other projects' clients, benchmarks and proxies
 	$(PYTEST) -v tests/clients
 
 setup-clients: setup
@@ -72,10 +72,10 @@ setup-clients: setup
 	  echo $(HASH) > $(CLIENTS_STAMP); fi
 
 LINES ?=
-test-versions: setup-dev ## The emulator's tests and a parity set with each torch_npu, or LINES="2.10 2.12"
+test-versions: setup-dev ## Run the emulator's tests and a set of parity tests with each torch_npu, or LINES="2.10 2.12"
 	$(BIN)/python -m tools.test_versions $(LINES)
 
-test-all: setup-dev emulator lint ## Lint, then run all tests: benches too, and laws with many examples
+test-all: setup-dev emulator lint ## Lint, then run all tests, including benches and laws with many examples
 	$(SPREAD) --hypothesis-profile=full tests/emulator
 	$(SPREAD) --hypothesis-profile=full --ignore=tests/emulator --ignore=tests/clients -m "not bench and not namespaces"
 	$(PYTEST) tests/cluster -m namespaces
@@ -90,68 +90,68 @@ DEMO ?= tiny_qwen3
 demo-model: setup-bench ## Train a demo model again, half an hour on one core; DEMO=tiny_deepseek
 	$(BIN)/python models/make_$(DEMO).py
 
-bench-decode: setup-bench emulator ## Decode against transformers, and host time by stage
+bench-decode: setup-bench emulator ## Compare decoding with transformers, and measure the host time by stage
 	$(BIN)/python -m benchmarks.decode
 
 TP ?= 8
-bench-tp8: setup-bench emulator ## Graph modes on eight ranks by turns, or TP=2
+bench-tp8: setup-bench emulator ## Compare graph modes by turns on eight ranks, or TP=2
 	$(BIN)/python -m benchmarks.tp8 --tp $(TP)
 
-bench-moe: setup-bench emulator ## Experts on four ranks: graphs, drafts, overlap and exchanges by turns
+bench-moe: setup-bench emulator ## Compare graphs, drafts, overlap and exchanges by turns, with experts on four ranks
 	$(BIN)/python -m benchmarks.moe
 
-bench-context: setup-bench emulator ## Contexts over eight ranks: caches in shards, decoding, prompts
+bench-context: setup-bench emulator ## Measure contexts over eight ranks: caches in shards, decoding, prompts
 	$(BIN)/python -m benchmarks.context
 
-bench-start: setup-bench emulator ## Groups that start side by side, against one alone
+bench-start: setup-bench emulator ## Compare the start of several groups at the same time with the start of one group
 	$(BIN)/python -m benchmarks.start
 
-bench-simulate: setup-bench emulator ## A load on an emulated NPU, beside the simulation of the same load
+bench-simulate: setup-bench emulator ## Compare a load on an emulated NPU with the simulation of the same load
 	$(BIN)/python -m benchmarks.simulate
 
-bench-overlap: setup-bench emulator ## What a modelled device waits for, with one and two steps in flight
+bench-overlap: setup-bench emulator ## Show the causes of a modelled device's waits, with one and two steps in flight
 	$(BIN)/python -m benchmarks.overlap
 
-bench-load: setup-bench emulator ## Loading 4 GiB of weights on four ranks, against reading them once
+bench-load: setup-bench emulator ## Compare loading 4 GiB of weights on four ranks with reading them once
 	$(BIN)/python -m benchmarks.load
 
 SEED ?= 1
 FAULTS ?= 12
 SHAPE ?= replicas
-chaos: setup-dev emulator ## Faults against a service: SEED=1 FAULTS=12 SHAPE=replicas, experts or streams
+chaos: setup-dev emulator ## Inject faults into a service: SEED=1 FAULTS=12 SHAPE=replicas, experts or streams
 	$(BIN)/python -m tools.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
 
-bench-overload: setup-dev emulator ## What readers notice of ten times too many requests, readers that stall, huge bodies
+bench-overload: setup-dev emulator ## Measure readers during ten times too many requests, stalled readers, huge bodies
 	$(BIN)/python -m tools.chaos.overload
 
-bench-step: setup-bench emulator ## The host's work in a decode step, part by part
+bench-step: setup-bench emulator ## Measure the host's work in a decode step, part by part
 	$(BIN)/python -m benchmarks.step
 
-bench-messages: setup-bench ## A plan to all workers of a node and their results back
+bench-messages: setup-bench ## Measure how long a plan to all workers of a node and their results take
 	$(BIN)/python -m benchmarks.messages
 
-bench-serve: setup-bench ## A token from the engine to the client's socket, beside a bare uvicorn
+bench-serve: setup-bench ## Measure a token's cost from engine to client's socket, compared with a bare uvicorn
 	$(BIN)/python -m benchmarks.serve
 
 EMULATED := ! ls /dev/davinci[0-9]* >/dev/null 2>&1
-emulator: setup ## Build the emulated NPU where there is no real one
+emulator: setup ## Build the emulated NPU if there is no real one
 	@if $(EMULATED); then $(BIN)/python -m dist_aclgraph.device.emulator; fi
 
-python: ## Show which Python is taken; PYTHON=... takes another
+python: ## Show which Python is used; PYTHON=... selects another
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 with venv is here (Debian, Ubuntu:" \
 	  "apt-get install python3 python3-venv)" >&2; exit 1; }
 	@echo $(PYTHON)
 
-# The emulator needs only torch and torch-npu: it is built while another pip installs the rest, and a
-# failure shows when the target emulator builds it again. The last pip adds what torch itself needs.
-# Modules are compiled when they are first imported, not all 30,000. The package itself needs no
+# The emulator needs only torch and torch-npu, so it is built while another pip installs the other packages. If
+# this build fails, the target emulator builds again and shows the error. The last pip adds the packages that
+# torch needs. Modules are compiled when they are first imported, not all 30,000. The package itself needs no
 # network.
-# A torch for CUDA, which some registries give, is replaced. Not every torch_npu can be loaded beside
-# it; where one can, a registry without the build for CPUs is no obstacle. torch-npu itself demands a
-# torch+cpu of some lines, so pip gets its other requirements without it.
+# Some registries give a torch for CUDA; it is replaced by the build for CPUs. If no registry has that
+# build, the torch for CUDA stays, if this torch_npu can be loaded with it. Some lines of torch-npu require a
+# torch+cpu, so pip installs torch-npu without its requirements, and these separately.
 PIP = $(BIN)/python -m pip install -q --no-compile
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
-setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 takes another torch_npu
+setup: ## Make .venv with the pinned packages; NPU=2.12 VENV=.venv-2.12 selects another torch_npu
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(HASH)" ]; then set -e; \
 	  test -x $(BIN)/python || $(MAKE) -s python >/dev/null; \
 	  echo "Setting up $(VENV) (once; later runs need no network) ..."; \

@@ -1,1 +1,2 @@
-"""The benches behind ``make bench-*``. A bench prints times and asserts none."""
+"""The benches that ``make bench-*`` runs. A bench prints times; it does not fail if they are
+slow."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 
-Sizes = dict[str, tuple[int, ...]]  # of tensors, by name
+Sizes = dict[str, tuple[int, ...]]  # shape of each tensor, by the tensor's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Shape(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape(Decoder):
-    """A DeepSeek V2 decoder without experts, with latent attention in the only head size that its
+    """A DeepSeek V2 decoder without experts. Its latent attention has the only head size that NPU
     operators support.
     """
 
@@ -115,7 +115,7 @@ class LatentShape(Decoder):
     ARCHITECTURE = "DeepseekV2ForCausalLM"
     LATENT = 512
     ROPE = 64
-    HEAD = 128  # width without rotation, and of values
+    HEAD = 128  # width of the unrotated part of a key, and width of a value
 
     def attention_config(self) -> dict[str, Any]:
         return {

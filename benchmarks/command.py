@@ -22,12 +22,12 @@ Results = dict[str, Any]
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the integers of an option, which are separated by commas."""
+    """Return the integers of an option, in which commas separate them."""
     return tuple(map(int, text.split(",")))
 
 
 def run_command(main: Callable[..., None]) -> None:
-    """Run ``main`` with its options; an error of ours becomes one sentence and exit code 1."""
+    """Run ``main`` with its options; turn a DistAclGraphError into one sentence and exit code 1."""
     try:
         typer.run(main)
     except DistAclGraphError as e:
@@ -44,8 +44,8 @@ def report_bench(
     """Measure with a bar, print tables, and save the results as JSON, markdown and figure.
 
     Args:
-        measure: gets a folder that is removed afterwards.
-        draw: without it, a bench has no figure.
+        measure: called with the path of a folder, which is removed afterwards.
+        draw: draws the figure; None if the bench has no figure.
     """
     if draw is not None:
         require("matplotlib", "bench", "the figure of this bench")

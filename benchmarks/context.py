@@ -1,10 +1,11 @@
 """``make bench-context``: the gain and the cost of sharing the context of a request between ranks.
 
 Eight ranks serve a small model with latent attention. With caches in 1 to 8 shards (DCP), the bench
-measures the memory that a request takes on each rank, the longest request that is served, the
-decode step and its host time. With prompts over 1 to 4 ranks (PCP), it measures the time to the
-first token and the attention work of a rank. It also counts what ranks send each other. The ranks
-of an emulated NPU share this machine's cores, so the figures say nothing about an NPU.
+measures the memory that a request takes on each rank, the longest request that is served, the time
+of a decode step, and the step's host time. With prompts over 1 to 4 ranks (PCP), it measures the
+time to the first token and the attention work of a rank. It also counts the bytes that ranks send
+each other. The ranks of an emulated NPU share this machine's cores, so the figures say nothing
+about an NPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 
 DTYPE = "float32"  # most CPUs would compute bfloat16 in float32 anyway
 VOCAB, BLOCK_SIZE = 2048, 128
-MAX_STEP_TOKENS = 8192  # so that each prompt is one step
+MAX_STEP_TOKENS = 8192  # large enough that one step computes a whole prompt
 WARM_UP_STEPS = 4
 ANSWER = 16  # tokens of the answers to the longest prompts
 # Stages in which the host prepares and queues a replayed step.
@@ -49,8 +50,8 @@ HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The compared settings: shards, prompt ranks, tokens; ``blocks`` per rank in the search for
-    the longest request.
+    """The compared settings: numbers of shards, of prompt ranks, and of tokens. ``blocks`` is the
+    number of blocks per rank in the search for the longest request.
     """
 
     shards: Sequence[int]
@@ -129,8 +130,8 @@ def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) 
 
 
 def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[str, Any]]:
-    """Serve two requests with each number of shards and equally many blocks per rank: one as long
-    as the base serves, and the longest possible one.
+    """Serve two requests with each number of shards. A rank always has the same number of blocks.
+    The first request is as long as the base can serve, the second one is the longest possible.
     """
     found: list[dict[str, Any]] = []
     for shards, engine in engines.items():
@@ -173,7 +174,7 @@ def _decode_engine(
         {"tp": tp, "dcp": shards},
         _blocks_for(max(sizes.contexts) + sizes.steps),
         kernels=kernels,
-        prefix_cache=True,  # a context is computed once: only decode steps are timed
+        prefix_cache=True,  # only decode steps are timed, so a context need not be computed again
     )
 
 
@@ -186,7 +187,7 @@ def _prompt_engine(
 
 
 def _blocks_for(num_tokens: int) -> int:
-    """Blocks of an undivided cache, with the dummy block."""
+    """Return the number of blocks of an undivided cache, including the dummy block."""
     return -(-num_tokens // BLOCK_SIZE) + 1
 
 
@@ -225,7 +226,9 @@ def _make_engine(
 
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """The figures for each number of shards and each context; ratios are to the first number."""
+    """Return the figures for each number of shards and each context, with ratios to the first
+    number of shards.
+    """
     base, *_ = decode.runs
     return [
         {
@@ -246,7 +249,9 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """The figures for each number of prompt ranks and each prompt, likewise."""
+    """Return the figures for each number of prompt ranks and each prompt, with ratios to the first
+    number of prompt ranks.
+    """
     base = next(iter(turns.runs.values()))
     return [
         {
@@ -265,7 +270,9 @@ def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
-    """Return the pairs of token and key that each prompt rank computes in one step."""
+    """Return the number of pairs of a token and a key that each prompt rank computes in one
+    step.
+    """
     lens = np.array([num_tokens], np.int32)
     split = PromptSplit.of(lens, num_ranks)
     return [share_of_work(pieces, np.zeros_like(lens), lens) for pieces in split.pieces]
@@ -280,7 +287,7 @@ def _first_token_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def _sent(runs: Sequence[Run], mode: str) -> dict[str, float]:
-    """The counts of a step of one mode on a rank, the same in every round."""
+    """Return the counts of a step of one mode on one rank. They are the same in every round."""
     return {what: runs[0].per_step(mode, what) for what in ("collectives", "collective_bytes")}
 
 

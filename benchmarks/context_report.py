@@ -41,7 +41,7 @@ PROMPTS = {
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return caches, decode steps and prompts."""
+    """Return the tables of caches, decode steps and prompts."""
     tp = f"TP {results['ranks']}"
     decodes = [
         {**row, "update_us": row["stages_us"].get("update_per_layer", 0.0)}
@@ -60,7 +60,9 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw caches, decode steps, their host time, and prompts, each against the first."""
+    """Draw caches, decode steps, the steps' host time, and prompts, each in relation to the first
+    one.
+    """
     caches = [
         {"dcp": row["dcp"], "what": what, "ratio": row[key]}
         for row in _against_the_first(results["caches"])

@@ -1,10 +1,10 @@
-"""``make bench-decode``: decoding through the whole engine, in ratios of one run.
+"""``make bench-decode``: decoding through the whole engine. All ratios are of times of one run.
 
 The bench answers four questions. How fast is replayed decoding against transformers' ``generate``
 on the same checkpoint and one thread? How much host time does a step cost when the emulator's
-kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost, sent
-ahead of the step or only behind its replay? How much does sampling cost? The figures are of the
-emulator and say nothing about an NPU.
+kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost if they
+are sent ahead of the step, and if they are sent only after the step's replay? How much does
+sampling cost? The figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
 def update_cost(
     shape: Shape, kernels: str, folder: Path, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Decode by turns with lengths sent ahead and only behind; return one record per batch."""
+    """Decode by turns, with lengths sent before and after the replay; return one record per
+    batch.
+    """
     dtype = {"skip": "bfloat16", "compute": "float32"}[kernels]
     path = write_checkpoint(shape, folder / f"{shape.name}-{dtype}", getattr(torch, dtype))
     common: dict[str, Any] = {
@@ -199,7 +201,9 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def run(batch: int, new_tokens: int) -> float:
-        """Mean time of a decode step: the difference of two lengths removes the prefill."""
+        """Return the mean time of a decode step. The difference of runs of two lengths excludes the
+        prefill.
+        """
         prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
         times = []
         for count in (1, 1 + new_tokens):

@@ -14,15 +14,15 @@ from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # different token ids in prompts
-LIMIT_S = 300.0  # of each phase of a start; deployments that start together share the cores
+LIMIT_S = 300.0  # limit of each phase of a start; deployments that start together share the cores
 
 
 class DecodeEngine:
     """A deployment that decodes batches of equal requests. Use as a context manager.
 
     Attributes:
-        config: of the deployment.
-        deployment, client: inside the context.
+        config: configuration of the deployment.
+        deployment, client: exist inside the context only.
     """
 
     def __init__(

@@ -1,15 +1,17 @@
 """``make bench-load``: the cost of loading a checkpoint, against reading its bytes once.
 
 The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
-disk and from the page cache. The bench measures how long the deployment is in the state LOADING,
-beside one process that only reads the files from beginning to end: the first floor.
+disk and from the page cache. The bench measures how long the deployment is in the state LOADING. It
+also measures how long one process takes that only reads the files from beginning to end: the first
+floor.
 
 The memory of an emulated device is memory of this machine, which the system has to hand out first.
-So the second floor is the same reading beside one process for each rank, which fills its share of
-as many fresh bytes, in the small pages that devices have.
+So for the second floor, the same read is measured while other processes, one per rank, fill the
+same number of unused bytes in all, in small pages as devices have them.
 
-The host of a virtual machine may take back freed memory within seconds, and the next process that
-touches it waits. A deployment loads about ``PAUSE_S`` after its start, so readings begin as late.
+The host of a virtual machine may take back freed memory within seconds; then the next process that
+accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so
+the bench delays its reads by the same time.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from dist_aclgraph.config import make_config
 from dist_aclgraph.planning.memory import GIB
 
 CHUNK_BYTES = 16 << 20
-PAUSE_S = 20.0  # time from the start of ranks to LOADING on this machine
+PAUSE_S = 20.0  # time from the start of the ranks until the state LOADING on this machine
 HIDDEN, FFN, VOCAB = 2048, 8192, 8192
 ELEMENT_BYTES = 2
 
@@ -70,7 +72,9 @@ def read_once(files: list[Path]) -> float:
 
 
 def read_and_fill(files: list[Path], num_processes: int) -> float:
-    """Return the seconds of ``read_once`` beside processes that fill as many bytes in all."""
+    """Return the seconds of ``read_once`` while processes together fill the same number of
+    bytes.
+    """
     share = sum(file.stat().st_size for file in files) // num_processes
     forks = multiprocessing.get_context("fork")
     began_s = time.monotonic()
@@ -89,7 +93,7 @@ def _fill(num_bytes: int) -> None:
 
 
 def later(work: Callable[[], float]) -> float:
-    """Return the result of ``work``, started as late as a deployment would begin to load."""
+    """Return the result of ``work``, which starts as late as a deployment would begin to load."""
     time.sleep(PAUSE_S)
     return work()
 
@@ -99,7 +103,7 @@ def main(
     tp: Annotated[int, typer.Option(help="ranks that load it")] = 4,
     repeats: Annotated[int, typer.Option(help="rounds")] = 3,
 ) -> None:
-    """Write the checkpoint, load it by turns with reading it, and print the ratios."""
+    """Write the checkpoint, load it and read it by turns, and print the ratios."""
     console = Console(width=150)
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         status.update(f"Writing {gib:g} GiB of random weights")

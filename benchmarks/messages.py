@@ -1,10 +1,11 @@
-"""``make bench-messages``: the time of a plan to all workers of a node and of their results back.
+"""``make bench-messages``: the time to send a plan to all workers of a node and to receive their
+results.
 
-Workers are processes that decode a plan and answer it at once. Three ways of messages are measured
-by turns in one run: Unix sockets, which engines use to reach the workers of their own node;
-ZeroMQ's sockets, which they use for other nodes, here through files; and bare sockets, which carry
-as many bytes that nobody decodes and are the floor. CPU time is that of all processes, engine
-included. Wall time is meaningful on a quiet machine only.
+Workers are processes that decode a plan and answer it at once. Three kinds of messages are measured
+by turns in one run. Unix sockets: an engine uses them to reach the workers of its own node.
+ZeroMQ's sockets: an engine uses them for other nodes; in the bench they use files. Bare sockets,
+the floor: they carry the same number of bytes, which nobody decodes. CPU time is the sum over all
+processes, including the engine. Wall time is meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ Peers = LocalPeers | RemotePeers | BarePeers
 
 @dataclass(frozen=True)
 class Way:
-    """A group of workers that is reached by one kind of messages."""
+    """A group of workers that the bench reaches by one kind of messages."""
 
     name: str
     peers: Peers
@@ -84,7 +85,7 @@ class Way:
 
 
 def receive(peers: LocalPeers | RemotePeers) -> bytes:
-    """Return the next frame of any worker."""
+    """Return the next frame that any worker has sent."""
     while (frame := peers.poll_frame()) is None:
         peers.wait(WAIT_S)
     return frame
@@ -116,7 +117,7 @@ def measure(
     steps: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Run all ways by turns; return a row for each, with each number of workers and size."""
+    """Run all ways by turns; return a row for each way, number of workers, and size."""
     rows = []
     task = bar.add_task("", total=len(counts) * len(sizes) * rounds)
     for count in counts:
@@ -178,7 +179,7 @@ def workers_of(
         peers.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(WAIT_S)
-        if process.poll() is None:  # if none of its workers has been waited for
+        if process.poll() is None:  # if nothing has waited for its workers
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -209,7 +210,9 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw medians, with the 10th percentile beneath, which a quiet machine comes near to."""
+    """Draw medians, and below each the 10th percentile, which is close to the median on a quiet
+    machine.
+    """
     sizes = list(dict.fromkeys(row["bytes"] for row in results["rows"]))
     title = "From a plan to the last result: median (bar), p10 (line)"
     with sheet(path, results, title, (1, len(sizes)), (5.5 * len(sizes), 4.4)) as (_, charts):

@@ -12,7 +12,7 @@ class BarePeers:
     """Unix sockets that carry bytes, without frames, messages, checks and fault handling.
 
     Attributes:
-        address: of the socket file.
+        address: address of the socket file.
         num_workers: number of connected workers.
     """
 
@@ -29,7 +29,7 @@ class BarePeers:
         return len(self._peers)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for one worker to connect; none may."""
+        """Wait until one worker has connected, or until the time is over."""
         self._listener.settimeout(timeout_s)
         try:
             connection, _ = self._listener.accept()
@@ -39,7 +39,7 @@ class BarePeers:
         self._epoll.register(connection, select.EPOLLIN)
 
     def round(self, data: bytes) -> None:
-        """Send bytes to every worker, and return when each has answered."""
+        """Send bytes to every worker, and return when every worker has answered."""
         for peer in self._peers.values():
             peer.send(data)
         left = len(self._peers)

@@ -1,7 +1,7 @@
 """The workers of ``make bench-messages``, as a program: a worker answers every plan at once.
 
-The workers are forked from one process, as a deployment forks them where it has more workers than
-cores: pages that they share stay in the cache from one wake-up to the next.
+The workers are forked from one process, as in a deployment with more workers than cores. The memory
+pages that the workers share stay in the cache from one wake-up to the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def written(address: SocketFile | Endpoints | str) -> str:
 
 
 def work(rank: int, line: str) -> None:
-    """Be a worker, until another message than a plan arrives."""
+    """Answer plans like a worker, until a message arrives that is no plan."""
     address = json.loads(line)
     if "bare" in address:
         answer_anything(address["bare"])
@@ -51,7 +51,7 @@ def answer_plans(rank: int, engine: LocalEngine | RemoteEngine) -> None:
 
 
 def answer_anything(path: str) -> None:
-    """Send a few bytes for every message, until the connection ends."""
+    """Answer every message with a few bytes, until the connection ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         while connection.recv(READ_BYTES):
@@ -59,7 +59,9 @@ def answer_anything(path: str) -> None:
 
 
 def main() -> None:
-    """Fork a worker for each line, print their process ids, and wait for their ends."""
+    """Fork a worker for each line of the input, print the workers' process ids, and wait until all
+    workers have ended.
+    """
     pids = []
     for rank, line in enumerate(sys.stdin.read().splitlines()):
         if not (pid := os.fork()):

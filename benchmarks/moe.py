@@ -1,9 +1,9 @@
 """``make bench-moe``: experts over four ranks (TP 2, DP 2, EP 4), one thing changed at a time.
 
 The variants change graphs, drafts, shared experts beside the routed ones, and the exchange that
-brings tokens to experts. Each variant is a deployment of the tiny DeepSeek beside all others, and
-all are measured by turns with the same chat requests. The ranks of an emulated NPU share this
-machine's cores, so the figures say nothing about an NPU.
+brings tokens to experts. Each variant is a deployment of the tiny DeepSeek. All deployments run at
+the same time, and they are measured by turns with the same chat requests. The ranks of an emulated
+NPU share this machine's cores, so the figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCHES = (1, 16)
 MIXED_BATCH = 8
 WARM_UP_STEPS = 12
 MAX_LEN = 256
-ROWS = (1, 2, 4, 8)  # number of requests of a data-parallel rank for which decode steps have graphs
+ROWS = (1, 2, 4, 8)  # requests of a data-parallel rank; decode steps of these sizes have graphs
 # The largest size holds all prompts of a data-parallel rank.
 MIXED_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
@@ -173,7 +173,7 @@ def _workloads(tokenizer: Tokenizer, steps: int) -> Workloads:
 
 
 def _capture(report: dict[str, Any]) -> dict[str, Any]:
-    """The cost of a variant's graphs: seconds on the slowest rank, streams and bytes of one
+    """Return the cost of a variant's graphs: seconds on the slowest rank, streams and bytes on one
     rank.
     """
     buckets = report["buckets"]
@@ -194,7 +194,7 @@ def _summaries(turns: Turns, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
-    """The figures of one variant and workload; counts are sums over all rounds."""
+    """Return the figures of one variant and workload; counts are sums over all rounds."""
     num_drafted = sum(run.num_drafted for run in runs)
     accepted = [sum(counts) for counts in zip(*(run.accepted for run in runs), strict=True)]
     loads = [sum(counts) for counts in zip(*(run.expert_tokens for run in runs), strict=True)]
@@ -214,7 +214,7 @@ def _summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of steps, and one of the cost of graphs."""
+    """Return a table of steps, and a table of the cost of graphs."""
     rows = [
         {**row, "accepted": " ".join(f"{share:.0%}" for share in row["acceptance"]) or "-"}
         for row in workload_rows(results["variants"])

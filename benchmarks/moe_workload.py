@@ -1,4 +1,4 @@
-"""Chat requests for the demo model: their drafts are those of real answers."""
+"""Chat requests for the demo model, so that the drafts belong to real answers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
 NAMES = ("Mia", "Tom")
-# Answers to stories are longer than any run; answers to these end after a few tokens.
+# Answers to requests for stories are longer than any run; answers to these questions end after a
+# few tokens.
 QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
-EXTRA_TOKENS = 8  # of all requests except the first, which must end first
+EXTRA_TOKENS = 8  # more than the first request's tokens: the first request must end first
 LATER_TOKENS = 6
 
 
@@ -27,7 +28,9 @@ def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]
 
 
 def mixed_chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
-    """Return ``batch`` requests for stories, and a question at every fourth token of the first."""
+    """Return ``batch`` requests for stories, and one question at every fourth token of the first
+    request.
+    """
     later = [
         Arrival(_prompt(tokenizer, question), LATER_TOKENS, at)
         for question, at in zip(itertools.cycle(QUESTIONS), range(2, steps - 2, 4), strict=False)

@@ -1,7 +1,7 @@
-"""One rank of a tensor parallel group, alone in this process: operators of a step, bytes of pools.
+"""One rank of a tensor parallel group, alone in this process. It counts operators and pool bytes.
 
-The rank has the weights and shapes of rank 0. Its peers are missing, so each collective is an
-operator on the rank's own memory of the same shape: sizes are right, values are meaningless.
+The rank has the weights and shapes of rank 0. Its peers are missing, so an operator of the same
+shape on the rank's own memory replaces each collective. Sizes are right, values are meaningless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ DUMMY_BLOCKS = 2
 
 
 class LoneGroup(CommGroup):
-    """A group whose other members are missing: collectives keep their shapes, no values."""
+    """A group without its other members: collectives return the right shapes, but not the right
+    values.
+    """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.mul_(1)
@@ -43,9 +45,10 @@ class PoolSizes:
     """Bytes of graph pools on one rank.
 
     Attributes:
-        alone: by graph, bytes that it takes from the device with its own pool.
-        needs: by graph, largest size of its tensors at one time.
-        shared: bytes of all graphs with one pool, largest first.
+        alone: for each graph, the bytes that the graph takes from the device if it has its own
+            pool.
+        needs: for each graph, the largest total size of the graph's tensors at one time.
+        shared: bytes of all graphs in one pool, if the largest graph is captured first.
     """
 
     alone: dict[str, int]
@@ -57,7 +60,7 @@ class OneRank:
     """Rank 0 of ``config.parallel.tp``, on the device of ``config``.
 
     Attributes:
-        npu: the device; operators on the host use one thread.
+        npu: the device. Operators on the host use one thread.
     """
 
     def __init__(self, config: Config) -> None:
@@ -114,7 +117,7 @@ class OneRank:
             config,
             self.npu,
             self._model,
-            # One for each request of padding; some chips count them.
+            # One slot for each request of padding; some chips count these slots.
             num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
@@ -123,7 +126,7 @@ class OneRank:
 
 
 class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that give work to the device: neither views nor bare allocations."""
+    """Counts the operators that cause work on the device. Views and bare allocations cause none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

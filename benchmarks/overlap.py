@@ -1,9 +1,9 @@
 """``make bench-overlap``: idle time of an NPU between steps, with one and with two in flight.
 
-The device is modelled (``docs/develop/device-time.md``) and the host is real: the host does all of
-its work in serving, and there are no weights. The bench shows the time of a decode step, the part
-in which the device was busy, and the reason of each wait in the rest. Ranks of tensor parallel
-deployments share the cores of this machine; this makes the ranks late, too.
+The device is modelled (``docs/develop/device-time.md``). The host is real: it does all work that
+serving requires. There are no weights. The bench shows the time of a decode step, the part of this
+time in which the device was busy, and the causes of the device's waits in the other part. Ranks of
+tensor parallel deployments share the cores of this machine, and this sharing also delays the ranks.
 The figures say nothing about an NPU.
 """
 
@@ -29,7 +29,7 @@ PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 MAX_LEN = 40960
 MEMORY_MB = 1 << 16  # memory of a device, counted and never committed
-ALLOWED_WAIT = 0.02, 60.0  # share of a step, or us; the larger one counts
+ALLOWED_WAIT = 0.02, 60.0  # share of a step, or microseconds; the larger of the two is the limit
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
 
 
@@ -41,8 +41,8 @@ def qwen3(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
 
 
 def dense_deepseek() -> dict[str, Any]:
-    """Return config.json of a dense DeepSeek decoder with a next-token module, of the size of
-    Qwen3-8B.
+    """Return config.json of a dense DeepSeek decoder as large as Qwen3-8B, with a next-token
+    module.
     """
     published = json.loads((shipped("configs/shapes") / "deepseek-v3" / "config.json").read_text())
     attention = {"num_attention_heads": 32, "num_key_value_heads": 32}
@@ -54,12 +54,12 @@ def dense_deepseek() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model, and the way to serve it.
+    """A model, and the settings with which the bench serves it.
 
     Attributes:
-        config: its config.json.
-        choices: number of tokens that may be sampled; one draft in so many is accepted.
-        gap_us: time between two kernels, instead of the table's.
+        config: the model's config.json.
+        choices: number of tokens that may be sampled; one of ``choices`` drafts is accepted.
+        gap_us: time between two kernels, which replaces the time in the table of rates.
     """
 
     config: dict[str, Any]
@@ -77,7 +77,7 @@ MODELS = {
     "DeepSeek, dense, every second draft passes": Model(
         config=dense_deepseek(), num_drafts=1, choices=2
     ),
-    # A device that takes about 2, 4 and 10 ms for a step that costs the host little.
+    # The device takes about 2, 4 and 10 ms for a step, while the host has little work.
     **{
         f"4 layers, {gap_us} us between kernels": Model(
             config=qwen3(512, 4, 8, 1024), gap_us=gap_us
@@ -85,7 +85,7 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
-# The work of the device in a step, by the emulator's counters.
+# The device's work in a step, by the names of the emulator's counters.
 CAUSES = (
     "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
     "idle_collective",
@@ -119,7 +119,7 @@ def measure(
     modes: Sequence[str],
     steps: int,
 ) -> dict[str, Any]:
-    """Run every deployment after the other; return one row for each of its batches."""
+    """Run the deployments one after the other; return one row for each deployment and batch."""
     found: list[dict[str, Any]] = []
     engines = {
         (name, mode, in_flight): _engine(folder, bar, name, mode, in_flight, max(batches))
@@ -175,7 +175,9 @@ def _engine(
 
 
 def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> dict[str, Any]:
-    """Decode once to warm up, then measured; return a step's times in microseconds."""
+    """Decode once to warm up, then decode again and measure; return a step's times in
+    microseconds.
+    """
     cold = engine.deployment.report()
     engine.decode(batch, PROMPT_LEN, WARM_UP)
     before = engine.deployment.report()
@@ -184,14 +186,14 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
-        # Counts up to the result of a step include the steps queued behind it, so the first of
-        # these counts with the step of the prompts.
+        # Counts that are read at a step's result include the steps queued after this step. So the
+        # first decode step is counted together with the step of the prompts.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
         for cause in CAUSES
     }
-    # Prompts keep the device equally busy in both runs.
+    # The prompts keep the device busy for the same time in both runs.
     more_ns = _busy_ns(before, after) - _busy_ns(cold, before)
     more = _gained(before, after, mode, "steps") - _gained(cold, before, mode, "steps")
     times["busy"] = more_ns / more / 1e3
@@ -207,7 +209,7 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
 
 
 def _busy_ns(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Return the busy time of the device between two reports, in steps of all modes."""
+    """Return the time in which the device was busy between two reports, in steps of all modes."""
     return sum(_gained(before, after, m, "modelled_busy_ns", "counted") for m in MODES_OF_STEPS)
 
 

@@ -26,7 +26,8 @@ STEPS = {
     "other ranks": "{idle_collective_us:.0f}",
 }
 NUM_COLUMNS = 3
-# The parts of a bar, from bottom to top, by the work of the device in a step; and their colours.
+# The parts of a bar from bottom to top, and their colours; each part is a kind of device work in a
+# step.
 PARTS = (
     ("busy", ("busy",), "#4878a8"),
     ("waits for the host", ("idle_host",), "#c44e52"),
@@ -37,7 +38,7 @@ PARTS = (
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return all steps."""
+    """Return a table of all steps."""
     rows = [
         {
             **row,

@@ -1,4 +1,5 @@
-"""Tables and figures of benches: a table names each column once, and all charts look alike."""
+"""Tables and figures of benches: each column of a table has one heading, and all charts look
+alike."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GROUP_WIDTH = 0.8  # share of the room between two ticks
+GROUP_WIDTH = 0.8  # share of the space between two ticks
 SCALES = {"K": 1 << 10, "M": 1 << 20}
 
 Row = Mapping[str, Any]
@@ -46,8 +47,8 @@ class Report(NamedTuple):
 
     Attributes:
         what: the measured quantity, in a few words.
-        tables: for the terminal and for a document.
-        aim: the aim in one sentence; "" without an aim.
+        tables: the tables for the terminal and for a document.
+        aim: the aim in one sentence; "" if the bench has no aim.
     """
 
     what: str
@@ -91,10 +92,10 @@ CELLS = Cells()
 
 
 def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Row]) -> Table:
-    """Return a table with one line for each row.
+    """Return a table with one line for each of ``rows``.
 
     Args:
-        columns: for each heading the format of its cells, see ``Cells``.
+        columns: for each heading, the format of the cells below it, see ``Cells``.
     """
     lines = [[CELLS.of(row, cell) for cell in columns.values()] for row in rows]
     return Table(title, list(columns), lines)
@@ -108,7 +109,7 @@ def sheet(
     shape: tuple[int, int] = (2, 2),
     size: tuple[float, float] = (13, 9),
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yield a figure and its charts, row by row; save the figure at the end."""
+    """Yield a figure and its charts, ordered by rows; save the figure at the end."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -136,15 +137,15 @@ def draw_bars(
     line: float | None = None,
     has_legend: bool = True,
 ) -> None:
-    """Draw one bar for each row: the bars of all series side by side, group by group.
+    """Draw one bar for each row. In each group, the bars of all series are side by side.
 
     Args:
         group, series, label: formats (see ``Cells``) of the words below a group of bars, of a
             bar's entry in the legend, and of the words above a bar.
         height: the field of a bar's value, such as ``ratio[median]``.
-        dots: the field of more values, such as those of single rounds.
-        mark: the field of a value to compare a bar with.
-        line: a value to compare all bars with.
+        dots: the field with further values, such as the values of single rounds.
+        mark: the field of a value with which a reader compares the bar.
+        line: a value with which a reader compares all bars.
     """
     groups = list(dict.fromkeys(CELLS.of(row, group) for row in rows))
     names = list(dict.fromkeys(CELLS.of(row, series) for row in rows))

@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
     "penalties": {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
 }
-RANDOM_GOAL = 1.15  # of the greedy step
+RANDOM_GOAL = 1.15  # ratio to the time of a greedy step
 COLUMNS = {
     "batch": "{batch}",
     "sampling": "{way}",
@@ -47,7 +47,7 @@ def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]
             for repeat in range(repeats + 1):
                 for way, sampling in WAYS.items():
                     run = engine.decode(batch, PROMPT_LEN, steps if repeat else 8, **sampling)
-                    if repeat:  # the first only warms up
+                    if repeat:  # the first run only warms up
                         times[way].append(run.step_ms)
             greedy_ms = statistics.median(times["greedy"])
             for way, measured in times.items():
@@ -59,6 +59,6 @@ def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]
 
 
 def sampling_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the steps of each way."""
+    """Return a table of the steps of each way of sampling."""
     title = f"Steps by sampling, 4 layers, float32 (goal of random: {RANDOM_GOAL})"
     return make_table(title, COLUMNS, rows)

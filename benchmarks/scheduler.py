@@ -1,8 +1,8 @@
 """Host time of an engine's own work: ``python -m benchmarks.scheduler``.
 
-The batch decodes steadily, without a worker and without a channel. Three parts are timed apart: the
-scheduler, the encoding of its plans, and step output, which reaches from a step's tokens to the
-encoded message for each client.
+The batch decodes without interruption, without a worker and without a channel. Three parts are
+timed separately: the scheduler; the encoding of the scheduler's plans; and step output, from the
+tokens of a step to the encoded message for each client.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PROMPT_TOKENS = 100
 def make_scheduler(
     num_reqs: int, num_steps: int, *, num_waiting: int = 0, num_clients: int = 1
 ) -> tuple[Scheduler, Recipients]:
-    """Return a scheduler whose ``num_reqs`` requests all decode for ``num_steps`` steps, and these
-    requests.
+    """Return a scheduler with ``num_reqs`` requests, which all decode for ``num_steps`` steps, and
+    return these requests.
     """
     length = PROMPT_TOKENS + num_steps + 100
     buckets = capture_sizes(num_reqs, num_reqs)
@@ -67,8 +67,8 @@ def make_scheduler(
 
 
 def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutputs, int, int]:
-    """Run one step; return its plan and outputs, and the nanoseconds of CPU of schedule() and
-    update().
+    """Run one step; return its plan, its outputs, and the CPU time of schedule() and update() in
+    nanoseconds.
     """
     begin = time.thread_time_ns()
     plan = scheduler.schedule()
@@ -82,7 +82,7 @@ def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutp
 
 
 def hand_out(recipients: Recipients, outputs: StepOutputs) -> int:
-    """Encode the messages of a step for clients; return the nanoseconds of CPU."""
+    """Encode a step's messages for clients; return the CPU time in nanoseconds."""
     begin = time.thread_time_ns()
     for _, deltas in recipients.hand_out(outputs):
         client_encoder.encode(Deltas(deltas, 1))
@@ -92,8 +92,8 @@ def hand_out(recipients: Recipients, outputs: StepOutputs) -> int:
 def measure(
     num_reqs: int, num_steps: int = 2000, *, num_waiting: int = 0, num_clients: int = 1
 ) -> dict[str, float]:
-    """Return microseconds of CPU a step: median, mean and 99th percentile of the scheduler, and
-    medians of the encoding and of step output.
+    """Return the CPU time of a step in microseconds: median, mean and 99th percentile for the
+    scheduler, medians for the encoding and for step output.
     """
     scheduler, recipients = make_scheduler(
         num_reqs, num_steps, num_waiting=num_waiting, num_clients=num_clients

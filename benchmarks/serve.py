@@ -1,10 +1,11 @@
-"""``make bench-serve``: the cost of a token from an engine's message to the client's socket.
+"""``make bench-serve``: the cost of a token, from the engine's message to the client's socket.
 
-A paced engine gives each stream a token at every step, over the links that engines have. The bench
-measures the CPU time of the processes that serve HTTP, for each token, and the time from a step's
-result to the client's frame. Beside ``dist-aclgraph serve`` it runs a bare uvicorn that sends the
-same frames, which is the floor, and Ray Serve with its own proxy and with HAProxy. All servers take
-turns in one run. CPU times are meaningful on a busy machine, wall times are not.
+A paced engine sends each stream a token at every step, over the usual links between engines and
+clients. The bench measures the CPU time per token of the processes that serve HTTP, and the time
+from a step's result to the client's frame. It compares ``dist-aclgraph serve`` with a bare uvicorn
+that sends the same frames (the floor), and with Ray Serve, once with Ray's own proxy and once with
+HAProxy. All servers take turns in one run. CPU times are meaningful on a busy machine, too; wall
+times are not.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 TEXT = "The device never waits for the host, and tokens never wait for their readers. "
 PATH = "/v1/chat/completions"
 WARM_UP = 20  # steps
-SETTLE_S = 0.05  # from the last step until its frames are sent
-FRAMES_BEFORE = 1  # of a stream, with the assistant's role
+SETTLE_S = 0.05  # time after the last step in which the step's frames are sent
+FRAMES_BEFORE = 1  # frames of a stream before its first token: the one with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
 COLUMNS = {
     "server": "{server}",
@@ -52,7 +53,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Pace:
-    """Steps of a turn, and the time between two of them."""
+    """The number of steps of a turn, and the time between two steps."""
 
     steps: int
     interval_s: float
@@ -93,8 +94,8 @@ def measure(
     """Stream by turns; return one row for each server and number of streams.
 
     Args:
-        is_apart: servers have a core without clients, which therefore do not preempt them, as with
-            remote clients.
+        is_apart: whether the servers have a core on which no client runs. So clients do not preempt
+            servers; remote clients would not, either.
     """
     config = make_config(
         {
@@ -108,7 +109,7 @@ def measure(
     with ExitStack() as stack:
         client = stack.enter_context(Client())
         served = stack.enter_context(plain(config, folder))
-        # The first turn warms up, and gives the frames that the floor sends.
+        # The first turn warms up. Its frames are those that the floor sends later.
         frames = turn(client, served, request, 1, pace, tokens).frames
         servers = [stack.enter_context(floor(_by_steps(frames))), served]
         for name in ("proxy", "haproxy") if on_ray else ():
@@ -164,7 +165,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Turn:
-    """The results of one turn: CPU time of a token, all latencies, and one stream's frames."""
+    """The results of one turn: CPU time per token, all latencies, and the frames of one stream."""
 
     cpu_us: float
     latencies_ms: list[float]
@@ -209,7 +210,9 @@ def turn(
 
 
 def part_cores(servers: Sequence[Server], client: Client) -> None:
-    """Give the servers one core, and the rest to the client and to this process's engine."""
+    """Give the servers one core; give all other cores to the client and to the engine in this
+    process.
+    """
     *others, last = sorted(os.sched_getaffinity(0))
     if not others:
         raise ConfigError("--apart needs two cores, and this process may use one; leave it out")
@@ -222,8 +225,10 @@ def part_cores(servers: Sequence[Server], client: Client) -> None:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the CPU time that processes have used so far, to the nanosecond."""
-    # The system's own number for the clock of a process's CPU time.
+    """Return the CPU time that the processes have used so far, with a resolution of one
+    nanosecond.
+    """
+    # The number by which the system knows the clock of a process's CPU time.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
@@ -239,7 +244,7 @@ def _body(config: Config, max_tokens: int) -> bytes:
 
 
 def _by_steps(frames: Sequence[bytes]) -> list[bytes]:
-    """Return the bytes of each step; bytes before the first token's frame belong to the first
+    """Return the bytes of each step. The bytes before the first token's frame count for the first
     step.
     """
     first, last = FRAMES_BEFORE + 1, len(frames) - 1
@@ -259,7 +264,7 @@ def _row(name: str, num_streams: int, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return the cost of a token."""
+    """Return a table of the cost of a token."""
     floors = {
         row["streams"]: row["cpu_us"]
         for row in results["rows"]

@@ -17,7 +17,9 @@ FRAMES = re.compile(rb"data: .*?\n\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Ask:
-    """A number of streams of one request, at a server of this machine."""
+    """An order to open a number of streams, all of the same request, at a server of this
+    machine.
+    """
 
     port: int
     request: bytes
@@ -26,19 +28,19 @@ class Ask:
 
 @dataclass
 class Stream:
-    """One reply.
+    """One reply of a server.
 
     Attributes:
         arrivals_s: time at which each frame's end was read, on the system's monotonic clock.
-        received: all its bytes.
+        received: all bytes of the reply.
     """
 
     arrivals_s: list[float] = field(default_factory=list)
     received: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes, now_s: float) -> bool:
-        """Note new bytes; return whether the answer is complete."""
-        # the first byte of a frame's end may be there already
+        """Record new bytes; return whether the reply is complete."""
+        # the first byte of a frame's end may have arrived with earlier bytes
         seen = max(0, len(self.received) - 1)
         self.received += data
         self.arrivals_s += [now_s] * self.received.count(FRAME_END, seen)
@@ -50,7 +52,7 @@ class Stream:
 
 
 def read_streams(ask: Ask) -> list[Stream]:
-    """Open the streams, and read them to their ends."""
+    """Open the streams, and read each one to its end."""
     with selectors.DefaultSelector() as selector:
         streams = [Stream() for _ in range(ask.num_streams)]
         for stream in streams:
@@ -68,14 +70,16 @@ def read_streams(ask: Ask) -> list[Stream]:
 
 
 def run_client(asks: Connection) -> None:
-    """Answer each ``Ask`` with the arrivals of all streams and the first one's frames."""
+    """Answer each ``Ask`` with the arrival times of all streams and the frames of the first
+    stream.
+    """
     while (ask := asks.recv()) is not None:
         streams = read_streams(ask)
         asks.send(([stream.arrivals_s for stream in streams], streams[0].frames))
 
 
 def make_request(path: str, body: bytes) -> bytes:
-    """Return an HTTP request that closes its connection."""
+    """Return an HTTP request that asks the server to close the connection after the reply."""
     lines: Sequence[bytes] = (
         b"POST %s HTTP/1.1" % path.encode(),
         b"Host: 127.0.0.1",

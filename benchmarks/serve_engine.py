@@ -20,19 +20,19 @@ TAKE_S = 0.1
 
 
 class Source(Protocol):
-    """The source of the tokens of a server's streams."""
+    """Produces the tokens of a server's streams."""
 
     def wait_for(self, num_streams: int) -> None:
-        """Wait until so many streams are open."""
+        """Wait until this number of streams is open."""
         ...
 
     def step(self, token_id: int, *, is_last: bool) -> None:
-        """Give each open stream a token."""
+        """Send one token to each open stream."""
         ...
 
 
 class PacedEngine:
-    """The engine's end of the links to clients, as in serving, with a clock in place of a model."""
+    """An engine with the usual links to clients, and with a clock in place of a model."""
 
     def __init__(self, directory: Path) -> None:
         self._links = ClientLinks(Place(NODE, str(directory)), TOKEN, LINK_S)
@@ -83,7 +83,7 @@ class PacedEngine:
 
 
 class ByteSource:
-    """The steps of the floor: one byte each. The floor answers one byte for each stream that
+    """Sends the floor one byte for each step. The floor answers one byte for each stream that
     opens.
     """
 
@@ -114,10 +114,10 @@ class PacedDeployment:
         return {}
 
     def raise_if_dead(self) -> None:
-        """It lives as long as the bench."""
+        """Do nothing: the engine lives as long as the bench."""
 
     def outlook(self) -> Outlook:
         return Outlook(failure="the bench is over")
 
     def shut_down(self) -> None:
-        """The bench ends its engine itself."""
+        """Do nothing: the bench ends its engine itself."""

@@ -1,5 +1,5 @@
-"""Ray Serve in front of a paced engine, for ``make bench-serve``: with its own proxy, which is the
-default, and with HAProxy.
+"""Ray Serve in front of a paced engine, for ``make bench-serve``: once with Ray Serve's own proxy,
+which is the default, and once with HAProxy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import environment_with, take_over_environment
 
-# Processes on the path of a token; Ray gives them these titles, HAProxy has its own name.
+# Titles of the processes on the path of a token. Ray sets these titles; HAProxy has its own name.
 ON_THE_WAY = ("ray::ProxyActor", "ray::ServeReplica:default:ingress", "haproxy")
 SETTLED_S = 5.0
-CORES = 4  # as Ray counts them: large enough for the actors' shares
+CORES = 4  # number of cores that Ray counts; large enough for the cores that all actors request
 
 
 @contextmanager
@@ -54,7 +54,8 @@ def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iter
 def _serve(
     config: Config, found: PacedDeployment, port: int, haproxy: bool, stop: Connection
 ) -> None:
-    # Set before Ray is imported, because Ray reads it then; Ray's processes inherit it.
+    # Set before Ray is imported, because Ray reads these variables at import; its processes inherit
+    # them.
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
         if haproxy:
             take_over_environment(environment_with(_haproxy(folder)))
@@ -73,7 +74,7 @@ def _serve(
 
 
 def _haproxy(folder: str) -> dict[str, str]:
-    """Return the variables by which Serve uses HAProxy, with its files in ``folder``."""
+    """Return the variables that make Serve use HAProxy; HAProxy's files are in ``folder``."""
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
@@ -93,12 +94,14 @@ class _Found:
 
 
 def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment]:
-    """Return the function that finds the deployment, as one of this node of Ray's."""
+    """Return a function that finds the deployment as if it ran on this node of Ray."""
     return _Found(replace(found, address=replace(found.address, node_id=node_id), node_id=node_id))
 
 
 def _settled(ancestor: int) -> tuple[int, ...]:
-    """Return the processes on the path of a token. HAProxy is replaced as replicas appear."""
+    """Return the processes on the path of a token. Serve replaces the HAProxy process when replicas
+    appear.
+    """
     found: tuple[int, ...] = ()
     since_s = time.monotonic()
     while time.monotonic() < since_s + SETTLED_S:

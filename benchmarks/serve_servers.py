@@ -1,4 +1,4 @@
-"""The servers that ``make bench-serve`` compares, each in processes of its own."""
+"""The servers that ``make bench-serve`` compares, each in separate processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(process: SpawnProcess) -> Iterator[None]:
-    """Start a process; at the end stop it in order, and kill it if it does not stop."""
+    """Start a process. At the end, ask it to stop, and kill it if it does not stop."""
     process.start()
     try:
         yield
@@ -67,8 +67,8 @@ def wait_for(process: SpawnProcess, port: int, path: str) -> None:
     """Return when the server is ready.
 
     Raises:
-        RuntimeError: its process has ended.
-        TimeoutError: it was not in time.
+        RuntimeError: the server's process has ended.
+        TimeoutError: the server was not ready in time.
     """
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:

@@ -1,9 +1,9 @@
-"""``make bench-simulate``: a load on emulated NPUs, beside the simulation of the same load.
+"""``make bench-simulate``: compare a load on emulated NPUs with the simulation of the same load.
 
-The deployment serves a first load, which measures the times of its steps, and then the load that is
-compared. ``simulate`` plays the same requests with these times. Steps and padding should be the
-same, up to the requests that arrive while the first step is decided; seconds should differ by less
-than 15 %.
+The deployment serves a first load, in which the times of its steps are measured, and then a second
+load. ``simulate`` simulates the second load with the measured times. Steps and padding of the two
+should be equal, except for the effect of requests that arrive while the scheduler decides the first
+step. Seconds should differ by less than 15 %.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from dist_aclgraph.simulate.simulation import LoadOptions, simulate
 from dist_aclgraph.simulate.times import read_times
 from dist_aclgraph.steps.delta import RequestDelta
 
-AIM = 0.15  # of seconds
+AIM = 0.15  # largest difference of the seconds, as a fraction
 MAX_NUM_SEQS = 32
 
 
 def draw(count: int, seed: int) -> list[Arrival]:
-    """Return requests of many lengths that arrive at once."""
+    """Return requests with many different lengths that arrive at once."""
     random = np.random.default_rng(seed)
     prompts, outputs = random.integers(20, 201, count), random.integers(20, 121, count)
     return [
@@ -72,7 +72,7 @@ def report_of(engine: DecodeEngine) -> dict[str, Any]:
 
 
 def counts_of(report: dict[str, Any]) -> dict[str, float]:
-    """Return the counters of a deployment that a simulation has, too."""
+    """Return those counters of a deployment that a simulation also has."""
     return {
         "replays": sum(bucket["replays"] for bucket in report["buckets"]),
         "eager steps": sum(report["eager_steps"].values()),

@@ -1,8 +1,10 @@
-"""``make bench-start``: the start of one group against the start of several, in one run.
+"""``make bench-start``: compare the start of one group with the start of several groups, in one
+run.
 
-Kernels are skipped, so ranks have no work. Groups start side by side: with cores of its own for
-each, several groups start as fast as one. The emulated NPUs and all processes share this machine's
-cores, and importing libraries keeps a core busy; the bench shows the difference phase by phase.
+Kernels are skipped, so ranks have no work. Groups start at the same time. If each group had its own
+cores, several groups would start as fast as one group. The emulated NPUs and all processes share
+this machine's cores, and importing libraries keeps a core busy; the bench shows the difference
+phase by phase.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ CONFIG = "configs/tiny-qwen3.yaml"
 
 @dataclass
 class Phases:
-    """Seconds of each phase, as far as polled progress shows them."""
+    """Seconds of each phase, as accurate as the polling of the progress permits."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _state: str = PHASES[0]
@@ -70,7 +72,7 @@ def main(
     local = start_ray(several)
     found: dict[int, list[dict[str, float]]] = {1: [], groups: []}
     try:
-        start_once(one)  # not compared: it reads files from disk for the first time, and builds
+        start_once(one)  # not compared: this start reads files for the first time, and builds
         for _ in range(turns):
             found[1].append(start_once(one))
             found[groups].append(start_once(several))

@@ -1,9 +1,9 @@
 """``make bench-step``: the host's work in a decode step, part by part, with kernels skipped.
 
 The engine's scheduler and a worker's runner take turns in one process, without messages and
-clients. All requests decode, so a step differs from the previous one by one token of each request.
-A row shows the 10th percentile of the steps, because other work of the machine delays most of them.
-The figures are of the emulator and say nothing about an NPU.
+clients. All requests decode, so each request has one token more than in the previous step. A row
+shows the 10th percentile over all steps, because other work on the machine delays most steps. The
+figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dist_aclgraph.steps.step import (
 )
 
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
-WARM_UP = 40  # steps, the prompts among them
+WARM_UP = 40  # number of steps, including those of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
 NOTE = "emulated NPU on the CPU, kernels skipped; not an NPU figure"
 
@@ -80,7 +80,9 @@ def measure_all(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return the time of each part; a column for each model and number of requests."""
+    """Return a table of the time of each part, with a column for each model and number of
+    requests.
+    """
     columns = {f"{row['layers']} x {row['batch']}": row["us"] for row in results["rows"]}
     parts = dict.fromkeys(part for us in columns.values() for part in us)
     lines = [[part, *(f"{us.get(part, 0.0):.0f}" for us in columns.values())] for part in parts]
@@ -119,7 +121,7 @@ def make_worker(
 def make_scheduler(
     config: Config, batch: int, sizes: tuple[int, ...], steps: int, *, random: bool
 ) -> Scheduler:
-    """Return a scheduler whose requests all decode for so many steps."""
+    """Return a scheduler whose requests all decode for the given number of steps."""
     plan = GraphPlan(
         version=1,
         mode="FULL_DECODE_ONLY",
@@ -142,7 +144,7 @@ def make_scheduler(
 def measure(
     npu: Npu, runner: ModelRunner, config: Config, batch: int, steps: int, *, random: bool
 ) -> dict[str, float]:
-    """Return the 10th percentile of the steps, in microseconds by part."""
+    """Return the 10th percentile over the steps for each part, in microseconds."""
     scheduler = make_scheduler(config, batch, (batch,), steps + 2 * WARM_UP, random=random)
     each = list(run_steps(npu, runner, scheduler, steps + WARM_UP))[WARM_UP:]
     while runner.is_busy:
@@ -159,8 +161,8 @@ def measure(
 def run_steps(
     npu: Npu, runner: ModelRunner, scheduler: Scheduler, steps: int
 ) -> Iterator[dict[str, float]]:
-    """Yield the microseconds of each step by part: of the engine's turn, and of the answered worker
-    step.
+    """Yield the microseconds of each step's parts: the parts of the engine's turn, and those of the
+    worker's step.
     """
     for _ in range(steps):
         laps, answered = [time.perf_counter()], list[StepResult]()

@@ -1,9 +1,9 @@
 """``make bench-tp8``: eight ranks of one model, by graph mode, in one run.
 
-All modes are deployed side by side and measured by turns, so that a drift of the machine meets all
-of them. The workloads are three batch sizes that decode, and requests that arrive while others
-decode. The ranks of an emulated NPU share this machine's cores, so the figures say nothing about an
-NPU.
+All modes are deployed at the same time and measured by turns, so that a drift of the machine's
+speed affects all modes equally. The workloads are batches of three sizes that only decode, and a
+batch during which more requests arrive. The ranks of an emulated NPU share this machine's cores, so
+the figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ PROMPT_LEN = 16
 WARM_UP_STEPS = 12
 VOCAB = 2048
 MAX_LEN = 256
-# The largest size holds all prompts of a workload. Attention rounds a prompt in chunks differently,
-# and the chunks depend on timing.
+# The largest size holds all prompts of a workload. If a prompt were split into chunks, attention
+# would round differently, and the chunks would depend on timing.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
 # Stages in which the host queues a step's work. Lengths sent ahead of a step do not count: the host
@@ -142,7 +142,7 @@ def _workloads(steps: int) -> dict[str, list[Arrival]]:
 
 
 def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dict[str, Any]:
-    """The cost of a mode's graphs: seconds on the slowest rank, bytes of one rank."""
+    """Return the cost of a mode's graphs: seconds on the slowest rank, bytes on one rank."""
     buckets = report["buckets"]
     keys = ("graph", "bucket", "capture_seconds", "streams", "replays", "padded_tokens")
     found: dict[str, Any] = {
@@ -166,7 +166,7 @@ def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dic
 def _summary(
     runs: Sequence[Run], base: Sequence[Run], operators: int, layers: int
 ) -> dict[str, Any]:
-    """The figures of one mode and workload; gaps of all rounds count together."""
+    """Return the figures of one mode and workload, with the gaps of all rounds together."""
     gaps = [gap for run in runs for gap in run.gaps_ms]
     rounds = step_ms(runs)
     stages = median_stages([run.stages_us for run in runs])

@@ -1,4 +1,5 @@
-"""Deployments side by side, measured by turns, so that a drift of the machine meets all of them."""
+"""Deployments that run at the same time and are measured by turns, so that a drift of the machine's
+speed affects all equally."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from dist_aclgraph.actors.controller.controller import Progress as StartProgress
 from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
-MIXED = "mixed"  # a workload
+MIXED = "mixed"  # name of the workload in which further requests arrive
 
 Workloads = Mapping[str, Sequence[Arrival]]
 
@@ -37,7 +38,7 @@ class Turns:
 
     Attributes:
         runs: runs of each deployment and workload, one per round.
-        reports: of the deployments, after the last round.
+        reports: reports of the deployments after the last round.
     """
 
     runs: dict[str, dict[str, list[Run]]]
@@ -45,7 +46,7 @@ class Turns:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """The device in its own words, and its meaning for the figures."""
+        """Describe the device, and what it means for the figures."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {
@@ -62,7 +63,8 @@ def take_turns(
     repeats: int,
     bar: Progress,
 ) -> Turns:
-    """Deploy all, run all workloads by turns, once to warm up and ``repeats`` times; stop all.
+    """Start all deployments, run all workloads by turns, once to warm up and then ``repeats``
+    times; stop all.
 
     Ray must run, see ``ray_for``.
     """
@@ -92,9 +94,9 @@ def take_turns(
 
 @contextmanager
 def ray_for(engines: Collection[DecodeEngine]) -> Iterator[None]:
-    """Start a Ray with NPUs for each deployment, and stop it at the end.
+    """Start Ray with enough NPUs for all deployments, and stop Ray at the end.
 
-    On one machine, they are all the same cores.
+    The NPUs are emulated on one machine, so all of them share the same cores.
     """
     num_npus = sum(engine.config.parallel.world_size for engine in engines)
     model = next(iter(engines)).config.model
@@ -122,9 +124,9 @@ def title(workload: str) -> str:
 
 
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
-    """Return the number of requests with other tokens than in a run of the base.
+    """Return the number of requests whose tokens differ from those in one run of the base.
 
-    One run, so that the base can differ from itself.
+    Only one run of the base counts, so that other runs of the base can differ from it.
     """
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)
@@ -147,7 +149,7 @@ def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each deployment with each workload, and what the two are called."""
+    """Yield the figures of each deployment with each workload, and the names of the two."""
     for name, found in deployments.items():
         for workload, row in found["workloads"].items():
             yield {"name": name, "workload": workload, "title": title(workload), **row}

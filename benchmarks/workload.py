@@ -1,4 +1,4 @@
-"""Requests that arrive by plan, and their step times, tokens and host time by stage."""
+"""Requests that arrive by a plan, and the measured step times, tokens and host time by stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 SILENCE_S = 120.0
 QUERY_S = 60.0
-# Booked by the worker in parallel to a step's stages, or again under another name.
+# Times that the worker counts in parallel to a step's stages, or counts again under another name.
 BESIDE = ("update_ahead", "update_per_layer", "update_wait")
 
 
@@ -44,23 +44,26 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements from the moment when all initial requests decode, until the first of them ends.
+    """Measurements from the time at which all initial requests decode, until the first of these
+    requests ends.
 
     Attributes:
-        gaps_ms: times between deliveries to the first request, which are the steps.
+        gaps_ms: times between two deliveries to the first request, which are the step times.
         tokens: all tokens of each request.
-        num_tokens, num_deliveries, seconds: tokens delivered to all requests, the number of
-            deliveries (one per request and step), and the time.
-        timings_us: the engine's host time by mode and stage, and steps by mode.
-        padded_tokens, live_tokens: of replayed steps.
+        num_tokens, num_deliveries, seconds: number of tokens delivered to all requests, number of
+            deliveries (one per request and step), and duration.
+        timings_us: the engine's host time for each mode and stage, and number of steps for each
+            mode.
+        padded_tokens, live_tokens: numbers of tokens of replayed steps.
         num_drafted: number of verifications of a request's drafts.
-        accepted: [num_drafts], number of times that each of them was accepted.
-        expert_tokens: computed by the experts of each rank.
-        num_reruns: steps run again.
+        accepted: [num_drafts], how often the draft at each position was accepted.
+        expert_tokens: number of tokens that the experts of each rank computed.
+        num_reruns: number of steps that ran again.
         kv_usage: share of the KV blocks in use when all initial requests decoded.
-        first_token_s: of the first request, since it was sent.
-        counted: by mode of steps, since the first request was sent: steps, and as far as the device
-            counts them, their collectives and the bytes of these on one rank.
+        first_token_s: time from sending the first request until its first token.
+        counted: for each mode of steps, counts since the first request was sent: steps, and, if the
+            device counts them, the collectives of these steps on one rank and the collectives'
+            bytes.
     """
 
     gaps_ms: list[float]
@@ -81,7 +84,7 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """The median gap between tokens, as a client sees it."""
+        """Return the median gap between two tokens, as a client sees it."""
         return percentile(self.gaps_ms, 50)
 
     @property
@@ -90,11 +93,11 @@ class Run:
 
     @property
     def stages_us(self) -> dict[str, float]:
-        """The mean host time of a step by stage."""
+        """Return the mean host time of a step for each stage."""
         return mean_stages(self.timings_us)[0]
 
     def per_step(self, mode: str, what: str) -> float:
-        """Return the average count of a step of a mode; 0 if nothing counts."""
+        """Return the average count per step of a mode; 0 if there are no counts."""
         counted = self.counted[mode]
         return counted.get(what, 0) / counted["steps"]
 
@@ -109,8 +112,8 @@ def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list
 
 
 def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
-    """Return ``batch`` requests that decode, and one more at every fourth token of the first:
-    prompts of many lengths, answers of a few tokens.
+    """Return ``batch`` requests that decode, and one further request at every fourth token of the
+    first request. The further requests have prompts of many lengths and answers of a few tokens.
     """
     random = np.random.default_rng(batch + 1000)
     later = [
@@ -123,10 +126,10 @@ def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[
 def run_workload(
     client: EngineClient, name: str, arrivals: Sequence[Arrival], **sampling: Any
 ) -> Run:
-    """Send the requests, each at its time, and wait for the end of all.
+    """Send each request at its time, and wait until all requests have ended.
 
     Args:
-        name: begins the request ids; a new one for each run.
+        name: prefix of the request ids; each run needs another name.
         sampling: parameters of all requests; None means greedy.
 
     Raises:
@@ -206,7 +209,7 @@ def _next(
 
 
 def _counters(client: EngineClient) -> dict[str, float]:
-    """Return the engine's counters between two steps."""
+    """Return the engine's counters, read between two steps."""
     (report,) = client.query("report", QUERY_S).values()
     metrics = report["metrics"]
     parts = {
@@ -250,8 +253,8 @@ def _by_mode_and_stage(counts: dict[str, float]) -> dict[str, dict[str, float]]:
 def whole_steps(
     deliveries: Sequence[Sequence[Delivery]], begin_s: float, index: int
 ) -> tuple[list[float], list[int]]:
-    """Return the times of deliveries to a request from ``begin_s`` on, and the token counts of all
-    deliveries between the first and the last of them.
+    """Return the times of deliveries to one request from ``begin_s`` on, and the token counts of
+    all deliveries between the first and the last of these times.
 
     The time between two deliveries to the same request contains each request's share of every step
     exactly once.
@@ -268,7 +271,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def padded_fraction(padded: int, live: int) -> float:
-    """Return the share of replayed tokens that were padding; 0 where nothing replayed."""
+    """Return the share of padding in the replayed tokens; 0 if nothing was replayed."""
     return padded / (padded + live) if padded + live else 0.0
 
 
@@ -283,17 +286,19 @@ def round_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def ratios(ours: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Return the ratios to the base's, of each round and their median."""
+    """Return the ratios to the base for each round, and their median."""
     return {"rounds": round_ratios(ours, base), "median": paired_ratio(ours, base)}
 
 
 def step_ms(runs: Sequence[Run]) -> list[float]:
-    """Return the median gap between tokens of each run."""
+    """Return, for each run, the median gap between two tokens."""
     return [run.step_ms for run in runs]
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
-    """Return microseconds a step by stage, over all modes of a run, and the steps of each mode."""
+    """Return the microseconds per step for each stage, over all modes of a run, and the number of
+    steps of each mode.
+    """
     modes = _by_mode_and_stage(timings_us)
     steps = {mode: int(found["steps"]) for mode, found in modes.items() if found.get("steps")}
     stages: dict[str, float] = {}
@@ -305,6 +310,6 @@ def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[st
 
 
 def median_stages(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median over runs of each stage; a missing stage counts as no time."""
+    """Return, for each stage, the median over the runs; a missing stage counts as zero."""
     names = dict.fromkeys(stage for run in runs for stage in run)
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in names}

@@ -1,10 +1,11 @@
-# CANN's environment, where CANN is installed; existing values stay. environment.sh reads this file, and in containers
-# of Dockerfile.ascend each shell that runs a command does (BASH_ENV), because KubeRay replaces the entry point.
+# Sets CANN's environment if CANN is installed; existing values stay. environment.sh reads this file. In
+# containers of Dockerfile.ascend, each shell that runs a command also reads it (BASH_ENV), because KubeRay
+# replaces the entry point.
 
 unset BASH_ENV  # CANN's own scripts may start shells, which would read this file again
 
-# CANN's own scripts use variables that may not be set, end with commands that may fail, and would take our arguments
-# for theirs: they get none.
+# CANN's own scripts use variables that may not be set, and end with commands that may fail. They would use this
+# script's arguments as their own, so they are called without arguments.
 read_script() {
   local script=$1 options=$-
   shift
@@ -16,7 +17,8 @@ read_script() {
 
 read_cann() {
   local installed=${ASCEND_INSTALL_PATH:-/usr/local/Ascend} script
-  # From 8.5 on CANN is in cann/, before in ascend-toolkit/. The newer one wins, as in 'dist-aclgraph doctor'.
+  # CANN 8.5 and newer is in cann/, older CANN in ascend-toolkit/. The newer one is used, as in
+  # 'dist-aclgraph doctor'.
   for script in "$installed"/{cann,ascend-toolkit}/set_env.sh; do
     if [ -z "${ASCEND_HOME_PATH:-}" ] && [ -f "$script" ]; then
       read_script "$script"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts Ray on the head node. Further arguments go to `ray start`; those that one network or another
-# wants are --node-ip-address=ADDRESS and --port=PORT (6379).
+# Starts Ray on the head node. Further arguments are passed to `ray start`; some networks need
+# --node-ip-address=ADDRESS and --port=PORT (default 6379).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 exec ray start --head --port 6379 --dashboard-host 127.0.0.1 ${resources[@]+"${resources[@]}"} "$@"

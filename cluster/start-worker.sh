@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Starts Ray on a node and joins the head: start-worker.sh HEAD_ADDRESS[:PORT] [arguments of `ray start`].
-# An IPv6 address with a port has brackets: [fd00::1]:6379.
+# Write an IPv6 address with a port in brackets: [fd00::1]:6379.
 set -euo pipefail
 if [ $# -lt 1 ]; then
   echo "usage: $0 HEAD_ADDRESS[:PORT] [arguments of 'ray start']" >&2
@@ -11,7 +11,7 @@ shift
 case $head in
   \[*\]:*) ;;
   \[*\]) head=$head:6379 ;;
-  *:*:*) head=[$head]:6379 ;;  # an IPv6 address alone
+  *:*:*) head=[$head]:6379 ;;  # an IPv6 address without a port
   *:*) ;;
   *) head=$head:6379 ;;
 esac

@@ -1,4 +1,4 @@
-"""How many buckets four historical formulas allow, for a model of so many layers.
+"""Print how many buckets four historical formulas allow for a model with a given number of layers.
 
 ``python examples/budget.py [layers] [tp]``
 """

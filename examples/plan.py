@@ -1,4 +1,4 @@
-"""Which graphs a deployment would capture, and what its ranks would pay: no device is needed.
+"""Print which graphs a deployment would capture and what they cost each rank. No device is needed.
 
 ``python examples/plan.py [configs/x.yaml] [key=value ...]``
 """

@@ -1,4 +1,4 @@
-"""What a load would do with the chosen graphs: random requests, assumed step times, no device.
+"""Simulate a load with the chosen graphs: random requests, assumed step times, no device.
 
 ``python examples/simulate.py [configs/x.yaml]``
 """

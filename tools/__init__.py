@@ -1,1 +1,2 @@
-"""Tools for developers beside the package: the pinned packages, and the rig of ``make chaos``."""
+"""Tools for developers that are not in the package: the list of pinned packages, and the rig of
+``make chaos``."""

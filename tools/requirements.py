@@ -1,6 +1,7 @@
-"""Prints the packages that pyproject.toml pins, and those of the extras that are named.
+"""Prints the packages that pyproject.toml pins, and the packages of the extras that the arguments
+name.
 
-With ``--only`` before them, those of the extras alone.
+With ``--only`` before the names, it prints only the packages of the extras.
 """
 
 import re
@@ -12,7 +13,7 @@ project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def pins(packages: list[str]) -> set[str]:
-    """Replace extras of this project itself by their packages."""
+    """Replace each extra of this project by its packages."""
     found = set()
     for package in packages:
         own = re.fullmatch(rf"{project['name']}\[([\w.-]+)\]", package)

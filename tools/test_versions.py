@@ -1,6 +1,7 @@
-"""``make test-versions``: the emulator's tests and a parity set under each line of torch_npu.
+"""``make test-versions``: run the emulator's tests and a set of parity tests with each line of
+torch_npu.
 
-Each line has its own virtual environment, .venv-2.12 for 2.12, and its own build of the emulator.
+Each line has its own virtual environment (.venv-2.12 for 2.12) and its own build of the emulator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The emulator's settings hold for the life of a process: each set has its own.
+# A process cannot change the emulator's settings, so each set of tests has its own process.
 SETS: dict[str, tuple[str, ...]] = {
     "emulator": ("tests/emulator",),
     "parity": ("tests/parity/test_chips.py", "tests/parity/test_spread_experts.py"),
@@ -25,14 +26,16 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 def all_lines() -> list[str]:
-    """Return the lines that have an extra in pyproject.toml."""
+    """Return the torch_npu lines for which pyproject.toml has an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [name.removeprefix("npu-") for name in extras if name.startswith("npu-")]
 
 
 def set_up(line: str, environment: Path) -> str:
-    """Make the virtual environment and the emulator of a line; return the problem, "" if none."""
+    """Make the virtual environment and the emulator of a line; return the problem, or "" if there
+    is none.
+    """
     command = ["make", "-s", "setup-dev", "emulator", f"NPU={line}", f"VENV={environment.name}"]
     try:
         done = subprocess.run(
@@ -48,7 +51,7 @@ def run_tests(environment: Path, paths: Sequence[str]) -> dict[str, int]:
     """Run test files that are not slow, and return the number of tests by outcome.
 
     Raises:
-        TimeoutExpired: they take longer than ``TESTS_S``.
+        TimeoutExpired: the tests take longer than ``TESTS_S``.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -63,7 +66,9 @@ def run_tests(environment: Path, paths: Sequence[str]) -> dict[str, int]:
 
 
 def count_outcomes(report: Path) -> dict[str, int]:
-    """Return the number of tests by outcome in a report of pytest; no report is one failure."""
+    """Return the number of tests by outcome in a report of pytest. A missing report counts as one
+    failure.
+    """
     if not report.exists():
         return {"failed": 1}
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}

@@ -1,8 +1,9 @@
-"""The two calls of CANN's pyACL that Ray makes to count a node's NPUs, for emulated ones.
+"""The two calls of CANN's pyACL with which Ray counts a node's NPUs, for nodes with emulated NPUs.
 
-Ray imports ``acl`` where a node starts; without it, declared NPUs make it print two tracebacks. On
-the path only while a local Ray starts (``dist_aclgraph.actors.cluster.local_ray``), or for
-``ray start`` by ``PYTHONPATH=emulator/python``.
+Ray imports ``acl`` when a node starts. If the import fails and NPUs are declared, Ray prints two
+tracebacks. This module is on Python's path only while a local Ray starts
+(``dist_aclgraph.actors.cluster.local_ray``), or for ``ray start`` with
+``PYTHONPATH=emulator/python``.
 """
 
 SOC_NAME = "Ascend910B1"
@@ -17,5 +18,7 @@ class rt:
 
     @staticmethod
     def get_device_count() -> tuple[int, int]:
-        """Return (devices, error code): none of their own, Ray is told how many to declare."""
+        """Return (number of devices, error code): always 0 devices, because Ray's caller declares
+        the number.
+        """
         return 0, 0

@@ -25,38 +25,39 @@ enum class TaskKind {
   HostCallback,
   EventRecord,   // edge inside one graph
   EventWait,     // edge inside one graph
-  ExternalTask,  // external event or value wait/write: ordered against work outside the graph
+  ExternalTask,  // external event or value wait/write: has an order to work outside the graph
   GraphLaunch
 };
 
 struct LaunchTraits {
-  // Counts of a launch, each time it runs: the operator's name, or null.
+  // For the counters: the operator's name if the launch counts each time it runs, or null.
   const char *ai_cpu = nullptr;     // the AI CPU runs it
   const char *unaligned = nullptr;  // a tensor does not begin at a multiple of 32 bytes
-  // With modelled time.
-  int64_t ns = 0;                   // its time on the chip
+  // Used with modelled time only.
+  int64_t ns = 0;                   // time of the launch on the chip
   bool between_host_and_device = false;  // a copy that uses no core
-  // Addresses of its tensors, in the order of the arguments; null unless `wants_operands`.
+  // Addresses of the operator's tensors, in the order of the arguments; null unless
+  // `wants_operands`.
   std::shared_ptr<const std::vector<uintptr_t>> operands;
 };
 
 // Whether a fault may hit the memory of an operator's tensors; then its launch must name them.
 EMU_SHARED bool wants_operands(const char *name);
 
-// Runs `body` on the device. Depending on the state of the stream the task is queued on the
-// stream's worker thread, appended to the graph being captured, or (in a task-update section)
-// replaces the body of the next task of the task group.
+// Runs `body` on the device. Depending on the stream's state, the task is queued on the stream's
+// worker thread, or is appended to the graph being captured, or (in a task-update section) replaces
+// the body of the next task of the task group.
 EMU_SHARED aclError launch(aclrtStream stream, TaskKind kind, const char *name, Task body,
                            LaunchTraits traits = {});
 
-// Sets the text that aclGetRecentErrMsg returns to this thread, and returns `code`; in the thread of
-// torch_npu's task queue the device stops with that text, and the call succeeds.
+// Sets the text that aclGetRecentErrMsg returns to this thread, and returns `code`. In the thread
+// of torch_npu's task queue, the device stops with this text instead, and the call succeeds.
 EMU_SHARED aclError fail(aclError code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 
-// Device addresses are in a window that is PROT_NONE; "kernels" use an alias mapping of the same
-// pages. So host code that dereferences a device pointer crashes, as on the device.
+// Device addresses are in a window that is PROT_NONE; kernels use an alias mapping of the same
+// pages. So host code that dereferences a device pointer crashes, as with a real device.
 constexpr int kMaxDevices = 64;
 constexpr uintptr_t kDeviceWindow = 0x200000000000ull;
 constexpr uintptr_t kDeviceWindowBytes = 0x100000000000ull;

@@ -1,5 +1,5 @@
-// The speed of the modelled chip (kernels=timed). rates.cpp and docs/develop/device-time.md have
-// every number with its source; a measured number may replace each (setting rate.NAME).
+// The speed of the modelled chip (kernels=timed). rates.cpp and docs/develop/device-time.md list
+// every number with its source; a setting rate.NAME replaces a number by a measured one.
 #pragma once
 
 #include "emulator.h"
@@ -11,11 +11,11 @@ namespace emu {
 struct Rates {
   // The chip.
   double bf16_tflops, int8_tflops, hbm_tb_s;
-  // Shares of the peak that products of n x n matrices reach, and other work.
+  // Shares of the chip's peak that products of n x n matrices reach, and that other work reaches.
   double matmul_1024, matmul_2048, matmul_4096, int8_matmul, attention, latent_attention;
   // Shares of the memory's bandwidth.
   double weights_memory, cache_memory, vector_memory, softmax_memory, argmax_memory, sort_memory;
-  // The least time of a kernel, and the gap between two.
+  // The minimum time of a kernel, and the gap between two kernels.
   double matmul_us, vector_us, decode_attention_us, prefill_attention_us, gap_us;
   double ai_cpu_us, ai_cpu_gb_s;
   // Graphs, and tasks that are no kernels.
@@ -26,11 +26,11 @@ struct Rates {
   double collective_aiv_us, collective_ffts_us, collective_aicpu_us;
   double link_us, pair_gb_s, port_gb_s, link_efficiency, node_ranks;
   double network_us, network_gb_s;
-  // MoeDistributeDispatch and Combine, with 7168 elements a token and 8 experts.
+  // MoeDistributeDispatch and Combine, with 7168 elements per token and 8 experts.
   double dispatch_us, dispatch_token_us, combine_us, combine_token_us, doubling_us;
 };
 
-// The rates of the chip in the settings, with replacements.
+// The rates of the chip that the settings select, after replacements by settings.
 EMU_SHARED const Rates &rates();
 
 bool is_rate(const std::string &name);

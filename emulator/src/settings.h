@@ -10,8 +10,9 @@ namespace emu {
 
 enum class FaultKind { Fail, Stall, Die, Link, Remote, Retry, Memory, Ecc, Uce };
 
-// The call-th execution of op, or its call-th recording into a graph. "alloc" is an allocation of
-// device memory during a capture; some calls of the host count, too.
+// A fault at execution number `call` of operator `op`, or at its recording number `call` into a
+// graph. The name "alloc" means an allocation of device memory during a capture; `op` may also name
+// some calls of the host.
 struct Fault {
   std::string op;
   long call = 1;
@@ -20,7 +21,7 @@ struct Fault {
   int rank = -1;  // HCCL world rank, or the device id of a process without HCCL; -1 any
   double stall_s = 5;
   int operand = 0;  // Uce: index of the operator's tensor whose memory turns bad, and
-  long offset = 0;  // the offset from its begin, in bytes
+  long offset = 0;  // the offset from the tensor's begin, in bytes
 };
 constexpr int kFaults = 2;
 
@@ -32,27 +33,27 @@ struct Settings {
   std::string soc = "Ascend910B1";
   std::string cann = "8.5.0";
   bool strict = true;         // operators refuse what their documents exclude
-  // a real device's rules where they differ: parts of refusals that it does not make, and operators
-  // that it refuses
+  // rules of a real device that differ from the emulator's: parts of the texts of refusals that the
+  // device does not make, and operators that the device refuses
   std::vector<std::string> admitted, refused;
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
-  bool timed = false;         // in addition, streams have clocks with a chip's time
-  int choices = 1;            // without arithmetic, ArgMax takes one of the first so many indices
-  std::map<std::string, double> rates;  // instead of those of rates.cpp, by name
+  bool timed = false;         // in addition, streams have clocks with modelled time
+  int choices = 1;            // without arithmetic, ArgMax returns an index below this number
+  std::map<std::string, double> rates;  // these replace rates of rates.cpp, by name
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured
   HcclExpansion hccl_expansion = HcclExpansion::Ffts;
-  int hccl_streams_per_domain = -1;  // -1: what hccl_expansion costs
+  int hccl_streams_per_domain = -1;  // -1: as hccl_expansion determines
   int threads = 1;            // ATen threads of each worker
   int wait_s = 60;            // limit of a wait on the device
   int hccl_s = 120;           // limit of a wait for another rank
-  std::string host;           // HCCL takes ranks with another name for ranks of another host
+  std::string host;           // HCCL treats ranks with different names as on different hosts
   bool trace = false;         // print every launch and every error
 
-  Fault faults[kFaults];      // each happens once, and counts for itself
-  // a file that arms a fault while it exists; its words are settings like these
+  Fault faults[kFaults];      // each happens once, and counts its calls separately
+  // a file that arms a fault while the file exists; its words are settings of the fault
   std::string fault_file;
-  size_t memory_limit_bytes = 0;  // allocations beyond it fail although hbm_bytes is reported
+  size_t memory_limit_bytes = 0;  // larger totals fail although hbm_bytes is reported
 };
 
 __attribute__((visibility("default"))) const Settings &settings();
@@ -60,7 +61,8 @@ __attribute__((visibility("default"))) const Settings &settings();
 // Sets one setting; throws std::invalid_argument if it does not exist, or the value is invalid.
 void set_setting(Settings &s, const std::string &name, const std::string &value);
 
-// Sets all settings of a text: key=value, separated by spaces. Reports those that cannot be set.
+// Sets all settings in a text: key=value, separated by spaces. Reports the settings that cannot be
+// set.
 void read_settings(Settings &s, const std::string &text, const char *where);
 
 }  // namespace emu

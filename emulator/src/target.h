@@ -1,4 +1,4 @@
-// The chip and the CANN release of the settings. Checks that differ by them use these functions.
+// The chip and the CANN release of the settings. Checks that depend on them use these functions.
 #pragma once
 
 #include "settings.h"
@@ -18,9 +18,10 @@ inline Chip chip() {
   return name.rfind("Ascend910B", 0) == 0 ? Chip::A2 : Chip::Other;
 }
 
-// Whether the CANN of the settings is older than this release. Releases whose rules differ, by the
-// dates of their operators' sources: 8.5.0 of November 2025, 8.5.1 of December 2025, 9.0 of 2026,
-// 9.1 of August 2026. Where no source tells what 8.5.1 does, it does as 8.5.0, which is stricter.
+// Whether the CANN of the settings is older than this release. The releases whose rules differ,
+// with the dates of their operators' sources: 8.5.0 (November 2025), 8.5.1 (December 2025), 9.0
+// (2026), 9.1 (August 2026). If no source tells what 8.5.1 does, the emulator uses the rules of
+// 8.5.0, which are stricter.
 inline bool cann_before(int major, int minor = 0, int patch = 0) {
   static const std::array<int, 3> found = [] {
     std::array<int, 3> numbers{};

@@ -1,1 +1,1 @@
-"""The rig behind ``make chaos``: faults from a seed against a real service."""
+"""The rig of ``make chaos``: faults, chosen by a seed, against a real service."""

@@ -25,13 +25,13 @@ from tools.chaos.report import COLUMNS, lines_of, sentence_of
 from tools.chaos.rig import Rig
 from tools.chaos.shapes import SHAPES, Shape
 
-SHARE = 0.05  # share of all deltas before which a fault strikes
+SHARE = 0.05  # a fault strikes before this share of all deltas has arrived
 
 
 def run_plan(
     shape: Shape, plan: list[Strike], room: Path | None, console: Console
 ) -> Iterator[Outcome]:
-    """Execute a plan; print a line after each strike, and yield its result.
+    """Execute a plan; print a line after each strike, and yield the strike's result.
 
     Closing the iterator ends everything that was started.
     """
@@ -49,7 +49,7 @@ def run_plan(
 
 
 def chosen_kinds(only: str) -> tuple[Kind, ...]:
-    """Return the faults whose names are in a list with commas; all for "".
+    """Return the faults that a comma-separated list names; all faults for "".
 
     Raises:
         ConfigError: a name is unknown.
@@ -70,7 +70,7 @@ def main(
     """Run faults against a service, and print a table with the cost of each."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; there are: {', '.join(SHAPES)}")
-    # Ends everything that was started, too.
+    # Also ends everything that was started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=200 if not os.isatty(1) else None)
     found = SHAPES[shape]
@@ -96,7 +96,7 @@ def main(
 
 
 def print_table(what: str, outcomes: list[Outcome], minutes: float, console: Console) -> None:
-    """Print the table for people, then the same for a document."""
+    """Print the table for people, then the same table for a document."""
     title = (
         f"{what}, {len(outcomes)} faults, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}, "
         f"{minutes:.0f} min"

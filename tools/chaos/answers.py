@@ -1,4 +1,4 @@
-"""The answers that clients received, and conclusions from them. Knows no sockets."""
+"""The answers that clients received, and conclusions from these answers. Uses no sockets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ OK, BUSY = 200, (429, 503)
 
 @dataclass
 class Answer:
-    """One request's answer, as received. One thread writes it.
+    """The received answer of one request. One thread writes it.
 
     Attributes:
-        body: number of the request that it answers; equal requests must get equal texts.
-        status: HTTP status, 0 without one.
-        retry_after: whether the refusal has a Retry-After.
-        num_tokens: tokens by the service's final count.
+        body: number of the answered request; equal requests must get equal texts.
+        status: HTTP status; 0 if there is none.
+        retry_after: whether the refusal has a Retry-After header.
+        num_tokens: number of tokens, as the service reports it at the end.
         times_s: time of each delta.
-        given_up: whether its client disconnected on purpose.
+        given_up: whether the client disconnected on purpose.
     """
 
     body: int
@@ -34,7 +34,9 @@ class Answer:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the service refused, before the answer began, for lack of room."""
+        """Whether the service refused the request before the answer began, because it had no free
+        place.
+        """
         return self.status in BUSY and self.retry_after
 
     @property
@@ -47,9 +49,9 @@ class Answer:
         return not (self.is_whole or self.is_refused or self.given_up)
 
     def differs(self, wanted: Answer) -> bool:
-        """Whether it has other tokens than the answer of a run without faults.
+        """Whether its tokens differ from those of the answer in a run without faults.
 
-        An incomplete answer must be a prefix of that answer.
+        An incomplete answer must be a prefix of the answer without faults.
         """
         if not self.is_whole:
             return not wanted.text.startswith(self.text)
@@ -62,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pause:
-    """A time without a delta. Seconds, on the clock of the deltas."""
+    """A time in which no delta arrived. In seconds, on the clock of the deltas."""
 
     begin_s: float
     end_s: float
@@ -79,10 +81,10 @@ def longest_pause(times_s: Sequence[float], struck_s: float) -> Pause | None:
 
 
 def first_after(times_s: Sequence[float], at_s: float) -> float | None:
-    """Return the time of the next delta, or None."""
+    """Return the time of the first delta after the given time, or None."""
     return min((t for t in times_s if t > at_s), default=None)
 
 
 def count_different(answers: Sequence[Answer], wanted: Sequence[Answer]) -> int:
-    """Count answers with other tokens than ``wanted`` has for their bodies."""
+    """Count the answers whose tokens differ from the tokens in ``wanted`` for the same body."""
     return sum(answer.differs(wanted[answer.body]) for answer in answers)

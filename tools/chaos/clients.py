@@ -1,4 +1,4 @@
-"""Clients that stream answers at the same time, on threads of their own, and count deltas."""
+"""Clients that stream answers at the same time, one thread for each client, and count deltas."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import httpx
 from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
-TIMEOUT_S = 400.0  # without a byte: longer than requests wait for a group
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # required by the API but unused; slow to make
+TIMEOUT_S = 400.0  # limit for a time without a byte; longer than a request waits for a group
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the API requires it; never used; slow to make
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 
 BeforeDelta = Callable[[Answer], None]
@@ -27,11 +27,11 @@ class Hangup(Exception):
 
 
 class Clients:
-    """Sends requests at once. Owns their answers, and the number of deltas.
+    """Sends all requests at the same time. Owns the answers, and the number of deltas.
 
     Args:
-        bodies: the requests, by the numbers that answers refer to.
-        before_delta: called before each delta of an answer is read, on that client's thread; may
+        bodies: the requests, by the numbers that ``Answer.body`` names.
+        before_delta: called on the client's thread before each delta of an answer is read; may
             wait, or raise Hangup.
     """
 
@@ -62,7 +62,7 @@ class Clients:
             thread.start()
 
     def wait_for_deltas(self, count: int, timeout_s: float) -> bool:
-        """Return whether so many deltas arrived before all answers ended."""
+        """Return whether this number of deltas arrived before all answers ended."""
         with self._seen:
             self._seen.wait_for(
                 lambda: self._num_deltas >= count or not self._num_running, timeout_s
@@ -75,7 +75,7 @@ class Clients:
             return self._seen.wait_for(lambda: not self._num_running, timeout_s)
 
     def _client(self) -> httpx.Client:
-        """Return a client for one thread, because a shared client may close a connection that
+        """Return a client for one thread. A shared client might close a connection from which
         another thread reads.
         """
         transport = httpx.HTTPTransport(verify=NO_TLS, socket_options=self._options)

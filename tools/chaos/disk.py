@@ -1,4 +1,4 @@
-"""A small disk for a service's temporary files, so that filling it affects nothing else."""
+"""A small disk for a service's temporary files, so that a full disk affects nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ FILLING = "filling"
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mount a file system in memory, and unmount it afterwards; None if that is not allowed."""
+    """Mount a file system in memory, and unmount it afterwards; yield None if mounting is not
+    allowed.
+    """
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=0700", "chaos", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         yield None
@@ -36,7 +38,7 @@ def fill(disk: Path) -> None:
             except OSError as e:
                 if e.errno != errno.ENOSPC:
                     raise
-                while file.write(CHUNK[:4096]):  # the last pages, until none is free
+                while file.write(CHUNK[:4096]):  # fills the last pages, until no page is free
                     pass
 
 

@@ -1,4 +1,5 @@
-"""The result of a strike: from observations of clients and watchers to one row of numbers."""
+"""The result of a strike: turns the observations of clients and watchers into one row of
+numbers."""
 
 from __future__ import annotations
 
@@ -28,20 +29,22 @@ class Sight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one strike. Times are in seconds after it; None if the event did not happen.
+    """The result of one strike. Times are in seconds after the strike; None if the event did not
+    happen.
 
     Attributes:
-        tried: requests that were sent.
-        lost: accepted requests without an answer.
-        refused: refused with 429 or 503 and Retry-After.
-        unready_s: until ``/ready`` reported fewer groups.
-        new_tokens_s: until each stream had a delta after the fault was known.
+        tried: number of requests that were sent.
+        lost: number of accepted requests without an answer.
+        refused: number of requests refused with 429 or 503 and Retry-After.
+        unready_s: time until ``/ready`` reported fewer groups.
+        new_tokens_s: time until each stream had received a delta that arrived after the fault was
+            known.
         pause_s: the longest time without a delta in one stream.
-        recovered_s: until all groups served again.
-        exit_code: of the service, if it ended.
-        left: remains that should not exist.
+        recovered_s: time until all groups served again.
+        exit_code: exit code of the service, if it ended.
+        left: files and processes that were left behind and should not exist.
         error: error of the first lost request.
-        said: the last line of a service that ended.
+        said: the last output line of a service that ended.
     """
 
     strike: Strike
@@ -60,7 +63,9 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, differs or was left behind, and the service continues."""
+        """Whether nothing was lost, no answer differs, nothing was left behind, and the service
+        still runs.
+        """
         return not (self.lost or self.different or self.left) and self.exit_code is None
 
 
@@ -80,8 +85,8 @@ def judge(
     """Return the result of a strike.
 
     Args:
-        wanted: answers of a run without faults, by their bodies.
-        struck_s: when it struck; ``recovered_s`` is on the same clock.
+        wanted: answers of a run without faults, by the numbers of their bodies.
+        struck_s: time of the strike; ``recovered_s`` is on the same clock.
     """
     known_s = first_without(sights, struck_s, num_groups)
     news = [] if known_s is None else [first_after(a.times_s, known_s) for a in answers]
@@ -105,6 +110,6 @@ def judge(
 
 
 def first_without(sights: Sequence[Sight], struck_s: float, num_groups: int) -> float | None:
-    """Return the first time, after a strike, at which not all groups were seen."""
+    """Return the first time after a strike at which fewer than all groups served."""
     seen = (s.at_s for s in sights if s.at_s >= struck_s and s.serving < num_groups)
     return min(seen, default=None)

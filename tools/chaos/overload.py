@@ -1,9 +1,10 @@
 """``make bench-overload``: the effect of overload, and of stalled clients, on readers.
 
-The bench starts one service of the emulated NPU like a user. It measures the peak with as many
-clients as there are places. Then requests arrive at ten times that rate, independent of refusals.
-Then eight readers read beside 64 clients that read nothing, and finally beside huge bodies. Clients
-and service share this machine's cores, so figures are meaningful as ratios within one run.
+The bench starts one service on the emulated NPU as a user would. First it measures the peak rate,
+with as many clients as the service has places. Then requests arrive at ten times the peak rate,
+even if the service refuses them. Then eight readers read while 64 other clients read nothing, and
+finally while other clients send huge bodies. Clients and service share this machine's cores, so
+figures are meaningful as ratios within one run.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 
 PATH = "/v1/completions"
-TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600  # of a request; of one that stalls; of a reader
+TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600  # of a usual, stalled and reader's request
 NUM_PLACES, NUM_WAITING = 72, 8
 NUM_READERS, NUM_STALLED = 8, 64
-TIMES = 10  # the peak's rate
+TIMES = 10  # ratio of the request rate to the peak rate
 PING_S, RUNNING_S = 0.01, 10.0
 OK, TOO_MANY, BUSY = 200, 429, 503
 spawn = multiprocessing.get_context("spawn")
@@ -54,7 +55,9 @@ SHAPE = replace(
 
 @dataclass
 class Reply:
-    """A client's observations, in seconds of the monotonic clock; status 0 without an answer."""
+    """A client's observations, in seconds of the monotonic clock; status is 0 if there was no
+    answer.
+    """
 
     asked_s: float
     status: int = 0
@@ -73,15 +76,15 @@ class Reply:
 
 
 class Visitor:
-    """Sends each request on a new connection, with little work, because clients and service share
-    cores.
+    """Sends each request on a new connection. It does little work, because clients and service
+    share cores.
     """
 
     def __init__(self, port: int) -> None:
         self._port = port
 
     async def ask(self, body: bytes) -> Reply:
-        """Send a request and read all of its answer."""
+        """Send a request and read its whole answer."""
         reply = Reply(time.monotonic())
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             async with self._sent(body) as reader:
@@ -98,7 +101,7 @@ class Visitor:
         return reply
 
     async def stall(self, body: bytes) -> None:
-        """Send a request and read nothing, until this is cancelled."""
+        """Send a request and read nothing, until the task is cancelled."""
         async with self._sent(body, limit=1):
             await asyncio.Event().wait()
 
@@ -122,7 +125,7 @@ class Pings:
     """Polls the health of a service, from a process that does nothing else.
 
     Attributes:
-        seconds: duration of each answer; available after the block.
+        seconds: the time that each poll took; available after the ``with`` block.
     """
 
     def __init__(self, port: int) -> None:
@@ -132,7 +135,7 @@ class Pings:
 
     def __enter__(self) -> Pings:
         self._process.start()
-        self._end.recv()  # it has begun
+        self._end.recv()  # the process has started
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -142,7 +145,9 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
-    """Poll until the parent sends something; report the start, and at the end the durations."""
+    """Poll until the parent sends something. Report the start, and at the end the durations of all
+    polls.
+    """
     found: list[float] = []
     told.send(None)
     while not told.poll(PING_S):
@@ -156,7 +161,7 @@ def _ping(port: int, told: Connection) -> None:
 
 
 def body_of(count: int, prompt: Any = None) -> bytes:
-    """Return a request for so many tokens, streamed."""
+    """Return a request that streams the given number of tokens."""
     words = {"model": SHAPE.config, "prompt": prompt or [70, 71, 72], "max_tokens": count,
              "ignore_eos": True, "stream": True, "temperature": 0}  # fmt: skip
     return json.dumps(words).encode()
@@ -176,7 +181,7 @@ async def at_the_peak(visitor: Visitor, seconds: float) -> list[Reply]:
 
 
 async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list[Reply]:
-    """Send requests at a constant rate, independent of earlier ones."""
+    """Send requests at a constant rate, even while earlier requests are unanswered."""
     tasks: list[asyncio.Task[Reply]] = []
     start_s = time.monotonic()
     while (now_s := time.monotonic() - start_s) < seconds:
@@ -187,7 +192,7 @@ async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list
 
 
 async def readers(visitor: Visitor) -> list[Reply]:
-    """Let a few readers each read an answer, at the same time."""
+    """Let a few readers read one answer each, at the same time."""
     return list(
         await asyncio.gather(*(visitor.ask(body_of(READ_TOKENS)) for _ in range(NUM_READERS)))
     )
@@ -195,7 +200,7 @@ async def readers(visitor: Visitor) -> list[Reply]:
 
 @asynccontextmanager
 async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run work beside the block, and end it with the block."""
+    """Run ``work`` during the ``with`` block, and cancel it at the block's end."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield
@@ -206,7 +211,7 @@ async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[No
 
 
 async def send_huge_bodies(visitor: Visitor) -> None:
-    """Send too large data again and again: a body, a prompt, a word."""
+    """Repeatedly send data that is too large: a body, a prompt, a word."""
     bodies = [b" " * (32 << 20), body_of(1, [70] * 200_000), body_of(1, "a" * (1 << 20))]
     while True:
         for body in bodies:
@@ -215,7 +220,7 @@ async def send_huge_bodies(visitor: Visitor) -> None:
 
 
 async def measure(service: Service, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return all figures; seconds, tokens a second and bytes."""
+    """Return all figures, in seconds, tokens per second and bytes."""
     port = int(service.url.rpartition(":")[2])
     visitor = Visitor(port)
     await at_the_peak(visitor, 2.0)  # warm
@@ -268,8 +273,8 @@ async def drop(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def wait_for_running(service: Service, count: int) -> None:
-    """Wait until so many requests run; continue after a while, because some may have ended
-    already.
+    """Wait until this number of requests runs. Continue after a while anyway, because some requests
+    may have ended.
     """
     until_s = time.monotonic() + RUNNING_S
     while (await asyncio.to_thread(service.metrics)).get("num_requests_running", 0) < count:
@@ -293,13 +298,13 @@ def gaps(replies: Iterable[Reply]) -> dict[str, float]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, 99th percentile and maximum; zeros where there is no value."""
+    """Return median, 99th percentile and maximum; zeros if there is no value."""
     values = values or [0.0]
     return {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values)}
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Return the memory of those processes that still live."""
+    """Return the memory of those processes that are still alive."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = 0
     for pid in pids:
@@ -326,7 +331,7 @@ def main(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Return the figures beside their aims."""
+    """Return a table of the figures and their aims."""
     refusal, quiet, huge = found["refusal_s"], found["pings_s"]["quiet"], found["pings_s"]["huge"]
     alone, stalled, reading = (found[f"{name}_s"] for name in ("alone", "stalled", "reading"))
     rows = {

@@ -1,4 +1,4 @@
-"""The faults to try, their order and their times: a seed determines everything.
+"""The faults to inject, their order and their times. A seed determines all of these.
 
 The time of a fault is a logical step, such as after the k-th delta of all streams, so that slow and
 fast machines run the same plan.
@@ -35,12 +35,12 @@ class Kind(Enum):
     KILL_RAYLET = "raylet killed"
     KILL_OWNER = "owner of the deployment killed"
     STOP_OWNER = "owner of the deployment stopped, until it is killed"
-    # Only inside the recovery of another fault.
+    # These strike only during the recovery from another fault.
     CAPTURE_DEATH = "a rank of the replacement dies in its capture"
     CAPTURE_MEMORY = "memory of the replacement runs out in its capture"
 
 
-# These end a group, which is replaced.
+# These end a group; the service then replaces the group.
 GROUP_ENDING = (
     Kind.KILL_WORKER,
     Kind.PREFILL_DEATH,
@@ -56,10 +56,10 @@ MAX_TARGET = 1 << 16
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, or two, of which the second strikes inside the recovery of the first.
+    """One fault, or two faults, of which the second strikes during the recovery from the first.
 
     Attributes:
-        second: strikes once the first is known, or in the capture that it names.
+        second: strikes when the first fault is known, or in the capture that ``second`` names.
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ class Strike:
     """One fault of a plan.
 
     Attributes:
-        after_deltas: number of deltas of all streams before it.
+        after_deltas: number of deltas of all streams before the fault.
         target: index of the target among the possible processes, modulo their number.
     """
 
@@ -94,7 +94,7 @@ def make_plan(
 
     Args:
         max_deltas: upper limit of the deltas before a fault.
-        kinds: kinds that may come first; others are omitted.
+        kinds: kinds that may be the first fault; other kinds are left out.
     """
     chance = random.Random(seed)
     strikes: list[Strike] = []
@@ -106,7 +106,7 @@ def make_plan(
 
 
 def _round(chance: random.Random, kinds: Sequence[Kind]) -> list[Fault]:
-    """Every kind alone, then one kind that ends a group with each second kind."""
+    """Return every kind alone, and then, for each second kind, a kind that ends a group."""
     alone = [Fault(kind) for kind in kinds]
     ending = [kind for kind in kinds if kind in GROUP_ENDING]
     pairs = [Fault(chance.choice(ending), second) for second in IN_RECOVERY if ending]

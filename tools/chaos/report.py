@@ -1,4 +1,5 @@
-"""The table of ``make chaos``: one line per fault, over all of its strikes."""
+"""The table of ``make chaos``: one line for each fault, which summarises all strikes of this
+fault."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TOTAL = "all"
 
 
 def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
-    """Yield a line for each fault in the order of their first strikes, then one for all.
+    """Yield a line for each fault, in the order of first strikes, and then one line for all faults.
 
     Seconds are those of the worst strike.
     """

@@ -1,4 +1,4 @@
-"""Execution of strikes: load, fault, waiting, and a check for remains."""
+"""Execution of strikes: load, fault, wait, and a check for files and processes left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tools.chaos.shapes import STALL_S, Shape
 
 ANSWERS_S = 300.0  # limit of all answers together, after a strike
 RECOVERY_S = 240.0
-KNOWN_S = 90.0  # until a fault is known, and until an armed one has struck
+KNOWN_S = 90.0  # limit until a fault is known, and until an armed fault has struck
 SETTLE_S = 30.0
 FULL_S = 20.0  # how long the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Watcher:
-    """Polls ``/ready`` on a thread, inside this context."""
+    """Polls ``/ready`` on a thread while this context is active."""
 
     service: Service
     sights: list[Sight] = field(default_factory=list)
@@ -78,13 +78,13 @@ class Watcher:
             self.sights.append(self.service.look())
 
     def knows_since(self, struck_s: float) -> bool:
-        """Whether fewer groups than all were seen since then."""
+        """Whether a poll since ``since_s`` found fewer groups than all."""
         groups = self.service.shape.num_groups
         return any(s.serving < groups and s.at_s >= struck_s for s in list(self.sights))
 
 
 class Rig:
-    """Owns the service under test, until it ends; then starts another one.
+    """Owns the service under test. After the service has ended, starts another one.
 
     Args:
         room: a folder on a small disk for temporary files, or None for the system's.
@@ -94,7 +94,7 @@ class Rig:
     def __init__(self, shape: Shape, room: Path | None, say: Say) -> None:
         self._shape = shape
         self._room = room
-        self._full: threading.Timer | None = None  # while the disk is full
+        self._full: threading.Timer | None = None  # exists while the disk is full
         self._say = say
         self._service: Service | None = None
         self._wanted: list[Answer] = []
@@ -110,10 +110,10 @@ class Rig:
     # ---- the service
 
     def service(self) -> Service:
-        """Return a service with all groups serving, and answers of a run without faults.
+        """Return a service whose groups all serve, and the answers of a run without faults.
 
         Raises:
-            ChaosError: it did not start, or gives wrong answers without any fault.
+            ChaosError: the service did not start, or gives wrong answers without any fault.
         """
         if self._service is None:
             self._say("starting the service")
@@ -134,7 +134,7 @@ class Rig:
         return clients.answers
 
     def stop(self) -> list[str]:
-        """Stop the service, if one runs; return what it left behind."""
+        """Stop the service, if one runs; return the files and processes that it left behind."""
         service, self._service = self._service, None
         return [] if service is None else service.end()
 
@@ -146,8 +146,8 @@ class Rig:
         kind = strike.fault.kind
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
-        # Before the load, because finding processes takes a while on a busy machine.
-        if self._full is not None:  # faults are armed by a file on that disk
+        # Find the target before the load, because this takes a while on a busy machine.
+        if self._full is not None:  # a file on that disk arms faults
             self._full.join()
         victim = self._victim(service, kind, strike.target)
         if kind is Kind.PREFILL_DEATH:
@@ -163,7 +163,7 @@ class Rig:
             if others is not None:
                 others.start()
             stopped += self._strike(service, kind, victim)
-            if kind is Kind.STOP_OWNER:  # requests are not affected before
+            if kind is Kind.STOP_OWNER:  # until then, requests are not affected
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
@@ -196,7 +196,7 @@ class Rig:
         return Clients(service.url, {i: bodies[i] for i in range(count)}, **options)
 
     def _other_clients(self, service: Service, kind: Kind, normal: Clients) -> Clients | None:
-        """Return the clients that are the fault, if the fault is one of clients."""
+        """Return the misbehaving clients, if the fault consists of such clients."""
         bodies = self._shape.bodies()
         few = range(self._shape.num_streams)
         long = range(self._shape.num_streams, len(bodies))
@@ -228,7 +228,7 @@ class Rig:
         """Return the target process of a fault, or None if the fault has none.
 
         Raises:
-            ChaosError: there is no such process, and none appears.
+            ChaosError: there is no such process, and none has appeared in time.
         """
         if kind not in PROCESSES:
             return None
@@ -264,7 +264,7 @@ class Rig:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
             return []
-        with contextlib.suppress(ProcessLookupError):  # it has ended with its group already
+        with contextlib.suppress(ProcessLookupError):  # it has already ended with its group
             os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
         return [victim] if kind in STOPS else []
 
@@ -295,7 +295,7 @@ class Rig:
     # ---- remains
 
     def _left(self, service: Service, stopped: Sequence[int]) -> list[str]:
-        """Return the remains of a strike in a service that serves again."""
+        """Return what a strike has left behind in a service that serves again."""
         left = []
         if service.disarm():
             left.append("a fault that struck nobody")
@@ -315,7 +315,7 @@ class Rig:
         return {name: found[name] for name in BUSY if found.get(name, 0.0)}
 
     def _things(self) -> dict[str, int]:
-        """Return the counts of everything that a strike may leave behind."""
+        """Return the counts of all kinds of things that a strike may leave behind."""
         assert self._service is not None
         names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}

@@ -1,7 +1,7 @@
 """A service in its own processes: started like a user's, struck, and ended without remains.
 
-It leads a session, and all temporary files of its processes are in one folder. So its processes and
-files can be distinguished from others on this machine.
+The service leads a process session, and all temporary files of its processes are in one folder. So
+the rig can distinguish the service's processes and files from others on this machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Service:
     """Owns the processes of a service, and the folder of their temporary files.
 
     Args:
-        folder: exists, is empty, and has a short name: sockets are in it.
+        folder: must exist and be empty. Its path must be short, because it contains sockets.
     """
 
     def __init__(self, shape: Shape, folder: Path) -> None:
@@ -71,13 +71,14 @@ class Service:
             )
         self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
 
-    # ---- its output
+    # ---- the service's output
 
     def wait_until_ready(self) -> None:
         """Return once all groups serve.
 
         Raises:
-            ChaosError: it did not start; the message has its last lines.
+            ChaosError: the service did not start; the message contains the last lines of its
+                output.
         """
         if not wait_for(lambda: self.serving() == self.shape.num_groups or self.has_ended, START_S):
             raise ChaosError(f"the service is not ready after {START_S:g} s: {self.last_words()}")
@@ -97,7 +98,9 @@ class Service:
         return Sight(at_s, self.serving())
 
     def metrics(self) -> dict[str, float]:
-        """Return the sums of its gauges and counters over their labels; empty if it is silent."""
+        """Return the service's gauges and counters, each summed over its labels; empty if it does
+        not answer.
+        """
         try:
             lines = self._http.get("/metrics").text.splitlines()
         except httpx.HTTPError:
@@ -123,25 +126,27 @@ class Service:
         return "\n".join(text.splitlines()[-QUOTED_LINES:])
 
     def error(self) -> str:
-        """Return the last line with the reason of its end, or ""."""
+        """Return the last output line that tells why the service ended, or ""."""
         lines = [line for line in self.last_words().splitlines() if line.startswith("error:")]
         return lines[-1] if lines else ""
 
-    # ---- its processes
+    # ---- the service's processes
 
     def pids(self, name: str) -> list[int]:
-        """Return its processes whose names have the prefix, oldest first."""
+        """Return the service's processes whose names begin with the prefix, oldest first."""
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
     def _all(self) -> set[int]:
-        """Return all its living processes: of its session, or with its temporary folder."""
+        """Return all living processes of the service: those in its session, or with its temporary
+        folder.
+        """
         leader = self._process.pid
         own = {pid for pid in processes.living() if processes.session_of(pid) == leader}
         return own | processes.with_variable(TEMPORARY, str(self.folder))
 
     def dead_segments(self) -> list[str]:
-        """Return segments of HCCL that were made since the start, and whose makers have exited."""
-        # Other services may make some meanwhile; their makers live.
+        """Return HCCL's segments that were made since the start by processes that have exited."""
+        # Other services may make segments, too, but the processes that made those are alive.
         return sorted(name for name in _segments() - self._segments if _is_dead(name))
 
     def dead_run_directories(self) -> list[str]:
@@ -169,10 +174,10 @@ class Service:
             return False
         return True
 
-    # ---- its end
+    # ---- the service's end
 
     def end(self) -> list[str]:
-        """Stop it in order, and by force if necessary; return what it has left behind."""
+        """Ask the service to stop, and kill it if necessary; return what it has left behind."""
         self._http.close()
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)
@@ -183,7 +188,7 @@ class Service:
         return left
 
     def kill(self) -> None:
-        """End all that remains of it now."""
+        """End all processes of the service now."""
         self._http.close()
         wait_for(self._kill_once, END_S)
         self._process.wait(END_S)
@@ -192,15 +197,17 @@ class Service:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
-        """End living processes; return whether there were none, because a process that was just
-        being started appears later.
+        """End living processes; return whether there were none. The caller repeats this, because a
+        process that is just being started appears later.
         """
         alive = self._all()
         processes.kill_all(alive)
         return not alive
 
     def _left_behind(self) -> list[str]:
-        """Return the remains of the ended service, after a moment in which they may disappear."""
+        """Return what the ended service has left behind, after a moment in which it may still
+        disappear.
+        """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]
         left += [f"shared memory {name}" for name in self.dead_segments()]
@@ -212,7 +219,7 @@ class Service:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return whether a condition became true within the time."""
+    """Return whether the condition became true within the given time."""
     until_s = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until_s:
@@ -222,7 +229,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def new_folder(parent: Path | None) -> Path:
-    """Return a folder for a service's temporary files, with a short name."""
+    """Return a new folder with a short path for a service's temporary files."""
     return Path(tempfile.mkdtemp(prefix="s-", dir=parent))
 
 
@@ -232,7 +239,7 @@ def _segments() -> set[str]:
 
 
 def _is_dead(segment: str) -> bool:
-    """Whether the process whose id a segment's name contains has exited."""
+    """Whether the process that a segment's name identifies has exited."""
     with contextlib.suppress(ValueError, OSError):
         name = segment
         if not segment.startswith(SEGMENTS[0]):

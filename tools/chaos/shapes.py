@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S, LINK_S = 20.0, 5.0
-LONG, NUM_LONG = 2, 2  # so many times the tokens, so that no buffer holds the whole answer
-STALL_S = 600.0  # longer than any limit, so that only a limit can end it
+LONG, NUM_LONG = 2, 2  # multiple of the tokens, so that no buffer holds a whole answer
+STALL_S = 600.0  # longer than any limit, so that only a limit can end the stall
 COMMON = (
-    "dtype=float32",  # an answer must not depend on the other requests
+    "dtype=float32",  # so that an answer does not depend on other requests
     "device.kind=emulated",
     "device.emulator.strict=false",
     "kv.num_blocks=64",
-    # Later captures would change the number of captures of a replacement.
+    # If graphs were captured later, the number of captures in a replacement group would vary.
     "graph.lazy='off'",
     "graph.rebucket_s=0",
     "recovery.restarts_per_hour=10000",
@@ -28,11 +28,11 @@ class Shape:
     """A deployment and its load.
 
     Attributes:
-        config: a file of ``configs/``.
+        config: name of a file in ``configs/``.
         operator, collective: the operators that fail, or stall.
-        attention, linear: operators whose second operand, keys or a weight, is in memory that turns
-            bad.
-        num_streams: requests that are sent at once; each has a body of its own.
+        attention, linear: operators whose second operand (keys, or a weight) is in the memory that
+            turns bad.
+        num_streams: number of requests that are sent at once; each has a different body.
     """
 
     config: str
@@ -48,7 +48,9 @@ class Shape:
     linear: str = "aclnnMm"
 
     def bodies(self) -> list[dict[str, Any]]:
-        """Return the requests, then those of slow readers: half greedy, half seeded."""
+        """Return the usual requests and then the requests of slow readers. Half of them are greedy,
+        half are seeded.
+        """
         chance = random.Random(self.config)
         counts = [self.num_tokens] * self.num_streams + [LONG * self.num_tokens] * NUM_LONG
         return [self._body(i, count, chance) for i, count in enumerate(counts)]
@@ -109,7 +111,7 @@ SHAPES = {
             "graph.sizes=[16,64]",
             "scheduler.max_num_seqs=64",
             "scheduler.max_waiting=64",
-            "kv.num_blocks=130",  # two per stream: the cache is full
+            "kv.num_blocks=130",  # two blocks per stream: the cache is full
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",

@@ -1,4 +1,4 @@
-// The call that a rank runs, for comparison and messages.
+// Describes the call that a rank runs. Ranks compare it, and messages contain it.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ constexpr size_t kDescriptionBytes = 112;
 struct Call {
   char text[kDescriptionBytes];
   uint32_t session;  // the capture that is replayed; 0: the call is not part of a graph
-  // With modelled time: the arrival of this rank, and the cost of the call from the latest rank's
-  // arrival.
+  // With modelled time: the time at which this rank arrives, and the duration of the call after the
+  // latest rank's arrival.
   int64_t arrival_ns, cost_ns;
 };
 

@@ -1,7 +1,8 @@
-// The capture to which a collective belongs. All ranks of a communicator must replay the graph of
-// one capture; graphs of different captures do not pair, even with the same operators (HCCL's
-// user_guide/constraints.md). So every capture with collectives of a communicator has a number, the
-// same on all ranks, and the calls of its replays carry this number.
+// The capture to which a collective belongs. All ranks of a communicator must replay graphs of the
+// same capture. Graphs of different captures do not match, even if they have the same operators
+// (HCCL's user_guide/constraints.md). So every capture that contains collectives of a communicator
+// has a number, which is the same on all ranks. In replays of the capture's graph, each call
+// carries this number.
 #pragma once
 
 #include <atomic>
@@ -31,16 +32,16 @@ private:
   std::atomic<bool> replayed_{false};
 };
 
-// The captures of one rank. Ranks count in the same way without communication, because they capture
-// in lockstep. A failed capture may have reached the communicator on some ranks only. So a rank
-// tells the others the number of a capture that was dropped before its first replay, and no rank
-// uses that number, or a smaller one.
+// The captures of one rank. All ranks count in the same way without communication, because they
+// capture in lockstep. But a failed capture may have used the communicator on some ranks only. So
+// when a rank drops a capture before its first replay, the rank tells the others the capture's
+// number. No rank then uses this number or a smaller one for a new capture.
 class CaptureSessions {
 public:
-  using Dropped = std::atomic<uint32_t>;  // the highest such number of a rank
+  using Dropped = std::atomic<uint32_t>;  // the highest number that a rank has dropped
 
   void share(std::vector<Dropped *> of_ranks, uint32_t rank);  // the others read this rank's number
-  // The session of a graph that is being captured, by its id.
+  // Returns the session of the graph with this id, which is being captured.
   std::shared_ptr<CaptureSession> of(uint32_t graph,
                                      const std::shared_ptr<Communicator> &communicator);
   void drop(uint32_t number);

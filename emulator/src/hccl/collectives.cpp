@@ -22,8 +22,9 @@ Call describe(const char *name, uint64_t count, int type, int argument = 0) {
   return call;
 }
 
-// An operation of all ranks: runs as `call`, which in a graph carries the session of the capture.
-// `bytes` come from other ranks, counted once each; with modelled time it takes `ns`.
+// Launches an operation of all ranks. The operation runs as `call`, which in a graph carries the
+// session of the capture. `bytes` is the number of bytes from other ranks, each counted once. With
+// modelled time the operation takes `ns`.
 template <class Body>
 HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStream stream,
                           size_t bytes, int64_t ns, Body body) {
@@ -37,8 +38,8 @@ HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStrea
   });
 }
 
-// Every rank offers the same number of bytes, and `consume(begin, bytes, parts)` gets one stretch
-// of all offers: in one call if the offer fits a slot, otherwise in chunks.
+// Every rank offers the same number of bytes. `consume(begin, bytes, parts)` is called with one
+// stretch of all ranks' bytes: once if these bytes fit a slot, otherwise once for each chunk.
 template <class Consume>
 void all_to_each(Communicator &c, const Call &call, const char *offer, size_t bytes,
                  Consume consume) {
@@ -69,18 +70,18 @@ struct Overlap {
   }
 };
 
-// The share of `bytes` on other ranks, if each rank has an equal one.
+// The part of `bytes` that is on other ranks, if each rank has an equal part.
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
-// The bytes that really travel: with modelled time none of floats, or of int8 in their place, which
-// were not computed.
+// The bytes that really travel. With modelled time, floats and the int8 values that replace them do
+// not travel, because they were not computed.
 size_t travelling(size_t bytes, HcclDataType type) {
   bool is_computed = type == HCCL_DATA_TYPE_INT8 || type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
                   type == HCCL_DATA_TYPE_FP32 || type == HCCL_DATA_TYPE_FP64;
   return settings().timed && is_computed ? 0 : bytes;
 }
 
-// Reduces the elements [from, from + count) of all offers of `offered` elements.
+// Reduces the elements [from, from + count) of all ranks' `offered` elements.
 void reduce_part(Communicator &c, const Call &call, const void *send, void *receive,
                  size_t offered, size_t from, size_t count, HcclDataType type, HcclReduceOp op,
                  bool wanted) {
@@ -106,7 +107,7 @@ EMU_API HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, Hccl
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, true);
   };
-  // As a reduce-scatter and an all-gather.
+  // The bytes of a reduce-scatter and an all-gather.
   size_t bytes = 2 * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclAllReduce", describe("AllReduce", count, type, op), stream, bytes,
                         operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
@@ -118,7 +119,7 @@ EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDat
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, c->rank == root);
   };
-  // As a reduce-scatter whose parts the root gathers.
+  // The bytes of a reduce-scatter whose parts the root gathers.
   size_t bytes = (c->rank == root ? 2 : 1) * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, bytes,
                         operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
@@ -150,7 +151,7 @@ EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, Hccl
                         (c->ranks - 1) * bytes, operation_ns(Pattern::AllGather, bytes, *c), run);
 }
 
-// Only the root's bytes are read; the other ranks offer theirs, too, which is simpler.
+// Only the root's bytes are read. The other ranks offer their bytes, too, because this is simpler.
 EMU_API HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t root,
                                  HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
@@ -215,8 +216,8 @@ EMU_API HcclResult HcclAlltoAll(const void *send, uint64_t count, HcclDataType t
                         (c->ranks - 1) * bytes, operation_ns(Pattern::AllToAll, bytes, *c), run);
 }
 
-// Counts and displacements are host arrays: fixed at launch, also inside a captured graph. Each
-// pair of ranks exchanges its part by the mailboxes, after all ranks have agreed on the call.
+// Counts and displacements are host arrays, so they are fixed at launch, also in a captured graph.
+// After all ranks have agreed on the call, each pair of ranks exchanges its part through mailboxes.
 EMU_API HcclResult HcclAlltoAllV(const void *send, const void *send_counts,
                                  const void *send_displacements, HcclDataType type,
                                  const void *receive, const void *receive_counts,
@@ -253,7 +254,7 @@ std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t r
     snprintf(call.text, sizeof call.text, "%s", what.c_str());
     c->check_usable();
     all_to_each(*c, call, offer, bytes, consume);
-    count_collective(c->device, 0);  // the operator knows the travelling part of the offers
+    count_collective(c->device, 0);  // 0 bytes: only the operator knows how many really travel
   };
   bool has_collectives = !c->claim(Communicator::Use::Kernels);
   return Domain{c->ranks, c->rank, c->buffer_mb, has_collectives, exchange};

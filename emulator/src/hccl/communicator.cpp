@@ -18,7 +18,8 @@ constexpr size_t kMailboxStride = kHeaderBytes + kMailboxBytes;
 
 std::string Communicator::segment_name(uint32_t r) const { return memory_ + "." + std::to_string(r); }
 
-// Header, two slots, area, one mailbox for each sending rank. Untouched pages cost nothing.
+// A segment contains a header, two slots, an area, and one mailbox for each sending rank. Pages
+// that are never accessed cost nothing.
 size_t Communicator::segment_bytes() const {
   return kHeaderBytes + 2 * kSlotBytes + kAreaBytes + ranks * kMailboxStride;
 }
@@ -74,7 +75,8 @@ void Communicator::arrive(const RootInfo &root) {
     forget(root);
     throw;
   }
-  // All ranks have mapped everything: the names can be removed, so a killed rank leaves nothing.
+  // All ranks have mapped everything, so the names can be removed. Then a killed rank leaves no
+  // names.
   remove_segment(segment_name(rank));
   forget(root);
 }
@@ -83,7 +85,7 @@ bool Communicator::alive(uint32_t other) const {
   const Header &h = *headers_[other];
   int pid = h.pid;
   if (pid == 0)
-    return true;  // has not arrived yet
+    return true;  // the rank has not arrived yet
   return process_start_time(pid) == h.start_time;
 }
 
@@ -99,13 +101,13 @@ void Communicator::wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &slee
   });
 }
 
-// Barrier of the ranks of this host. The last rank to arrive wakes all others by one word, so each
-// rank sleeps at most once.
+// A barrier of the ranks of this host. The last rank to arrive wakes all other ranks through one
+// word, so each rank sleeps at most once.
 void Communicator::barrier(const Call &call) {
   uint32_t target = ++barriers_;
   Barriers &first = barriers_of(here_[0]);
   barriers_of(rank).arrived = target;
-  // Both counts start again after 2^32.
+  // Both counters restart at 0 after 2^32 - 1.
   if (first.arrivals.fetch_add(1) + 1 == static_cast<uint32_t>(target * here_.size())) {
     first.completed = target;
     if (first.sleepers)
@@ -140,7 +142,7 @@ void Communicator::compare(const Call &call) const {
   }
 }
 
-// Data for other hosts travels while the ranks of this host meet.
+// Data for other hosts travels while the ranks of this host wait at the barrier.
 void Communicator::exchange(const Call &call, const std::vector<char *> &rooms, const void *data,
                             size_t bytes) {
   int turn = ++calls_ & 1;
@@ -205,8 +207,8 @@ void Communicator::end_life() {
   links_.end_life(next);
 }
 
-// HCCL does not check its peers: if a rank resumes too early, it loses data when the others reset
-// later, and the error shows much later. So the emulator refuses this.
+// HCCL does not check the peers: a rank that resumes too early loses data when the other ranks
+// reset later, and the resulting error appears much later. So the emulator refuses an early resume.
 void Communicator::resume() {
   std::string what = "HcclCommResume of communicator " + name + " on rank " + std::to_string(rank);
   if (headers_[rank]->lives_over != life_ + 1)
@@ -233,7 +235,7 @@ void Communicator::check_usable() const {
     throw std::runtime_error("communicator " + name + " is suspended");
 }
 
-// ---- point to point: on one host a message travels in chunks through the receiver's mailbox
+// ---- point to point: within a host, a message travels in chunks through the receiver's mailbox
 
 void Communicator::send(const void *data, size_t bytes, uint32_t to) {
   if (!is_here(to))

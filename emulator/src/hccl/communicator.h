@@ -1,9 +1,10 @@
 // A communicator: ranks that exchange messages, over shared memory within a host, and over sockets
-// (links.h) between hosts. Every rank owns a segment that all ranks of its host map. Small messages
-// use two slots in turn, so one barrier is enough: no rank can be two operations ahead of a rank
-// that still reads. Larger messages use the segment's area in chunks, each between two barriers.
-// For a rank on another host this process has its own segment, into which it reads that rank's
-// data. So code that uses a segment does not depend on the rank's host, and sums are the same.
+// (links.h) between hosts. Every rank owns a memory segment, which all ranks of its host map. Small
+// messages use two slots in turn, so one barrier is enough: no rank can be two operations ahead of
+// a rank that still reads. Larger messages use the segment's area in chunks, each between two
+// barriers. For a rank on another host, this process has a private segment, into which it reads
+// that rank's data. So code that uses a segment does not depend on the rank's host, and sums are
+// the same.
 #pragma once
 
 #include "emulator.h"
@@ -22,13 +23,13 @@ namespace emu::hccl {
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kAreaBytes = 4 << 20;  // one chunk of a large message
 
-// Aborted work leaves these at any value. So lives of a communicator use one of two sets in turn;
-// an abort ends a life, and HcclCommResume begins the next one. A rank that aborts clears the next
-// set, and no rank uses it before all ranks have aborted.
+// Aborted work may leave any values in these counters. So there are two sets of counters, and lives
+// of a communicator use them in turn. An abort ends a life, and HcclCommResume begins the next one.
+// A rank that aborts clears the next set; no rank uses this set before all ranks have aborted.
 struct Barriers {
-  std::atomic<uint32_t> arrived;  // barriers that this rank has reached, for messages
-  // Of the host's first rank only: arrivals of all there, and the last barrier that is complete (a
-  // futex word).
+  std::atomic<uint32_t> arrived;  // barriers that this rank has reached, for error messages
+  // Used in the segment of the host's first rank only: arrivals of all ranks of the host, and the
+  // last complete barrier (a futex word).
   std::atomic<uint32_t> arrivals, completed, sleepers;
 };
 
@@ -36,7 +37,7 @@ struct Header {
   Barriers barriers[2];
   std::atomic<uint32_t> lives_over;  // lives of the communicator that this rank's aborts have ended
   std::atomic<int32_t> pid;
-  std::atomic<uint64_t> start_time;  // of the process, against reuse of its id
+  std::atomic<uint64_t> start_time;  // of the process, because its id may be reused
   CaptureSessions::Dropped dropped_session;
   Call calls[2];
 };
@@ -46,9 +47,9 @@ struct Mailbox {
   struct Progress {
     std::atomic<uint32_t> written, read;  // chunks; futex words
     std::atomic<uint32_t> sleepers;
-  } progress[2];  // as Barriers
+  } progress[2];  // two sets, as for Barriers
   uint64_t message_bytes;
-  int64_t sent_ns;  // with modelled time: when the sender came
+  int64_t sent_ns;  // with modelled time: when the sender arrived
 };
 constexpr size_t kMailboxBytes = 256 << 10;
 
@@ -61,10 +62,10 @@ public:
   ~Communicator();
   Communicator(const Communicator &) = delete;
 
-  // Publishes `bytes` bytes at `data` (at most kSlotBytes), waits for all, checks that all run the
-  // same call, then slot(r) holds the bytes of rank r, until the next operation.
+  // Publishes `bytes` bytes at `data` (at most kSlotBytes), waits for all ranks, and checks that
+  // all run the same call. Then slot(r) contains the bytes of rank r until the next operation.
   void exchange_small(const Call &call, const void *data, size_t bytes);
-  // The same with at most kAreaBytes, which area(r) holds while `consume()` runs.
+  // The same with at most kAreaBytes; area(r) contains the bytes of rank r while `consume()` runs.
   template <class Consume>
   void exchange_chunk(const Call &call, const void *data, size_t bytes, Consume consume) {
     exchange(call, areas_, data, bytes);
@@ -77,18 +78,19 @@ public:
   void send(const void *data, size_t bytes, uint32_t to);
   void receive(void *data, size_t bytes, uint32_t from);
 
-  // One communicator is for collectives, or for operators that communicate inside their kernel: the
-  // kernels keep flags and data of several steps in its windows, where collectives write, too
-  // (documents of npu_moe_distribute_dispatch_v2 and _combine_v2). The first use decides.
+  // A communicator is used either for collectives or for operators that communicate inside their
+  // kernel. The reason: such kernels keep flags and data of several steps in the communicator's
+  // windows, and collectives write to the same windows (documents of npu_moe_distribute_dispatch_v2
+  // and _combine_v2). The first use decides.
   enum class Use { None, Collectives, Kernels };
   bool claim(Use use) {
     Use owner = Use::None;
     return use_.compare_exchange_strong(owner, use) || owner == use;
   }
 
-  // An abort of the device begins: no call until `resume`.
+  // Call this when an abort of the device begins: no call is permitted until `resume`.
   void suspend() { is_suspended_ = true; }
-  // All tasks of this rank have ended.
+  // Call this when all tasks of this rank have ended.
   void end_life();
   // Begins the next life. Throws the reason if it cannot.
   void resume();
@@ -101,7 +103,8 @@ public:
   std::atomic<int> calls{0}, tasks{0}, captured_tasks{0};
 
   CaptureSessions &sessions() { return sessions_; }
-  // Numbers of captures that ranks of other hosts dropped, and that this rank dropped.
+  // Receive, and send, the numbers of captures that were dropped: by ranks of other hosts, and by
+  // this rank.
   void hear_dropped();
   void tell_dropped(uint32_t number) { links_.tell(number); }
 
@@ -115,7 +118,7 @@ public:
 
 private:
   std::atomic<Use> use_{Use::None};
-  const std::string memory_;          // names of this host's segments begin so
+  const std::string memory_;          // prefix of the names of this host's segments
   const std::vector<uint32_t> here_;  // the ranks of this host
   Links links_;
   CaptureSessions sessions_;
@@ -133,14 +136,15 @@ private:
   std::string segment_name(uint32_t r) const;
   size_t segment_bytes() const;
   Mailbox *mailbox(uint32_t from, uint32_t to) const;
-  void arrive(const RootInfo &root);  // all ranks of this host have mapped all segments
+  void arrive(const RootInfo &root);  // waits until all ranks of this host have mapped all segments
   // Publishes this rank's call and `bytes` bytes at `data`, waits for all ranks, and checks that
-  // all run the same call; then rooms[r] has the bytes of rank r.
+  // all run the same call; then rooms[r] contains the bytes of rank r.
   void exchange(const Call &call, const std::vector<char *> &rooms, const void *data, size_t bytes);
   void barrier(const Call &call);
   void compare(const Call &call) const;
   void exchange_clocks() const;  // with modelled time: the clocks that all ranks reported
-  // Waits until word >= at_least, for `peers` (called from time to time).
+  // Waits until word >= at_least. `peers` returns the awaited ranks; it is called from time to
+  // time.
   template <class Peers>
   void wait(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
             const char *operation, Peers peers);

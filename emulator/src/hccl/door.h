@@ -1,6 +1,6 @@
 // Admits connections that present the secret. Any process may connect to a port, but the listener
-// does not wait for it: a connection without the secret is closed soon, and sooner if more
-// connections are waiting.
+// does not wait for it: a connection that does not send the secret is closed soon, and even sooner
+// if more connections are waiting.
 #pragma once
 
 #include "hccl/meeting.h"
@@ -10,7 +10,7 @@
 
 namespace emu::hccl {
 
-// The place of a rank. It listens if `address` has a port.
+// The place of a rank. The rank listens if `address` has a port.
 struct Place {
   char memory[128];
   Address address;
@@ -19,7 +19,7 @@ struct Place {
 // The first words on a connection.
 struct Hello {
   Secret question;
-  uint32_t is_joining;  // the root's roster; else this is one channel of a pair
+  uint32_t is_joining;  // to the root's roster; else the connection is one channel of a pair
   uint32_t rank, ranks;
   Channel channel;
   Place place;
@@ -31,7 +31,7 @@ public:
 
   Door(Socket listener, const Secret &question)
       : listener_(std::move(listener)), question_(question) {}
-  // Waits up to the limit, and admits connections that have presented the secret.
+  // Waits at most `ms` milliseconds, and admits connections that have presented the secret.
   void attend(int ms, const Admit &admit);
 
 private:

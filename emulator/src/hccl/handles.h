@@ -1,4 +1,4 @@
-// What an HcclComm points to.
+// The object to which an HcclComm points.
 #pragma once
 
 #include "hccl/communicator.h"
@@ -17,7 +17,7 @@ inline const std::shared_ptr<Communicator> &communicator(HcclComm comm) {
   return static_cast<Handle *>(comm)->communicator;
 }
 
-// Communicators of this process that live, for those who know only the name.
+// The communicators of this process that exist, for callers that know only a communicator's name.
 void remember(const std::shared_ptr<Communicator> &communicator);
 std::shared_ptr<Communicator> find(const std::string &name, uint32_t rank);
 

@@ -32,7 +32,7 @@ static std::vector<std::string> items_of(const std::string &list) {
   return items;
 }
 
-// Interfaces that are up, by name, with their first address of the family.
+// The interfaces that are up: name, and first address of the family.
 static std::map<std::string, std::string> interfaces(int family) {
   std::map<std::string, std::string> found;
   ifaddrs *all = nullptr;
@@ -55,7 +55,8 @@ static std::map<std::string, std::string> interfaces(int family) {
   return found;
 }
 
-// HCCL_SOCKET_IFNAME: "eth,enp" are prefixes, "=eth0" is exactly this name, "^..." excludes.
+// HCCL_SOCKET_IFNAME: "eth,enp" are prefixes, "=eth0" is exactly this name, and "^..." excludes
+// interfaces.
 static bool admits(std::string rule, const std::string &interface) {
   auto take = [&](char mark) {
     bool is_there = !rule.empty() && rule[0] == mark;

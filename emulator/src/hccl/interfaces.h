@@ -7,9 +7,9 @@
 
 namespace emu::hccl {
 
-// Throws a sentence with variable, value and remedy.
+// Throws an error that names the variable, its value and the remedy.
 std::string host_ip();
-// In the order of attempts; 0 leaves the choice to the system.
+// The ports in the order in which they are tried; with 0 the system chooses the port.
 std::vector<uint16_t> host_ports();
 
 }  // namespace emu::hccl

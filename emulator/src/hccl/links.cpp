@@ -19,7 +19,7 @@ Links::Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote,
     peers_.emplace_back(std::move(r));
 }
 
-// Bytes of connecting are not counted.
+// Bytes that were sent to set up the connection are not counted.
 Links::Peer::Peer(RemoteRank r) : remote(std::move(r)) {
   for (const Socket &socket : remote.sockets)
     socket.sent = socket.received = 0;
@@ -68,7 +68,7 @@ void Links::push(Peer &p) {
     p.sent += part;
     p.remote[Channel::Collectives].sent += part;
   } else if (errno != EAGAIN && errno != EINTR) {
-    p.sent = sizeof frame_ + frame_.bytes;  // the peer has exited; reading from it will show this
+    p.sent = sizeof frame_ + frame_.bytes;  // the peer has exited, as a later read will show
   }
 }
 
@@ -140,7 +140,7 @@ size_t Links::collect(const PlaceOf &place) {
   return bytes;
 }
 
-// ---- messages: the number of bytes, then the bytes
+// ---- messages: the number of bytes, and then the bytes
 
 void check_message_bytes(uint32_t rank, size_t wanted, uint32_t from, size_t sent) {
   if (wanted != sent)
@@ -166,7 +166,7 @@ void Links::receive(void *data, size_t bytes, uint32_t from) {
   receive_all(socket, data, bytes, from, patience);
 }
 
-// ---- notes: numbers that wait on the other host until they are read
+// ---- notes: numbers that stay on the other host until the peer reads them
 
 void Links::tell(uint32_t number) {
   using std::chrono::steady_clock;

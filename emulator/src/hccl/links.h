@@ -22,30 +22,31 @@ public:
   };
   using PlaceOf = std::function<Place(uint32_t rank)>;
 
-  // `is_destroyed`: of the communicator.
+  // `is_destroyed`: whether the communicator was destroyed.
   Links(uint32_t rank, uint32_t ranks, std::vector<RemoteRank> remote,
         const std::atomic<bool> &is_destroyed);
 
   bool empty() const { return peers_.empty(); }
 
   // A collective in two halves, between which the ranks of this host meet. The offered data must
-  // stay until the end. If a peer runs another call, its description is still received.
+  // stay valid until the end. If a peer runs another call, this rank still receives the description
+  // of that call.
   void offer(const Call &call, const char *data, size_t bytes);
   size_t collect(const PlaceOf &place);  // returns the number of received bytes
 
   void send(const void *data, size_t bytes, uint32_t to);
   void receive(void *data, size_t bytes, uint32_t from);
 
-  // Sends a number to all other ranks; when this returns, their hosts have it, if they can be
-  // reached.
+  // Sends a number to all other ranks. When this returns, each host that can be reached has
+  // received the number.
   void tell(uint32_t number);
   void hear(const std::function<void(uint32_t rank, uint32_t number)> &told);
 
-  // All tasks of this rank have ended, and with them a life of the communicator: tells the other
-  // ranks, and the number of bytes that this rank has sent them.
+  // Call this when all tasks of this rank have ended, and thereby a life of the communicator. Tells
+  // the other ranks this, and the number of bytes that this rank has sent to them.
   void end_life(uint32_t life);
-  // Discards the data of ended lives from other ranks. Throws the ranks that have not ended this
-  // life.
+  // Discards data that other ranks sent in ended lives. Throws an error that names the ranks that
+  // have not ended the previous life.
   void begin_life(uint32_t life);
 
 private:
@@ -63,7 +64,7 @@ private:
     Frame frame{};
     size_t sent = 0, received = 0;
     bool runs_other = false;
-    std::atomic<bool> is_silent{false};  // did not confirm a note
+    std::atomic<bool> is_silent{false};  // the peer did not confirm a note
 
     explicit Peer(RemoteRank r);
   };

@@ -1,6 +1,6 @@
 // The remains of aborted work between hosts: parts of frames and of messages that are never read.
-// At the end of a life each rank reports its number of sent bytes, so that the next life begins
-// behind them.
+// At the end of a life, each rank reports how many bytes it has sent, so that the receivers can
+// skip these bytes before the next life begins.
 #include "hccl/links.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ void Links::end_life(uint32_t life) {
     EndOfLife end{life, {}};
     for (size_t c = 0; c < std::size(kDrained); c++)
       end.sent[c] = p.remote[kDrained[c]].sent;
-    // so few bytes always fit, or the peer has exited
+    // these few bytes always fit into the socket, unless the peer has exited
     send_some(p.remote[Channel::Lives], &end, sizeof end);
   }
 }

@@ -39,7 +39,7 @@ static void for_all_of(int device, const std::function<void(Communicator &)> &wh
     what(*comm);
 }
 
-// The device's tasks are aborted: communicators are suspended, too.
+// When the device's tasks are aborted, the communicators are suspended, too.
 static int32_t follow_abort(int32_t device, aclrtDeviceTaskAbortStage stage, uint32_t, void *) {
   if (stage == ACL_RT_DEVICE_TASK_ABORT_PRE)
     for_all_of(device, [](Communicator &comm) { comm.suspend(); });
@@ -131,8 +131,9 @@ EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uin
   }
   return emu::hccl::open(root, ranks, rank, config, out);
 }
-// HCCL checks only calls of the host, and frees a communicator under tasks and graphs. Here the
-// object lives as long as they refer to it; they fail, and those that wait for peers end at once.
+// HCCL checks only for calls of the host, and frees a communicator that tasks and graphs still use.
+// In the emulator the object exists as long as a task or graph refers to it. These tasks and graphs
+// fail, and tasks that wait for peers end at once.
 EMU_API HcclResult HcclCommDestroy(HcclComm comm) {
   const std::shared_ptr<Communicator> c = communicator(comm);
   if (c->calls) {

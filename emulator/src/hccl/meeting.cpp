@@ -17,7 +17,7 @@ namespace emu::hccl {
 
 namespace {
 
-constexpr uint64_t kMark = 0x3230'4c43'4348'4d45;  // of the format of a root info
+constexpr uint64_t kMark = 0x3230'4c43'4348'4d45;  // marks the format of a root info
 constexpr char kCreation[] = "the creation of the communicator";
 constexpr int kLobbyMs = 5;  // interval at which the listening root checks the lobby
 
@@ -53,7 +53,7 @@ void check_ranks(uint32_t rank, uint32_t ranks, const std::string &other, uint32
                              other + " one of " + std::to_string(others_ranks));
 }
 
-// Ranks that share the root's memory.
+// The meeting place of the ranks that share the root's memory.
 class Lobby {
 public:
   struct Guest {
@@ -175,7 +175,7 @@ void hear_answer(const Socket &from, const RootInfo &root, uint32_t peer,
 
 Roster join(const RootInfo &root, Hello hello, const Patience &patience) {
   hello.is_joining = 1;
-  constexpr uint32_t kRoot = 0;  // for messages: the rank that makes a root info is rank 0
+  constexpr uint32_t kRoot = 0;  // for error messages: the rank that makes a root info is rank 0
   Socket socket = connect_to(root.address, kRoot, patience);
   send_all(socket, &hello, sizeof hello, kRoot, patience);
   hear_answer(socket, root, kRoot, patience);
@@ -186,17 +186,18 @@ Roster join(const RootInfo &root, Hello hello, const Patience &patience) {
   return roster;
 }
 
-// Decides which of two ranks without shared memory connects: ranks in the root's memory do not
-// listen, otherwise the lower rank connects.
+// Decides which of two ranks without shared memory connects to the other. A rank that shares the
+// root's memory does not listen, so it connects. In all other cases the lower rank connects.
 bool connects(const Roster &roster, uint32_t rank, uint32_t peer) {
   if (!roster[rank].address.port || !roster[peer].address.port)
     return !roster[rank].address.port;
   return rank < peer;
 }
 
-// Opens one connection per channel with every rank of another host. First this rank begins all of
-// its own connections, which needs no accept. Then it accepts and answers the connections of
-// others. Then it reads the answers. So ranks never wait in a ring.
+// Opens one connection per channel with every rank of another host. First this rank begins all its
+// connections, for which no peer needs to accept yet. Then this rank accepts and answers the
+// connections of other ranks. Then it reads the answers to its own connections. So ranks never wait
+// for each other in a ring.
 std::vector<RemoteRank> connect_all(const RootInfo &root, const Roster &roster, Hello hello,
                                     Socket listener, const Patience &patience) {
   std::map<uint32_t, RemoteRank> remote;

@@ -1,9 +1,10 @@
-// The rendezvous of a communicator's ranks, and their connections without shared memory. The
-// program carries the root info to all ranks. It has the root's address, the name of its host's
-// memory, and two secrets: a connecting peer sends the first at once, and the listener answers with
-// the second. Ranks that share the root's memory enter a lobby in it; the others join over TCP.
-// When all have arrived, the root sends everybody the list of places and stops listening. Then each
-// pair of ranks of different hosts connects, and all other sockets are closed.
+// The rendezvous of a communicator's ranks, and the connections between ranks without shared
+// memory. The program passes the root info to all ranks. The root info contains the root's address,
+// the name of its host's memory, and two secrets: a connecting peer sends the first at once, and
+// the listener answers with the second. Ranks that share the root's memory enter a lobby in it; the
+// other ranks join over TCP. When all ranks have arrived, the root sends the list of places to
+// every rank and stops listening. Then each pair of ranks of different hosts connects, and all
+// other sockets are closed.
 #pragma once
 
 #include "hccl/sockets.h"
@@ -20,9 +21,9 @@ using Secret = std::array<unsigned char, 32>;
 
 // The opaque bytes of an HcclRootInfo.
 struct RootInfo {
-  uint64_t mark;     // of this format
+  uint64_t mark;     // marks this format
   char name[128];    // of the communicator
-  char memory[128];  // names of the root's shared memory begin so
+  char memory[128];  // prefix of the names of the root's shared memory
   Address address;
   Secret question, answer;
 };
@@ -39,14 +40,14 @@ struct RemoteRank {
 };
 
 struct Company {
-  std::string memory;  // names of this host's shared memory begin so
+  std::string memory;  // prefix of the names of this host's shared memory
   std::vector<uint32_t> here;
   std::vector<RemoteRank> elsewhere;
 };
 
-// Makes the calling process the root: it listens from now on, until all have met.
+// Makes the calling process the root, which listens from now on until all ranks have met.
 RootInfo new_root();
-// Blocks until all ranks have arrived. Throws the reason of a failure.
+// Blocks until all ranks have arrived. If this fails, throws an error with the reason.
 Company meet(const RootInfo &root, uint32_t ranks, uint32_t rank);
 // Call this when all ranks of this host have mapped their shared memory.
 void forget(const RootInfo &root);

@@ -1,4 +1,4 @@
-// The limits of a rank's waits for others, and the errors when a limit is reached.
+// The time limits of a rank's waits for other ranks, and the errors when a limit is reached.
 #pragma once
 
 #include <atomic>
@@ -10,21 +10,21 @@
 
 namespace emu::hccl {
 
-constexpr int kCheckMs = 100;  // interval at which a waiting rank checks whether its peers live
+constexpr int kCheckMs = 100;  // interval at which a waiting rank checks that its peers live
 
 class Patience {
 public:
-  // For a dead peer, how its death is known; empty for a living one.
+  // For a dead peer, returns how its death is known; for a living peer, "".
   using Death = std::function<std::string(uint32_t peer)>;
 
-  // `is_destroyed`: of the communicator, if there is one yet.
+  // `is_destroyed`: whether the communicator was destroyed, if there is a communicator yet.
   Patience(uint32_t rank, uint32_t ranks, std::string operation,
            const std::atomic<bool> *is_destroyed = nullptr)
       : rank_(rank), ranks_(ranks), operation_(std::move(operation)), is_destroyed_(is_destroyed) {}
 
-  // Called every kCheckMs while a rank waits for `absent`. Throws if one of them is dead, if the
-  // device has failed or the communicator was destroyed, or after hccl_s; `detail` names the cause
-  // of the wait.
+  // Called every kCheckMs while a rank waits for the ranks in `absent`. Throws if one of these
+  // ranks is dead, if the device has failed, if the communicator was destroyed, or if the wait has
+  // taken hccl_s. `detail` names the cause of the wait.
   void ask(const std::vector<uint32_t> &absent, const Death &death = {},
            const std::string &detail = "") const;
   [[noreturn]] void is_dead(uint32_t peer, const std::string &how) const;

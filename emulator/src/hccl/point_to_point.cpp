@@ -11,7 +11,7 @@
 using namespace emu;
 using namespace emu::hccl;
 
-// Counts as a user for its whole life.
+// The returned object counts as a user of the communicator as long as it exists.
 static std::shared_ptr<void> count_in(const Comm &c, std::atomic<int> &users) {
   users++;
   return {nullptr, [c, &users](void *) { users--; }};
@@ -72,8 +72,8 @@ static void copy_to_itself(const std::vector<Transfer> &sends,
   }
 }
 
-// Both ranks of a pair meet at the same step, and one sends while the other receives, so ranks
-// never wait in a ring.
+// Both ranks of a pair meet at the same step, and one rank sends while the other receives. So ranks
+// never wait for each other in a ring.
 void emu::hccl::exchange(Communicator &c, const Transfers &mine) {
   std::lock_guard<std::mutex> in_order(c.order());
   for (uint32_t step = 0; step < c.ranks; step++) {

@@ -1,4 +1,4 @@
-// Messages between pairs of ranks, and how a call of HCCL is launched.
+// Messages between pairs of ranks, and the launch of HCCL's calls.
 #pragma once
 
 #include "hccl/handles.h"
@@ -13,8 +13,8 @@ inline char *bytes_at(const void *p) {
   return static_cast<char *>(const_cast<void *>(accessible(p)));
 }
 
-// As one task of the stream. `bytes` come from other ranks, counted once each; with modelled time
-// the task takes `ns`.
+// Launches `body` as one task of the stream. `bytes` is the number of bytes from other ranks, each
+// counted once. With modelled time the task takes `ns`.
 HcclResult launch_on(const Comm &c, const char *name, aclrtStream stream, size_t bytes, int64_t ns,
                      Task body);
 
@@ -23,12 +23,14 @@ struct Transfer {
   char *at;
   size_t bytes;
 };
-// The sends and receives of one rank at once; between two ranks in the order of the lists.
+// Sends and receives that one rank does at the same time. Between two ranks, the order of the lists
+// is the order of the messages.
 struct Transfers {
   std::vector<Transfer> sends, receives;
 };
 void exchange(Communicator &c, const Transfers &mine);
-// As if the larger of its sent and received bytes were spread evenly over all others.
+// The modelled time of an exchange. It takes the larger of this rank's sent and received bytes, and
+// assumes that these bytes are spread evenly over all other ranks.
 int64_t exchange_ns(const Communicator &c, const Transfers &mine);
 size_t bytes_from_others(const Communicator &c, const Transfers &mine);
 

@@ -25,7 +25,7 @@ static const std::filesystem::path kFolder = "/dev/shm";
 static const char kPrefix[] = "emulated_hccl_";
 static const char kMeeting[] = "meeting_of_";
 
-// Process ids are meaningful only among processes that share this namespace.
+// The number of this process's namespace of process ids. Process ids are meaningful only within it.
 static unsigned long long process_ids() {
   struct stat entry;
   return stat("/proc/self/ns/pid", &entry) == 0 ? entry.st_ino : 0;
@@ -42,7 +42,7 @@ std::string new_name() {
          "_" + std::to_string(process_ids()) + "_" + text;
 }
 
-// Whether the process that made this name has ended; false if this cannot be known here.
+// Whether the process that made this name has ended; false if this process cannot know it.
 static bool is_stale(const std::string &name) {
   int pid = 0;
   unsigned long long started = 0, ids = 0;
@@ -51,7 +51,7 @@ static bool is_stale(const std::string &name) {
          process_start_time(pid) != started;
 }
 
-// Empty if the file does not exist or must not be read.
+// Returns "" if the file does not exist or may not be read.
 static std::string text_of_file(const std::filesystem::path &path) {
   std::ifstream file(path);
   return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
@@ -127,12 +127,12 @@ void wake_word(std::atomic<uint32_t> &word) {
 uint64_t process_start_time(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  size_t end = text.rfind(')');  // the name may hold spaces and parentheses
+  size_t end = text.rfind(')');  // the name may contain spaces and parentheses
   if (end == std::string::npos)
     return 0;
   char state = 0;
   unsigned long long start = 0;
-  // Field 22; the state is field 3, the first one behind the name.
+  // Field 22. The state is field 3, which is the first field after the name.
   if (sscanf(text.c_str() + end + 1,
              " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
              &state, &start) != 2)

@@ -11,19 +11,19 @@
 
 namespace emu::hccl {
 
-// A name begins with the process that made it, so that a later process may remove the remains of a
-// killed one. Names are unique over all hosts.
+// A name begins with the id of the process that made it, so that a later process can remove the
+// memory that a killed process left. Names are unique over all hosts.
 std::string new_name();
 void remove_stale_segments();
 
-// The common name of a communicator's ranks that share this host's memory: the first rank makes it
-// and stores it under a name that all know. So two ranks are on one host if each can open the
-// other's memory, and can tell whether the other's process lives.
+// The common name of a communicator's ranks that share this host's memory: the first rank makes
+// this name and stores it in memory whose name all ranks know. So two ranks are on one host if each
+// rank can open the other's memory, and can tell whether the other's process is alive.
 std::string name_on_this_host(const std::string &communicator);
 void forget_name_on_this_host(const std::string &communicator);
 
 char *map_segment(const std::string &name, size_t bytes);  // created if necessary; throws
-// of the same size, for this process alone
+// memory for this process alone, without a name
 char *map_private(size_t bytes);
 void unmap_segment(char *p, size_t bytes);
 void remove_segment(const std::string &name);
@@ -31,8 +31,8 @@ void remove_segment(const std::string &name);
 void wait_on_word(std::atomic<uint32_t> &word, uint32_t seen, long microseconds);
 void wake_word(std::atomic<uint32_t> &word);
 
-// Waits until word >= at_least; the process that raises it wakes the sleepers. `impatient` runs
-// every kCheckMs.
+// Waits until word >= at_least; the process that raises the word wakes the sleepers. `impatient` is
+// called every kCheckMs.
 template <class Impatient>
 void wait_until(std::atomic<uint32_t> &word, std::atomic<uint32_t> &sleepers, uint32_t at_least,
                 Impatient impatient) {

@@ -38,13 +38,14 @@ private:
 };
 
 // Listens at this host's address for HCCL: HCCL_IF_IP, else the address of the first network
-// interface that HCCL_SOCKET_IFNAME allows, else of the first one by name, with those of docker
-// behind all others and the loopback last. The port is one of HCCL_HOST_SOCKET_PORT_RANGE, else one
-// of the 16 from HCCL_IF_BASE_PORT, else any. Throws the error in these variables.
+// interface that HCCL_SOCKET_IFNAME allows, else that of the first interface by name; docker's
+// interfaces come after all others, and the loopback comes last. The port is one of
+// HCCL_HOST_SOCKET_PORT_RANGE, else one of the 16 ports from HCCL_IF_BASE_PORT on, else any port.
+// Throws if a variable has an invalid value.
 Socket listen_for_peers(Address *bound);
 
-// None of these blocks for longer than kCheckMs without a call of `patience`; `peer` is the awaited
-// rank. A connection that the peer has closed means its death.
+// None of these functions blocks for longer than kCheckMs without a call of `patience`; `peer` is
+// the awaited rank. If the peer has closed the connection, the peer counts as dead.
 Socket connect_to(const Address &address, uint32_t peer, const Patience &patience);
 void send_all(const Socket &to, const void *data, size_t bytes, uint32_t peer,
               const Patience &patience);

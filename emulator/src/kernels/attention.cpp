@@ -1,5 +1,6 @@
-// Attention over pages. Few query rows: a streaming softmax that reads each key and value once for
-// all query heads that share it. Many query rows: blocks of rows by matrix products.
+// Attention over pages. For few query rows, a streaming softmax reads each key and value once for
+// all query heads that share it. For many query rows, blocks of rows are computed by matrix
+// products.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -67,7 +68,7 @@ template <class Function> void with_width(int64_t n, Function function) {
 
 bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x7f800000; }
 
-// By the bits of the exponent alone, which is cheap.
+// Checks only the bits of the exponents, which is cheap.
 template <class Bits> bool all_finite_bits(const Bits *x, int64_t n, Bits exponent) {
   bool found = false;
   for (int64_t i = 0; i < n; i++)
@@ -103,7 +104,7 @@ private:
   const Attention &a;
   const Sequence &s;
   int64_t kv_head, group;
-  // the contribution of values behind the last key, if not all are finite
+  // the contribution of values after the last key; null if all of them are finite
   const float *tail = nullptr;
 
   int64_t page_of(int64_t token) const {
@@ -144,7 +145,7 @@ private:
     return a.mask_data + s.batch * a.mask_batch_stride + row * a.mask_row_stride;
   }
 
-  // Whole blocks are read: behind the last key weights are zero, and zero times NaN is NaN.
+  // Whole blocks are read. After the last key the weights are zero, but zero times NaN is NaN.
   void read_tail() {
     static thread_local Scratch room, values_room;
     int64_t end = s.kv_count;
@@ -192,7 +193,7 @@ private:
           divisor == 0 ? a.lse_without_keys : greatest + std::log(divisor);
   }
 
-  // Tokens first.. of one page, as floats.
+  // The keys of tokens [first, first + count) of one page, as floats.
   Tile keys_of(int64_t first, int64_t count, int64_t page, float *room) const {
     int64_t at = row_of(a.key, first, page), n = width();
     if (a.key.data.type == Type::F32 && !a.rope_dim)

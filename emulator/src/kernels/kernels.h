@@ -11,7 +11,8 @@ namespace emu::kernels {
 enum class Type { F32, BF16, F16 };
 constexpr size_t bytes_of(Type t) { return t == Type::F32 ? 4 : 2; }
 
-// A pointer into device memory of one of the three types; strides elsewhere are in elements.
+// A pointer into device memory of one of the three types. In all other structures, strides are in
+// elements.
 struct Data {
   void *p = nullptr;
   Type type = Type::F32;
@@ -43,7 +44,7 @@ struct Rotary {
   int64_t size[3];        // leading dimensions, outermost first; the last one (dim) is contiguous
   int64_t x_stride[3], out_stride[3], angle_stride[3];  // angle stride 0: broadcast
   int64_t dim;
-  int64_t rotated;  // leading part of dim that is rotated (== dim unless partial)
+  int64_t rotated;  // number of leading elements of dim that are rotated; equals dim if all are
   bool interleaved;
 };
 void rotary(const Rotary &r);
@@ -73,20 +74,20 @@ struct Pages {
 struct Sequence {
   int64_t query_start, query_count;  // rows of query, relative to `query`
   int64_t out_start;
-  int64_t kv_start, kv_count;  // kv_start: first token where the keys are not paged
+  int64_t kv_start, kv_count;  // kv_start: first token if the keys are not paged
   int64_t batch;               // row of the block table, and of a mask with a batch dimension
 };
 enum class Mask { None, LeftUpCausal, RightDownCausal, Band, Explicit };
 struct Attention {
   Data query, query_rope, out;
-  float *lse = nullptr;                           // [rows, heads] if asked for
-  float lse_without_keys = 0;                     // of a row that sees no key
+  float *lse = nullptr;                           // [rows, heads] if requested, else null
+  float lse_without_keys = 0;                     // value for a row that sees no key
   int64_t query_token_stride, query_head_stride;  // of query
   int64_t rope_token_stride = 0, rope_head_stride = 0;
   int64_t out_token_stride, out_head_stride;
   int64_t lse_token_stride = 0, lse_head_stride = 0;
   Pages key, value, key_rope;
-  const int32_t *block_table = nullptr;  // null: one page holds all
+  const int32_t *block_table = nullptr;  // null: all keys are in one page
   int64_t block_table_stride = 0, page_size = 0, page_count = 0;
   int64_t heads, kv_heads, dim, value_dim, rope_dim = 0;
   float scale;
@@ -99,12 +100,13 @@ struct Attention {
 void attention(const Attention &a);  // throws if the block table names a page that does not exist
 
 // ---- merge.cpp
-// Over `rows` of `dim` elements: sum of outs[i] * exp(lses[i] - lse), lse = log sum exp(lses[i]).
+// For each of `rows` rows of `dim` elements: the sum of outs[i] * exp(lses[i] - lse), where lse =
+// log sum exp(lses[i]).
 struct MergedAttention {
   std::vector<const float *> lses;  // [rows] each
   std::vector<Data> outs;           // [rows, dim] each
   Data out;
-  float *lse = nullptr;    // [rows] if asked for
+  float *lse = nullptr;    // [rows] if requested, else null
   int64_t rows, dim;
   bool infinity_is_empty;  // a log-sum-exp of +infinity counts as one of -infinity
 };
@@ -116,7 +118,7 @@ void argmax_rows(Data x, int64_t rows, int64_t columns, int64_t row_stride, void
                  bool out_is_int32);
 
 // ---- copy.cpp
-// Same element type on both sides, up to five dimensions, any strides (in elements).
+// Both sides have the same element type, up to five dimensions, and any strides (in elements).
 struct StridedCopy {
   static constexpr int kMaxRank = 6;
   char *to;
@@ -125,7 +127,7 @@ struct StridedCopy {
   int rank;
   int64_t size[kMaxRank], to_stride[kMaxRank], from_stride[kMaxRank];
 
-  void merge_dimensions();  // call once: fewer, longer inner runs
+  void merge_dimensions();  // call once; makes inner runs fewer and longer
   void run() const;
 };
 // Rows of `row_bytes` bytes. Throws if an index lies outside 0..limit-1.

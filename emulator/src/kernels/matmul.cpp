@@ -1,6 +1,6 @@
-// Matrix products. Few rows: own loops that read the weight once. More rows: tiles, or for a
-// transposed weight the sgemm of the MKL that torch carries. Weights of a half-width type are
-// converted in panels that stay in the cache.
+// Matrix products. For few rows, loops in this file read the weight once. For more rows, the
+// product is computed in tiles, or, if the weight is transposed, by sgemm of the MKL that torch
+// contains. Weights of a half-width type are converted in panels that stay in the cache.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -20,7 +20,8 @@ constexpr int64_t kFewRows = 8;
 constexpr int64_t kFewRowsTransposed = 12;  // the same for a transposed weight
 constexpr int64_t kPanelFloats = 128 * 1024;  // half a megabyte of converted weight
 
-// Row-major out[m, n] = a[m, k] @ b[n, k]^T, by way of the column-major transposed product.
+// Row-major out[m, n] = a[m, k] @ b[n, k]^T, computed as the transposed product in column-major
+// order.
 void sgemm_transposed(const float *a, int64_t a_stride, const float *b, int64_t b_stride,
                       float *out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {
   const int rows = static_cast<int>(n), columns = static_cast<int>(m), inner = static_cast<int>(k);
@@ -31,7 +32,7 @@ void sgemm_transposed(const float *a, int64_t a_stride, const float *b, int64_t 
          &ldc);
 }
 
-// b is [n, k]: four of its rows against M rows of a at a time.
+// b is [n, k]: multiplies four rows of b by M rows of a at a time.
 template <int M>
 void dot_block(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t k,
                float *out, int64_t out_stride) {
@@ -83,7 +84,7 @@ void few_rows_transposed(const float *a, int64_t a_stride, const float *b, int64
     }
 }
 
-// b is [k, n]: M rows of out, a strip of its columns at a time.
+// b is [k, n]: computes M rows of out, one strip of columns at a time.
 template <int M>
 void strips(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *out,
             int64_t out_stride, int64_t n, int64_t k) {

@@ -1,4 +1,4 @@
-// Results of one attention over several shares of its keys, merged by their log-sum-exps.
+// Merges the results of one attention over several shares of its keys, by their log-sum-exps.
 #include "kernels/kernels.h"
 #include "kernels/vector_math.h"
 

@@ -5,7 +5,7 @@
 
 namespace emu::kernels {
 
-// out = x with even elements first, then odd ones, then rotated by halves.
+// Moves the even elements of x before the odd ones, and then rotates by halves.
 struct PairRotary {
   Data x, cos, sin, out;
   int64_t dim;
@@ -17,9 +17,11 @@ void rotate_pairs(const PairRotary &r, int64_t x_offset, int64_t angle_offset, i
 struct LatentRows {
   Data kv, gamma, cos, sin;
   Data rope, latent;            // caches
-  Data rope_copy, latent_copy;  // [rows, ...] as given; null unless asked for
-  const int64_t *slots;         // -1: not cached
-  int64_t rows, rows_per_batch, batch_slots;  // slots count from their batch; 0: from the start
+  Data rope_copy, latent_copy;  // [rows, ...], copies of the rows; null unless requested
+  const int64_t *slots;         // -1: the row is not cached
+  // batch_slots: number of slots of each batch, which `slots` counts from 0; 0: `slots` counts over
+  // the whole cache.
+  int64_t rows, rows_per_batch, batch_slots;
   int64_t capacity, rms_dim, rope_dim;
   float epsilon;
 };

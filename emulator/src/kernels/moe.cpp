@@ -18,7 +18,7 @@ static void softmax(float *x, int64_t count) {
     x[i] /= sum;
 }
 
-// Marks and returns the greatest expert that is not marked; the first one of equals.
+// Marks and returns the unmarked expert with the greatest score; of equal ones, the first.
 static int64_t take_greatest(const float *x, char *taken, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; i++)
@@ -83,7 +83,7 @@ void gating(const Gating &g) {
 
 std::vector<int64_t> route(const Routing &r, std::vector<int64_t> &tokens) {
   int64_t experts = r.end - r.first;
-  auto place = [&](int64_t i) {  // of the expert among the active ones, else -1
+  auto place = [&](int64_t i) {  // index of the choice's expert among the active experts, or -1
     int64_t expert = r.experts[i] - r.first;
     return expert >= 0 && expert < experts ? expert : -1;
   };

@@ -16,7 +16,8 @@ void rms_norm(const RmsNorm &n) {
       for (int64_t i = 0; i < columns; i++)
         copy[i] = x[i] + residual[i];
       store_floats(copy, n.sum, at, columns);
-      // The norm is computed of the stored sum, so that it equals the norm of the residual stream.
+      // The norm is computed from the stored, rounded sum, so that it is the norm of the residual
+      // stream.
       load_floats(n.sum, at, copy, columns);
       x = copy;
     }

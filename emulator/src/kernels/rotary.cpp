@@ -1,4 +1,4 @@
-// Rotary position embedding: rotated halves, or rotated neighbours (interleaved).
+// Rotary position embedding. It rotates halves, or neighbouring elements (interleaved).
 #include "kernels/vector_math.h"
 
 namespace emu::kernels {

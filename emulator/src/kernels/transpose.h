@@ -1,4 +1,4 @@
-// Squares of elements, each row one line of memory, transposed in vector registers.
+// Transposes squares of elements in vector registers. Each row of a square is one line of memory.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ template <int kBytes> inline void exchange(Line &a, Line &b) {
   }
 }
 
-// Element j of line i becomes element i of line j: squares of one element change places, then those
-// of two, of four, to half a line.
+// Element j of line i becomes element i of line j. First squares of one element change places, then
+// squares of two elements, of four, and so on up to half a line.
 template <int kElementBytes, int kBytes = kElementBytes> inline void transpose(Line *lines) {
   constexpr int count = kLineBytes / kElementBytes, apart = kBytes / kElementBytes;
   for (int i = 0; i < count; i += 2 * apart)
@@ -45,8 +45,9 @@ template <int kElementBytes, int kBytes = kElementBytes> inline void transpose(L
     transpose<kElementBytes, 2 * kBytes>(lines);
 }
 
-// Writes a line, aligned to its length, to memory without the caches: the line is not read before,
-// and the caches keep their contents. Call finish_stores() afterwards.
+// Writes a line to memory and bypasses the caches: the line is not read before the write, and the
+// caches keep their contents. The address must be aligned to the line's length. Call
+// finish_stores() afterwards.
 inline void store_past_caches(void *to, Line line) {
 #ifdef __AVX512F__
   _mm512_stream_si512(static_cast<__m512i *>(to), reinterpret_cast<__m512i>(line));

@@ -20,7 +20,8 @@ using Float16 = __fp16;
 using Float16 = _Float16;
 #endif
 
-// Sixteen floats; loads and stores need no alignment. Wider than the machine's registers is fine.
+// Sixteen floats; loads and stores need no alignment. The type may be wider than the machine's
+// registers.
 typedef float Floats __attribute__((vector_size(64)));
 constexpr int kLanes = 16;
 
@@ -50,7 +51,8 @@ inline uint16_t float_to_bf16(float f) {  // to nearest even
   return uint16_t(f != f ? 0x7fc0u : rounded);
 }
 
-// About one unit in the last place; NaN stays NaN, below -87.3 gives 0, above 88.7 infinity.
+// The error is about one unit in the last place. NaN gives NaN, x < -87.3 gives 0, x > 88.7
+// gives infinity.
 inline float fast_exp(float x) {
   constexpr float least = -87.33f, most = 88.72f;
   float bounded = x < least ? least : x > most ? most : x;
@@ -64,7 +66,7 @@ inline float fast_exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // Two factors, because 2^n itself may overflow where the product does not.
+  // Two factors, because 2^n may overflow although the product does not.
   int whole = int(n), half = whole / 2;
   float y = p * std::bit_cast<float>((half + 127) << 23) *
             std::bit_cast<float>((whole - half + 127) << 23);
@@ -86,7 +88,7 @@ inline const float *as_floats(Data d, int64_t offset, int64_t count, float *scra
   load_floats(d, offset, scratch, count);
   return scratch;
 }
-// The place to compute a row of `d`; commit() stores it if it was not computed in place.
+// The place at which a row of `d` is computed. commit() stores the row if this place is not in `d`.
 inline float *output_row(Data d, int64_t offset, float *scratch) {
   return d.type == Type::F32 ? static_cast<float *>(d.p) + offset : scratch;
 }
@@ -95,7 +97,7 @@ inline void commit(Data d, int64_t offset, int64_t count, const float *computed)
     store_floats(computed, d, offset, count);
 }
 
-// Grows and is kept: one per thread and use.
+// A buffer that grows and is never freed: one per thread and use.
 struct Scratch {
   std::vector<float> floats;
   float *of(int64_t count) {

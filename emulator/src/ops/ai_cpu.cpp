@@ -1,6 +1,6 @@
-// The table. Types are those for which A2 and A3 (DAV_2201) have a kernel in the functions
-// IsAiCoreSupport of ops-math c419332 and ops-nn e5c3fa9 (August 2026); in November 2025 they were the
-// same, unless a rule says more.
+// The table of rules. Its types are those for which A2 and A3 (DAV_2201) have a kernel, by the
+// functions IsAiCoreSupport of ops-math c419332 and ops-nn e5c3fa9 (August 2026). In November 2025
+// the types were the same, unless a rule's comment says more.
 #include "ops/ai_cpu.h"
 
 #include "target.h"
@@ -17,7 +17,7 @@ constexpr auto F = at::kFloat, H = at::kHalf, B = at::kBFloat16, I8 = at::kChar,
 template <ScalarType... types> bool is_one_of(ScalarType type) {
   return ((type == types) || ...);
 }
-// The type of the input, or of the result, decides.
+// These rules depend on the type of the input, or of the result.
 template <ScalarType... types> bool by_input(const Operands &o) {
   return !is_one_of<types...>(o.tensors.front().scalar_type());
 }
@@ -25,12 +25,12 @@ template <ScalarType... types> bool by_result(const Operands &o) {
   return !is_one_of<types...>(o.tensors.back().scalar_type());
 }
 
-bool floor_division(const Operands &o) {  // of a quotient that is rounded down
+bool floor_division(const Operands &o) {  // a division that rounds the quotient down
   return o.numbers.at(0) == 2 && by_result<F, H, B, I32, I8, U8>(o);
 }
 
-// scatter_elements.cpp, UseScatterElementsV2: in November 2025 also multiplication, and rows that a
-// vector core would have to load in more than 50 parts.
+// scatter_elements.cpp, UseScatterElementsV2. In November 2025, the AI CPU also ran
+// multiplications, and rows that a vector core would have to load in more than 50 parts.
 bool scatter(const Operands &o) {
   const at::Tensor &data = o.tensors.at(0), &index = o.tensors.at(1);
   if (by_input<F, H, B, I32, I8, U8>(o))

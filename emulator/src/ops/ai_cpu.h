@@ -1,5 +1,6 @@
-// The launches that A2 and A3 run on their AI CPU instead of an AI core, which is much slower. The
-// reason is a type or a size without a kernel. They are counted, not refused.
+// The launches that A2 and A3 run on their AI CPU instead of an AI core. The AI CPU is much slower.
+// The reason for such a launch is that no kernel supports its type or size. These launches are
+// counted, not refused.
 #pragma once
 
 #include "aten.h"

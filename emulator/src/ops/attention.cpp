@@ -1,4 +1,4 @@
-// FusedInferAttentionScore V3 and V4 on the attention kernel.
+// FusedInferAttentionScore V3 and V4, computed by the attention kernel.
 #include "ops/attention.h"
 
 using namespace emu;
@@ -66,7 +66,7 @@ void bind_sequences(const FiaArguments &f, Attention &a, const RowStrides &q, co
       s.kv_start = f.paged() || b == 0 ? 0 : (*f.kv_lengths)[b - 1];
       s.kv_count = (*f.kv_lengths)[b] - s.kv_start;
     } else {
-      // Whole tokens, because a batch is a multiple of the token stride apart.
+      // A whole number of tokens, because the batch stride is a multiple of the token stride.
       s.query_start = b * q.batch / q.token;
       s.out_start = b * o.batch / o.token;
       s.query_count = f.query_rows();
@@ -153,11 +153,12 @@ TimedTask bind(FiaArguments f) {
   bind_sequences(f, a, q, o);
   if (f.wants_lse) {
     a.lse = f.lse.data_ptr<float>();
-    // The prompt, split-fuse and latent kernels write 3e+99, which is +infinity in float32; the one
-    // for single rows -3.40E+38. Results of such rows are zero everywhere.
+    // The prompt, split-fuse and latent kernels write 3e+99, which is +infinity in float32; the
+    // kernel for single rows writes -3.40E+38. With all kernels, the results of such rows are zero.
     a.lse_without_keys = f.incremental() ? -3.40E+38f : INFINITY;
-    // [T, N, 1] with TND, else [B, N, S, 1], where a sequence begins at a multiple of N * S: only
-    // an out of the same order, or one row for each sequence, counts tokens like that.
+    // [T, N, 1] with TND, else [B, N, S, 1], where a sequence begins at a multiple of N * S. Only
+    // if `out` has the same order, or if each sequence has one row, can the tokens of `out` be used
+    // as an index here.
     bool bns = !f.tnd(), in_order = f.layout == FiaLayout::BNSD && f.out_layout == FiaOut::AsQuery;
     bool by_row = bns && (in_order || f.query_rows() > 1);
     a.lse_token_stride = by_row ? 1 : f.heads;
@@ -237,7 +238,7 @@ OP(aclnnFusedInferAttentionScoreV4,
                   kv_lengths, heads, scale, pre_tokens, next_tokens, layout, kv_heads, sparse_mode,
                   inner_precise, block_size, wants_lse, out, lse});
    })
-// torch_npu asks for these on the task-group path; they have the same signature.
+// torch_npu calls these for task groups. Their signature is the same.
 EMU_EXPORT(aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize,
            emu_phase1_aclnnFusedInferAttentionScoreV3)
 EMU_EXPORT(aclnnFusedInferAttentionScoreV4GetMaxWorkspaceSize,

@@ -6,13 +6,13 @@
 namespace emu {
 
 enum class FiaLayout { TND, BNSD, BSND, BSH };
-enum class FiaOut { AsQuery, BSND, NBSD, NTD };  // the part of input_layout behind the _
+enum class FiaOut { AsQuery, BSND, NBSD, NTD };  // the part of input_layout after the _
 
 struct FiaArguments {
   Tensor query;
   Tensors keys, values;
   OptTensor mask, block_table, query_rope, key_rope;
-  OptInts query_lengths, kv_lengths;  // TND: cumulative, but kv lengths of pages are not
+  OptInts query_lengths, kv_lengths;  // TND: cumulative, except kv_lengths of paged keys
   int64_t heads;
   double scale;
   int64_t pre_tokens, next_tokens;
@@ -30,16 +30,17 @@ struct FiaArguments {
   bool tnd() const { return layout == FiaLayout::TND; }
   bool heads_first_pages() const;
   int64_t batch() const;
-  int64_t query_rows() const;  // of one sequence; TND: of all
+  int64_t query_rows() const;  // of one sequence; with TND, of all sequences
   int64_t head_dim() const;
   int64_t value_dim() const;
-  // Multi-head latent attention after absorption: one head of 512 plus 64 for all queries.
+  // Multi-head latent attention after absorption: all query heads share one key head of 512 plus 64
+  // elements.
   bool latent() const { return query_rope && head_dim() == 512; }
-  // Whether the call is for the kernel for one query row of each sequence, or for its successor in
-  // 9 with the same behaviour (fused_infer_attention_score_tiling_info_parser.cpp,
-  // GetLegacyIfaFlag).
+  // Whether CANN runs the call by the kernel for one query row per sequence, or by the kernel of
+  // CANN 9 that replaces it and behaves in the same way
+  // (fused_infer_attention_score_tiling_info_parser.cpp, GetLegacyIfaFlag).
   bool incremental() const;
-  // Whether the call is for CANN 9's tiling for grouped queries in TND.
+  // Whether the call uses CANN 9's tiling for grouped queries in TND.
   bool split_fuse() const;
 
   // Reads the layout and fills in defaults; throws Refusal.

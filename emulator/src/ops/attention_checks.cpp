@@ -1,7 +1,7 @@
-// The requirements of FusedInferAttentionScore. Rules: op-plugin document
-// npu_fused_infer_attention_score, with sections named at each check. If a CANN release supports
-// less, the tilings of ops-transformer apply: those of November 2025 (c29bc10) for 8.5, those of
-// 2026 for 9.
+// The requirements of FusedInferAttentionScore. The rules are from the op-plugin document
+// npu_fused_infer_attention_score; each check names its section. If a CANN release supports less,
+// the tilings of ops-transformer apply: those of November 2025 (c29bc10) for 8.5, those of 2026 for
+// 9.
 #include "ops/attention.h"
 #include "target.h"
 
@@ -9,7 +9,7 @@
 
 namespace emu {
 
-// The code of the tiling's refusals.
+// The error code with which the tiling refuses a call.
 constexpr int kTilingRefused = 561002;
 
 template <class Condition, class... Parts>
@@ -121,8 +121,9 @@ void FiaArguments::check_rope() const {
   }
 }
 
-// Section "MLA约束", head size 512. NBSD is documented for more than one query row; one row is in
-// use in the field. At most 16 rows: section of input_layout, for TND by the operator's tiling.
+// Section "MLA约束", head size 512. NBSD is documented for more than one query row, but other
+// projects use it for one row, too. The limit of 16 rows is from the section of input_layout; for
+// TND it is from the operator's tiling.
 void FiaArguments::check_latent() const {
   if (out_layout == FiaOut::NBSD || out_layout == FiaOut::NTD)
     should(latent(), "input_layout ", layout_name, " needs query_rope and head size 512");
@@ -139,7 +140,7 @@ void FiaArguments::check_latent() const {
            "must be 0 or 3 on CANN 8.5, got ", sparse_mode);
     should(sparse_mode != 0 || !mask, "with head size 512 sparse_mode 0 takes no atten_mask on CANN ",
            "8.5");
-    should(!wants_lse || !cann_before(8, 5, 1),  // vllm-ascend takes it on 8.5.1 (mla_cp.py)
+    should(!wants_lse || !cann_before(8, 5, 1),  // vllm-ascend uses it on 8.5.1 (mla_cp.py)
            "with head size 512 softmax_lse is not given on CANN 8.5.0");
     should(paged() || sparse_mode == 4, "with head size 512 a block_table is needed on CANN 8.5");
   }
@@ -150,8 +151,9 @@ void FiaArguments::check_latent() const {
   should(rows <= 16, "with head size 512 a sequence may have 16 query rows, one has ", rows);
 }
 
-// Section "TND布局约束": both lists given, cumulative, at most 4096 sequences; the rows are all of
-// the query. Elsewhere one length for all, or at least one for each sequence.
+// Section "TND布局约束": both lists given, cumulative, at most 4096 sequences; the last query length is
+// the number of query rows. In other layouts: one length for all sequences, or at least one length
+// for each sequence.
 void FiaArguments::check_lengths() const {
   if (!tnd()) {
     int64_t length = kv_lengths ? static_cast<int64_t>(kv_lengths->size()) : 1;
@@ -195,7 +197,7 @@ void FiaArguments::check_pages() const {
   else if (latent())
     should(block_size % 16 == 0 && block_size <= 512, "block_size ", block_size,
            " must be a multiple of 16 and at most 512 with head size 512");
-  else if (tnd())  // section "TND布局约束"; check_tnd says more
+  else if (tnd())  // section "TND布局约束"; check_tnd checks more
     should(block_size % 16 == 0 && block_size <= 1024, "block_size ", block_size,
            " must be a multiple of 16 and at most 1024 (TND)");
   else if (query_rows() > 1)
@@ -206,7 +208,7 @@ void FiaArguments::check_pages() const {
            " must be a multiple of 16 and at most 512");
   must(table.size(0) >= batch(), "block_table has ", table.size(0), " rows for ", batch(),
        " sequences");
-  // The operator's tiling compares the two; padding sequences have no query rows.
+  // The operator's tiling compares both numbers; sequences for padding have no query rows.
   if (tnd())
     should(table.size(0) == batch(), "block_table has ", table.size(0), " rows for ", batch(),
            " sequences: with TND actual_seq_lengths needs an entry for each row");
@@ -265,8 +267,9 @@ bool FiaArguments::incremental() const {
   return !tnd() && query_rows() == 1 && !query_rope && head_dim() == value_dim();
 }
 
-// fused_infer_attention_score_tiling.cpp of CANN 9, IsUsingFAI. There a sequence of one head per key
-// goes to the tiling of CANN 8.5, and so does what this one does not take.
+// fused_infer_attention_score_tiling.cpp of CANN 9, IsUsingFAI. In CANN 9, calls with one query
+// head per key head use the tiling of CANN 8.5, and so do all calls that the split-fuse tiling does
+// not support.
 bool FiaArguments::split_fuse() const {
   bool sizes = head_dim() <= 256 && value_dim() == head_dim();
   bool pages = !paged() || (key().dim() == 3 && block_size % 16 == 0 && block_size <= 512);
@@ -283,7 +286,8 @@ void FiaArguments::check_tnd() const {
   should(sparse_mode != 0 || !mask, "with TND sparse_mode 0 takes no atten_mask");
   const Ints &q = *query_lengths, &kv = *kv_lengths;
   for (size_t i = 0; sparse_mode == 3 && i < q.size(); i++) {
-    // The other tiling does not check this; no source defines the result of rows without keys.
+    // The split-fuse tiling does not check this, and no source defines the result of rows without
+    // keys.
     int64_t rows = q[i] - (i ? q[i - 1] : 0), seen = kv[i] - (i && !paged() ? kv[i - 1] : 0);
     should(rows <= seen, "with sparse_mode 3 sequence ", i, " has ", rows,
            " query rows, more than its ", seen, " keys");

@@ -7,8 +7,9 @@ using namespace emu;
 namespace {
 
 // Rules: document aclnnAttentionUpdate and op_api/aclnn_attention_update.cpp of ops-transformer.
-// sp, the length of both lists, 1 to 16; lse float32 [rows]; local_out [rows, D] of float32, float16
-// or bfloat16, D a multiple of 8 to 512; one shape in each list; contiguous.
+// sp, the length of both lists, is 1 to 16. lse is float32 [rows]. local_out is [rows, D] of
+// float32, float16 or bfloat16; D is a multiple of 8, at most 512. All tensors of a list have one
+// shape, and all tensors are contiguous.
 void check(const Tensors &lse, const Tensors &outs, int64_t type, const OptTensor &lse_out) {
   refuse_unless(type == 0 || type == 1, "update_type ", type, " must be 0 or 1");
   refuse_unless(lse_out.has_value() == (type == 1), "lse_out goes with update_type 1");
@@ -53,7 +54,7 @@ OP(aclnnAttentionUpdate,
      m.lse = lse_out ? lse_out->data_ptr<float>() : nullptr;
      m.rows = out.size(0);
      m.dim = out.size(1);
-     // Since December 2025; a row without keys in any share is still NaN.
+     // The kernel does this since December 2025. A row that has keys in no share is still NaN.
      m.infinity_is_empty = !cann_before(9);
      return arithmetic([m = std::move(m)] { kernels::merge_attention(m); });
    })

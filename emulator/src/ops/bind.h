@@ -35,7 +35,8 @@ inline void require_contiguous(const char *what, const Tensor &t) {
   refuse_unless(t.is_contiguous(), what, " must be contiguous, got strides ", t.strides());
 }
 
-// A copy between tensors of one size. Same type: one strided copy; else ATen converts.
+// A copy between tensors of the same size. If the types are equal, it is one strided copy; else
+// ATen converts.
 Task copy_task(const Tensor &to, const Tensor &from);
 
 }  // namespace emu

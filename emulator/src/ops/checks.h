@@ -31,7 +31,8 @@ void refuse_unless(const Condition &condition, const Parts &...parts) {
     throw Refusal(text(parts...));
 }
 
-// Refuses a call for breaking a rule, unless the settings say that the device does not have it.
+// Refuses a call that breaks a rule, unless the settings say that the device does not have this
+// rule.
 inline void refuse_unless_admitted(const std::string &rule, int code = kRefused) {
   for (const std::string &admitted : settings().admitted)
     if (rule.find(admitted) != std::string::npos)
@@ -39,8 +40,8 @@ inline void refuse_unless_admitted(const std::string &rule, int code = kRefused)
   throw Refusal(rule, code);
 }
 
-// Refuses a call that the operator's document excludes; the document is named beside the check. Not
-// with strict=false.
+// Refuses a call that the operator's document excludes; a comment at the check names the document.
+// With strict=false this refuses nothing.
 template <class Condition, class... Parts>
 void demand(const Condition &condition, const Parts &...parts) {
   if (settings().strict && !condition)

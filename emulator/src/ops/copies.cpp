@@ -46,7 +46,7 @@ OP(aclnnInplaceCopy, [](Tensor to, Tensor from) -> Task { return copy_task(to, f
 OP(aclnnCast, [](Tensor a, aclDataType, Tensor out) -> Task { return copy_task(out, a); })
 
 // Pages that are returned to the system read as zeros and take no memory until they are written. So
-// a cache of zeros costs no more than one without initial values.
+// a cache of zeros costs no more than a cache without initial values.
 static void clear(char *p, size_t bytes) {
   constexpr uintptr_t page = 2u << 20;
   auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;
@@ -54,8 +54,8 @@ static void clear(char *p, size_t bytes) {
   auto gives_back = [&](int advice) {
     return madvise(reinterpret_cast<void *>(first), last - first, advice) == 0;
   };
-  // The second call is for memory without a file, which refuses the first; memory of a file would
-  // keep its contents.
+  // The second call is for memory without a file, for which the first call fails. Memory of a file
+  // would keep its contents after the second call.
   if (bytes < 8 * page || !(gives_back(MADV_REMOVE) || gives_back(MADV_DONTNEED))) {
     memset(p, 0, bytes);
     return;
@@ -105,7 +105,7 @@ OP(aclnnCat, [](Tensors list, int64_t dim, Tensor out) -> Task {
   std::vector<Task> copies;
   int64_t at = 0, axis = dim < 0 ? dim + out.dim() : dim;
   for (const Tensor &part : list) {
-    if (part.numel() == 0)  // torch allows to join an empty vector with anything
+    if (part.numel() == 0)  // torch concatenates an empty vector with any tensor
       continue;
     refuse_unless(part.dim() == out.dim(), "cat of ranks ", part.dim(), " and ", out.dim());
     copies.push_back(copy_task(out.narrow(axis, at, part.size(axis)), part));

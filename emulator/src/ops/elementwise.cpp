@@ -5,7 +5,7 @@
 
 using namespace emu;
 
-// The lists of types in aclnn_x.cpp (ops-math, ops-nn, August 2026) for A2 and A3.
+// The types that aclnn_x.cpp (ops-math, ops-nn, August 2026) lists for A2 and A3.
 struct Types {
   std::initializer_list<at::ScalarType> input;
   bool floats;  // whether the result is a float
@@ -32,7 +32,7 @@ template <const Types &types> static void require_types(const Tensor &a, const T
 }
 
 // aclnnX(a, out), aclnnInplaceX(a); aclnnX(a, b, out), aclnnInplaceX(a, b). With kernels=skip
-// floats are not computed; integers and booleans are always computed, because they decide about
+// floats are not computed. Integers and booleans are always computed, because they are used as
 // positions.
 #define UNARY(NAME, F, TYPES)                                                                      \
   OP(aclnn##NAME, [](Tensor a, Tensor out) -> Task {                                               \
@@ -79,7 +79,7 @@ SCALED_OF(Scalar, Subs, sub)
 SCALED_OF(Tensor, Rsub, rsub)
 SCALED_OF(Scalar, Rsubs, rsub)
 
-// The two most frequent ones write in place if the types allow it.
+// The two most frequent operators write into `out` directly if the types allow it.
 static bool same_types(const Tensor &a, const Tensor &b, const Tensor &out) {
   return a.scalar_type() == out.scalar_type() && b.scalar_type() == out.scalar_type();
 }
@@ -169,7 +169,7 @@ UNARY(Sqrt, sqrt, kToFloats)
 UNARY(Tanh, tanh, kToFloats)
 UNARY(Trunc, trunc, kHalves)
 
-// Document aclnnGelu: the form with tanh, whichever form torch requests.
+// Document aclnnGelu: always computed with tanh, also if torch requests the other form.
 OP(aclnnGelu, [](Tensor a, Tensor out) -> Task {
   require_types<kHalves>(a, out);
   return arithmetic([=] {

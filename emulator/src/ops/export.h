@@ -1,9 +1,10 @@
 // Exports a function under a C name without a second declaration of its type. An exported function
-// is declared with its parameters, but those of an operator are derived from its lambda, so no
-// declaration can name them. Therefore the export is an indirect function (ifunc), a symbol without
-// code: the dynamic linker gives a caller the address that the symbol's resolver returns. A call
-// goes straight to the function, so this code does not depend on how a processor passes arguments.
-// Ifuncs belong to ELF, GCC and glibc, on x86-64 and aarch64 among others.
+// is usually declared with its parameters. But an operator's parameters are derived from its
+// lambda, so no declaration can name them. Therefore the export is an indirect function (ifunc), a
+// symbol without code: the dynamic linker gives a caller the address that the symbol's resolver
+// returns. A call jumps directly to the function, so this code does not depend on how a processor
+// passes arguments. Ifuncs are a feature of ELF, GCC and glibc, on x86-64, aarch64 and other
+// processors.
 #pragma once
 
 #include "emulator.h"

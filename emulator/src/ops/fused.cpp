@@ -1,4 +1,4 @@
-// Norms, SwiGLU, rotary embedding and cache writes on the fused kernels.
+// Norms, SwiGLU, rotary embedding and cache writes, computed by the fused kernels.
 #include "ops/bind.h"
 
 using namespace emu;
@@ -83,7 +83,8 @@ OP(aclnnSwiGlu, [](Tensor x, int64_t dim, Tensor out) -> Task {
 
 // ---- rotary embedding
 
-// Up to three leading dimensions, right-aligned; size 1 of the angles broadcasts.
+// Binds up to three leading dimensions, right-aligned. If a dimension of the angles has size 1, it
+// is broadcast.
 static void bind_leading(Rotary &r, const Tensor &x, const Tensor &out, const Tensor &angles) {
   int64_t leading = x.dim() - 1;
   for (int64_t d = 0; d < 3; d++) {
@@ -125,8 +126,8 @@ static Rotary bind_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin,
   return r;
 }
 
-// Document npu_rotary_mul: 3 or 4 dimensions (B S N D in any order); aclnnRotaryPositionEmbedding:
-// D even and at most 896, cos as wide as x.
+// Document npu_rotary_mul: 3 or 4 dimensions (B S N D in any order). aclnnRotaryPositionEmbedding:
+// D is even and at most 896, and cos is as wide as x.
 OP(aclnnRotaryPositionEmbedding,
    [](Tensor x, Tensor cos, Tensor sin, int64_t mode, Tensor out) -> Task {
      refuse_unless(x.dim() == 3 || x.dim() == 4, "x must have 3 or 4 dimensions, got ", x.dim());
@@ -138,8 +139,9 @@ OP(aclnnRotaryPositionEmbedding,
      return arithmetic([r] { kernels::rotary(r); });
    })
 
-// In place. Layouts: 1 BSND, 2 SBND, 3 BNSD, 4 TND. Document npu_apply_rotary_pos_emb (A2, A3): D 64
-// or 128; BSND or TND; cos and sin have one head; mode half; one type.
+// Rotates in place. Layouts: 1 BSND, 2 SBND, 3 BNSD, 4 TND. Document npu_apply_rotary_pos_emb (A2,
+// A3): D is 64 or 128; the layout is BSND or TND; cos and sin have one head; the mode is half; all
+// tensors have one type.
 OP(aclnnApplyRotaryPosEmbV2,
    [](Tensor query, Tensor key, Tensor cos, Tensor sin, int64_t layout, std::string mode) -> Task {
      bool tnd = layout == 4;
@@ -164,8 +166,8 @@ OP(aclnnApplyRotaryPosEmbV2,
 
 // ---- paged cache writes: cache mode Norm, [blocks, block size, heads, D]; slot -1 is skipped
 
-// Document npu_scatter_pa_kv_cache: contiguous; key, value and caches of one type; caches of rank 4;
-// slots int32 or int64, one for each token.
+// Document npu_scatter_pa_kv_cache: all tensors are contiguous; key, value and caches have one
+// type; caches have rank 4; slots are int32 or int64, one for each token.
 static kernels::IndexedRows bind_cache_write(const char *what, const Tensor &rows,
                                              const Tensor &cache, const Tensor &slots) {
   demand(cache.dim() == 4, what, " cache must have 4 dimensions, got ", cache.dim());

@@ -8,7 +8,7 @@ using kernels::MatMul;
 namespace {
 
 struct Grouped {
-  std::vector<MatMul> products;  // one per group; if x is one tensor, of all its rows
+  std::vector<MatMul> products;  // one per group; if x is one tensor, each covers all its rows
   std::vector<OptTensor> bias;
   OptTensor list;  // null: each group has its own x
   bool cumulative;
@@ -57,7 +57,7 @@ void run(const Grouped &g) {
   }
 }
 
-// Section "约束说明", table 2: bias of the type of x, float32 with bfloat16.
+// Section "约束说明", table 2: the bias has the type of x, or float32 if x is bfloat16.
 void check_types(const Tensors &x, const Tensors &weight, const Tensors &bias) {
   for (const Tensor &t : x)
     require_kernel_type("x", t);
@@ -111,8 +111,8 @@ void check_list(const OptTensor &list, int64_t kind, int64_t groups, bool single
 }
 
 // Rules: op-plugin document npu_grouped_matmul, for group_list as a tensor, without quantisation.
-// By the document the groups must cover x. But in other projects, ranks with a part of the experts
-// pass fewer rows; the remaining rows are then not written here.
+// By the document the groups must cover x. But in other projects, ranks that have only some experts
+// pass groups with fewer rows. Then the emulator does not write the remaining rows.
 Task bind_grouped(const Tensors &x, const Tensors &weight, const Tensors &bias, const OptTensor &list,
                   int64_t split_item, int64_t group_type, int64_t list_type, int64_t activation,
                   const Tensors &y) {
@@ -225,7 +225,7 @@ Task bind_quantised(const Tensors &x, const Tensors &weight, const Tensors &bias
   });
 }
 
-// Versions 4 and 5 differ in a tuning hint alone.
+// Versions 4 and 5 differ only in a tuning hint.
 Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, const Tensors &scale,
           const Tensors &offset, const Tensors &antiquant_scale, const Tensors &antiquant_offset,
           const Tensors &row_scale, const OptTensor &list, int64_t split_item, int64_t group_type,
@@ -240,8 +240,9 @@ Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, cons
   return bind_grouped(x, weight, bias, list, split_item, group_type, list_type, activation, y);
 }
 
-// The sizes of the groups are in device memory, and unknown here. The time assumes that rows are
-// spread over as many groups as possible, and that the weights of each such group are read.
+// The sizes of the groups are in device memory, so this function does not know them. It assumes
+// that rows are spread over as many groups as possible, and that the weights of each such group are
+// read.
 int64_t grouped_ns(const Tensors &x, const Tensors &weight) {
   double rows = 0, weight_bytes = 0, groups = 0;
   for (const Tensor &t : x)

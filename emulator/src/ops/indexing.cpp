@@ -5,7 +5,7 @@
 
 using namespace emu;
 
-// The device accepts an int32 index, but not every ATen function does.
+// The device accepts int32 indices, but some ATen functions do not.
 static Tensor as_long(const Tensor &index) { return index.to(at::kLong); }
 
 static void check_inside(const Tensor &index, int64_t limit) {
@@ -61,9 +61,9 @@ OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
 })
 OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
 
-// Undefined entries of the list mean whole dimensions, and so does torch_npu's placeholder: an
-// empty vector without data and of the tensor's own type (an empty index differs from it only by
-// its type). Booleans mean their positions.
+// An undefined entry of the list means a whole dimension. torch_npu's placeholder means the same:
+// an empty vector without data that has the type of `a`. Only by its type does the placeholder
+// differ from an empty index. A boolean entry means the positions of its true elements.
 static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) {
   c10::List<OptTensor> list;
   int64_t dim = 0;
@@ -84,7 +84,7 @@ static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) 
   }
   return list;
 }
-// Both return at once if there is nothing to read or write (aclnn_index.cpp,
+// Index and IndexPut return at once if there is nothing to read or write (aclnn_index.cpp,
 // aclnn_index_put_impl.cpp of ops-nn).
 OP(aclnnIndex, [](Tensor a, Tensors indices, Tensor out) {
   if (out.numel() == 0 || idles(out))
@@ -95,7 +95,7 @@ OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumula
   if (values.numel() == 0 || a.numel() == 0 || idles(a))
     return;
   auto list = index_list(a, indices);
-  // No call indexes only whole dimensions: these are empty indices of the tensor's own type.
+  // No call has only whole dimensions. So these entries are empty indices of the tensor's type.
   if (std::none_of(list.begin(), list.end(), [](const OptTensor &i) { return i.has_value(); }))
     return;
   a.index_put_(list, values.to(a.scalar_type()), accumulate);

@@ -1,4 +1,5 @@
-// Matrix products: float32 by the own loops or sgemm, half-width types in float32.
+// Matrix products: float32 by the emulator's loops or by sgemm; half-width types are computed in
+// float32.
 #include "ops/matmul.h"
 
 using namespace emu;
@@ -56,7 +57,7 @@ Task emu::multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
   });
 }
 
-// Leading dimensions of a folded into rows where that is a view.
+// The leading dimensions of `a` are folded into rows if the result is a view.
 static Task general_product(const Tensor &a, const Tensor &b, const Tensor &out) {
   if (a.dim() == 2 && b.dim() == 2)
     return multiply_task(a, b, out);
@@ -79,7 +80,7 @@ static Task general_product(const Tensor &a, const Tensor &b, const Tensor &out)
   });
 }
 
-// Bias and scale after the product, in float32.
+// Adds the bias and applies the scale after the product, in float32.
 static Task scaled_product(const Tensor &c, const Tensor &a, const Tensor &b, const Scalar &beta,
                            const Scalar &alpha, const Tensor &out) {
   check(a, b, out);

@@ -1,4 +1,4 @@
-// Routing of mixture-of-experts models: choice of experts, sorting of rows, adding up.
+// Routing of mixture-of-experts models: choice of experts, sorting of rows, sum of results.
 #include "kernels/moe.h"
 #include "ops/bind.h"
 #include "target.h"
@@ -9,9 +9,10 @@
 
 using namespace emu;
 
-// Rules: op-plugin document npu_moe_gating_top_k. x in float16, bfloat16, float32, strided too; at
-// most 2048 experts, with groups padded to multiples of 32 as well; groups of more than two experts;
-// k at most the experts of the kept groups; renorm is 0 only.
+// Rules: op-plugin document npu_moe_gating_top_k. x is float16, bfloat16 or float32, and may be
+// strided. There are at most 2048 experts, also after each group is padded to a multiple of 32. A
+// group has more than two experts. k is at most the number of experts in the kept groups. renorm
+// must be 0.
 OP(aclnnMoeGatingTopK,
    [](Tensor x, OptTensor bias, int64_t k, int64_t kept_groups, int64_t groups, int64_t group_mode,
       int64_t renorm, int64_t norm, bool wants_scores, double scale, double epsilon,
@@ -70,7 +71,7 @@ OP(aclnnMoeGatingTopK,
 
 // ---- rows sorted by expert
 
-// The outputs that depend on `route` besides the rows: positions of choices, and counts.
+// Writes the outputs other than rows that depend on `route`: positions of choices, and counts.
 static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *index) {
   for (size_t i = 0; i < to.size(); i++)
     if (!scatter)
@@ -79,8 +80,8 @@ static void write_index(const std::vector<int64_t> &to, bool scatter, int32_t *i
       index[to[i]] = static_cast<int32_t>(i);
 }
 
-// CANN 9 with all experts active (moe_v3_full_load_base.h, SortCompute): it sorts foreign ids, too,
-// and counts nothing once it has met one.
+// CANN 9 with all experts active (moe_v3_full_load_base.h, SortCompute): it also sorts ids that
+// belong to no expert, and counts nothing after the first such id.
 static std::vector<int64_t> sorted_unfiltered(const kernels::Routing &r, bool &counted) {
   std::vector<int64_t> order(r.count), to(r.count);
   std::iota(order.begin(), order.end(), 0);
@@ -111,9 +112,10 @@ static void write_tokens(const std::vector<int64_t> &tokens, int64_t first, int6
     p[2 * pairs] = p[2 * pairs + 1] = 0;  // ends the list
 }
 
-// Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). Quantisation is not emulated. What
-// the document calls invalid or meaningless stays unwritten: rows beyond the choices of active
-// experts, counts without the flag. An id outside 0 to expert_num - 1 stops the device in strict mode.
+// Rules: op-plugin document npu_moe_init_routing_v2 (A2, A3). Quantisation is not emulated. Outputs
+// that the document calls invalid or meaningless are not written: rows after the choices of active
+// experts, and counts if the flag is not set. An id outside 0 to expert_num - 1 stops the device in
+// strict mode.
 OP(aclnnMoeInitRoutingV3,
    [](Tensor x, Tensor experts, OptTensor scale, OptTensor offset, int64_t active_num,
       int64_t capacity, int64_t expert_num, int64_t drop_pad, int64_t tokens_kind,
@@ -190,13 +192,14 @@ OP(aclnnMoeInitRoutingV3,
      };
    })
 
-// ---- results added up
+// ---- sum of results
 
-// Rules: op-plugin document npu_moe_finalize_routing, and the operator's tiling where it says more:
-// rows of rank 2 (drop_pad_mode 0, 2; then exactly tokens * k of them) or 3 (1, 3); skip2 only with
-// skip1; a bias comes with the experts, not fewer than k; one type, but scales may be float32 where
-// the rows are bfloat16. Index -1, a dropped row, exists in modes 1 and 3; elsewhere the device is
-// stopped in strict mode, because the kernel would add what its buffer holds.
+// Rules: op-plugin document npu_moe_finalize_routing, and the operator's tiling if it has further
+// rules: the rows have rank 2 with drop_pad_mode 0 and 2 (then there are exactly tokens * k rows),
+// and rank 3 with modes 1 and 3. skip2 needs skip1. A bias needs the list of experts, and the bias
+// has at least k experts. All tensors have one type, but scales may be float32 if the rows are
+// bfloat16. Index -1 means a dropped row in modes 1 and 3. In other modes it stops the device in
+// strict mode, because the kernel would add whatever its buffer contains.
 OP(aclnnMoeFinalizeRoutingV2,
    [](Tensor rows, Tensor sources, OptTensor skip1, OptTensor skip2, OptTensor bias,
       OptTensor scales, OptTensor experts, int64_t mode, Tensor out) -> Task {

@@ -1,6 +1,6 @@
 // MoeDistributeDispatch and Combine: rows go to the ranks of their experts, and come back. On the
-// device they communicate inside the kernel; here all ranks' offers are gathered. They take no
-// stream ids of the domain.
+// device both operators communicate inside their kernel; in the emulator the data of all ranks is
+// gathered. The operators take no stream ids of the domain.
 #include "hccl/domain.h"
 #include "ops/bind.h"
 #include "target.h"
@@ -13,8 +13,8 @@ using hccl::Domain;
 
 namespace {
 
-// Bytes of the domain's buffer: those that dispatch and combine use, those that the tiling assumes,
-// and those that the communicator has.
+// Sizes in bytes: the part of the domain's buffer that dispatch and combine use, the buffer's size
+// that the tiling assumes, and its real size.
 struct Window {
   int64_t needed, assumed, real;
 };
@@ -47,8 +47,8 @@ int64_t needed_bytes(const std::string &algorithm, int64_t experts, int64_t rank
   return 2 * (local * rows * ranks * sent + k * rows * aligned(row, 512));
 }
 
-// The tiling for A3 asks the communicator for its buffer only since 29 November 2025, and for
-// hierarchy never (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
+// Only since 29 November 2025 does the tiling for A3 use the size of the communicator's buffer, and
+// it never does so for hierarchy (GetEpWinSize, GetMaxWindowSize in mc2_tiling_utils).
 Window window_of(const Domain &domain, const std::string &algorithm, int64_t needed) {
   int64_t real = domain.buffer_mb * MIB, variable = hccl::hccl_buffsize_mb() * MIB;
   return {needed, cann_before(8, 5, 1) || algorithm == "hierarchy" ? variable : real, real};
@@ -61,8 +61,8 @@ void check_tiling(const Window &w) {
                 w.assumed / MIB, "MB");
 }
 
-// The kernel of A3 compares the buffer with that of the tiling (check_winsize.h); the kernel of A2
-// reads and writes beyond it.
+// The kernel of A3 compares the buffer's size with that of the tiling (check_winsize.h). The kernel
+// of A2 reads and writes beyond the buffer.
 void check_kernel(const Window &w) {
   TORCH_CHECK(!is_a3() || w.real >= w.assumed, "AICORE exception: the communicator's buffer has ",
               w.real / MIB, " MB, and HCCL_BUFFSIZE says ", w.assumed / MIB);
@@ -150,8 +150,8 @@ bool is_active(const OptTensor &mask, int64_t row, int64_t choice, int64_t k) {
   return mask->dim() == 1 ? p[row] : p[row * k + choice];
 }
 
-// Ids in range and different in each row, in masked rows too; masked rows come last. The documents
-// of both operators leave these conditions to the caller.
+// Ids must be in range and different within each row, in masked rows too; masked rows must come
+// last. By the documents of both operators, the caller is responsible for these conditions.
 void require_ids(const int32_t *ids, int64_t rows, int64_t k, int64_t experts,
                  const OptTensor &mask) {
   for (int64_t row = 0; row < rows; row++) {
@@ -172,7 +172,7 @@ std::string describe(const char *what, const Parallel &p, int64_t hidden, int64_
               p.most_rows * p.ranks);
 }
 
-// The offers of all ranks, one after the other; all have one size.
+// The data of all ranks, one after the other; all ranks have the same size.
 std::vector<char> gather(const Domain &domain, const std::string &what,
                          const std::vector<char> &offer) {
   std::vector<char> all(offer.size() * domain.ranks);
@@ -189,7 +189,8 @@ void meet_only(const Domain &domain, const std::string &what) {
   domain.exchange(what, nullptr, 0, [](size_t, size_t, const char *const *) {});
 }
 
-// The origin of a received row: its rank, its row there, its choice. 128 numbers are reserved.
+// The origin of a received row: the sending rank, the row on that rank, and the choice. 128 numbers
+// are reserved.
 struct Origin {
   int32_t rank, row, choice;
 };
@@ -202,8 +203,8 @@ struct Dispatch {
   bool cumulative;
 };
 
-// An offer: the number of rows, whether a mask is given, expert of each choice (-1: none), scales,
-// rows.
+// A rank's data: the number of rows, whether a mask is given, the expert of each choice (-1: none),
+// the scales, the rows.
 void run(const Dispatch &d) {
   AtenScope scope;
   const Parallel &p = d.parallel;
@@ -275,7 +276,7 @@ struct Return {
   Tensor out;
 };
 
-// First how many rows each rank returns, then the rows with their origins.
+// First the ranks exchange how many rows each rank returns, then the rows with their origins.
 void run(const Return &c) {
   AtenScope scope;
   const Parallel &p = c.parallel;

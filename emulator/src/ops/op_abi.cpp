@@ -81,7 +81,8 @@ static Scalar read_scalar(const void *p, aclDataType dtype) {
 }
 
 AtenScope::AtenScope() {
-  // Intra-op threads are per thread in ATen. A worker that does not set its own lets OpenMP spin.
+  // In ATen each thread has its own number of intra-op threads. If a worker does not set its
+  // number, OpenMP's threads spin.
   static thread_local const bool once = [] {
     at::set_num_threads(settings().threads);
     return true;
@@ -127,7 +128,7 @@ EMU_API aclTensor *aclCreateTensor(const int64_t *shape, uint64_t rank, aclDataT
     Tensor t = strides ? at::from_blob(p, sizes, at::IntArrayRef(strides, rank), options)
                        : at::from_blob(p, sizes, options);
     return new aclTensor{t, {storage_shape, storage_shape + storage_rank}, format, dtype};
-  } catch (const Refusal &) {  // the operator that gets it says so with its name
+  } catch (const Refusal &) {  // the operator that gets the tensor reports this with its own name
     return new aclTensor{Tensor(), {storage_shape, storage_shape + storage_rank}, format, dtype};
   } catch (const std::exception &e) {
     fail(kInvalidArgument, "aclCreateTensor: %s", e.what());
@@ -151,7 +152,7 @@ EMU_API aclFloatArray *aclCreateFloatArray(const float *v, uint64_t n) {
 EMU_API aclBoolArray *aclCreateBoolArray(const bool *v, uint64_t n) {
   return new aclBoolArray{{v, v + n}};
 }
-// A list takes over the tensors it is made of.
+// The list becomes the owner of its tensors.
 EMU_API aclTensorList *aclCreateTensorList(aclTensor *const *v, uint64_t n) {
   auto *list = new aclTensorList;
   for (uint64_t i = 0; i < n; i++) {
@@ -184,7 +185,7 @@ EMU_API int aclDestroyTensorList(aclTensorList *p) { return destroy(p); }
 EMU_API int aclDestroyScalarList(aclScalarList *p) { return destroy(p); }
 EMU_API int aclDestroyAclOpExecutor(aclOpExecutor *p) { return destroy(p); }
 
-// For operators with a data-dependent shape: op-plugin synchronizes, then asks for the shape.
+// For operators whose result's shape depends on data: op-plugin synchronizes and then calls this.
 EMU_API int aclGetViewShape(const aclTensor *tensor, int64_t **shape, uint64_t *rank) {
   auto sizes = tensor->t.sizes();
   *rank = sizes.size();

@@ -4,11 +4,12 @@
 //   OP(aclnnCast, [](Tensor a, aclDataType, Tensor out) -> Task { check...; return [=] {...}; })
 //   OP(aclnnMm, [](Tensor a, Tensor b, Tensor out, int8_t) -> TimedTask { return {task, ns}; })
 //
-// All export aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor **), whose signature is
-// derived from the lambda, and aclnnX(workspace, size, executor, stream). The first phase converts
-// the arguments; a lambda that returns a Task is run there: it checks its arguments, as the real
-// operator does in this phase, and binds pointers. The second phase launches the task. What it takes
-// with modelled time is said by a TimedTask, else estimated from the tensors (work.h).
+// All three export two functions: aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor
+// **), whose signature is derived from the lambda, and aclnnX(workspace, size, executor, stream).
+// The first function is the first phase: it converts the arguments. A lambda that returns a Task
+// runs in this phase; it checks its arguments, as the real operator does here, and binds pointers.
+// The second phase launches the task. With modelled time, the task takes the time in the TimedTask,
+// or a time estimated from the tensors (work.h).
 #pragma once
 
 #include "aten.h"
@@ -19,8 +20,8 @@
 #include "ops/export.h"
 #include "ops/work.h"
 
-// CANN declares these types without defining them. The tensor is a view made by from_blob; undefined
-// if its type is not emulated.
+// CANN declares these types without defining them. The tensor is a view made by from_blob; it is
+// undefined if its type is not emulated.
 struct aclTensor {
   at::Tensor t;
   std::vector<int64_t> storage_shape;
@@ -61,7 +62,7 @@ using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 using OptInts = std::optional<Ints>;
 
-// Of the aclnn interface (aclnn_base.h), returned by the first phase.
+// Error codes of the aclnn interface (aclnn_base.h), which the first phase returns.
 constexpr int kNullPointer = 161001, kInvalidArgument = 161002;
 
 at::ScalarType scalar_type(aclDataType dtype);
@@ -128,14 +129,14 @@ struct AtenScope {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
-// With kernels=skip no arithmetic runs; values that decide about positions are set to zero instead,
-// which is always a valid index.
+// With kernels=skip no arithmetic runs. Values that are used as positions are set to zero, which is
+// always a valid index.
 inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
-// The same for operators that only move floats, or int8 in their place. Modelled time skips these,
-// too, because nothing computed the values; other integers are always moved.
+// The same for operators that only move floats, or int8 values that replace floats. Modelled time
+// also skips these moves, because nothing computed the values. Other integers are always moved.
 inline bool idles(const Tensor &out) {
   return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
 }
@@ -163,7 +164,7 @@ template <class... A> void refuse_wide_unsigned(const std::tuple<A...> &argument
 
 // ---- counts of a launch
 
-// Kernels load whole blocks of 32 bytes: tensors at other addresses cost more.
+// Kernels load whole blocks of 32 bytes, so a tensor that begins inside a block costs more.
 inline bool is_unaligned(const Tensor &t) {
   return t.defined() && t.numel() > 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 32 != 0;
 }
@@ -230,7 +231,7 @@ int64_t ns_of(const char *name, const LaunchTraits &traits, const std::tuple<A..
   return memory_ns(name, traits.ai_cpu != nullptr, tensors);
 }
 
-// The work is done once per signature; each operator only adds one call.
+// The compiler instantiates this once per signature; each operator only adds one call.
 template <class Function> struct WorkspacePhase;
 template <class Result, class... A> struct WorkspacePhase<Result (*)(A...)> {
   using Body = Result (*)(A...);

@@ -3,9 +3,9 @@
 
 using namespace emu;
 
-// Rules: op-plugin document npu_dynamic_quant. x in float16 or bfloat16 with more than one
-// dimension, strided too; smooth_scales [last], or [groups, last] with the ends of the groups in
-// group_index (int32). Only int8 results.
+// Rules: op-plugin document npu_dynamic_quant. x is float16 or bfloat16, has more than one
+// dimension, and may be strided. smooth_scales is [last], or [groups, last] with the groups' ends
+// in group_index (int32). Only int8 results are emulated.
 OP(aclnnDynamicQuantV2,
    [](Tensor x, OptTensor smooth, OptTensor ends, int32_t type, Tensor out, Tensor scale,
       OptTensor) -> Task {
@@ -42,7 +42,7 @@ OP(aclnnDynamicQuantV2,
          }
        }
        Tensor step = std::get<0>(values.abs().max(1, true)) / 127;
-       // A row of zeros has step 0.
+       // The step of a row of zeros is 0.
        Tensor quotient = at::where(step > 0, values / step, at::zeros({}, at::kFloat));
        out.copy_(quotient.round().view(out.sizes()));
        scale.copy_(step.view(scale.sizes()));

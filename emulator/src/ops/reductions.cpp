@@ -54,9 +54,9 @@ OP(aclnnAmin, [](Tensor a, Ints dims, bool keep, Tensor out) {
     out.copy_(at::amin(a, dims, keep));
 })
 
-// Without arithmetic: one of the first `choices` indices, by chance, so that some drafts are
-// rejected. Ranks make the same choices on one stream, because the choice depends on the number of
-// calls since the device's last abort.
+// Without arithmetic: a random one of the first `choices` indices, so that some drafts are
+// rejected. All ranks make the same choices if they use one stream, because a choice depends on the
+// number of calls since the device's last abort.
 static void choose_by_chance(const Tensor &out, int64_t choices) {
   struct Calls {
     std::mutex mutex;
@@ -90,7 +90,7 @@ static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
   };
 }
 
-// The kernel for the greatest value of each row; none if ATen must do it.
+// The kernel for the greatest value of each row. Returns none if ATen must compute it.
 static Task argmax_kernel(const Tensor &a, int64_t dim, const Tensor &out) {
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
   if (!last || !is_kernel_type(a) || !a.is_contiguous() || !out.is_contiguous() ||
@@ -170,7 +170,8 @@ OP(aclnnLinalgVectorNorm,
        out.copy_(at::linalg_vector_norm(a, p, dims, keep, scalar_type(dtype)));
    })
 
-// The input may be narrower than the output (softmax with a dtype): computed in float32.
+// The input's type may be narrower than the output's (softmax with a dtype), so this computes in
+// float32.
 OP(aclnnSoftmax, [](Tensor a, int64_t dim, Tensor out) {
   if (!skips(out))
     out.copy_(at::softmax(is_half(a) ? a.to(at::kFloat) : a, dim));

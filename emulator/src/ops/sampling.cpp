@@ -1,5 +1,5 @@
-// Sorting and random numbers. The random streams are ATen's Mersenne twister seeded with what
-// torch_npu passes: reproducible, but not the device's numbers.
+// Sorting and random numbers. The random numbers are those of ATen's Mersenne twister, with the
+// seed that torch_npu passes. They are reproducible, but they are not the device's numbers.
 #include "ops/bind.h"
 
 #include <algorithm>
@@ -27,7 +27,8 @@ OP(aclnnSort,
    })
 
 static at::Generator seeded(int64_t seed, int64_t offset) {
-  // Mixed, so that neighbouring offsets do not give shifted copies of one stream.
+  // Seed and offset are mixed, so that neighbouring offsets do not give shifted copies of one
+  // stream.
   uint64_t mixed = static_cast<uint64_t>(seed) + 0x9e3779b97f4a7c15ull * (offset + 1);
   return at::make_generator<at::CPUGeneratorImpl>(mixed);
 }
@@ -50,7 +51,7 @@ OP(aclnnMultinomialTensor,
    [](Tensor p, int64_t count, bool replacement, Tensor seed, Tensor offset, uint64_t inside,
       Tensor out) { draw(p, count, replacement, seeded_by(seed, offset, inside), out); })
 
-// torch_npu requests values in [from, to); drawn in float32 and rounded once.
+// torch_npu requests values in [from, to). They are drawn in float32 and rounded once.
 static void uniform(const Tensor &a, double from, double to, at::Generator generator) {
   if (!skipping())
     a.copy_(at::empty(a.sizes(), at::kFloat).uniform_(from, to, generator));
@@ -91,10 +92,11 @@ OP(aclnnRandperm, [](int64_t n, int64_t seed, int64_t offset, Tensor out) {
   out.copy_(at::randperm(n, seeded(seed, offset)));
 })
 
-// Document npu_top_k_top_p: logits [rows, vocabulary]; what is cut off becomes -inf. Of a row in
-// ascending order, equal logits by index, top-k drops what is less than the k-th from the end, and
-// top-p what, summed up from the first, does not reach more than 1 - p of all; the last one stays.
-// Sums are made in float64, in which their order decides about nothing but near ties.
+// Document npu_top_k_top_p: logits [rows, vocabulary]; logits that are cut off become -inf. Each
+// row is sorted in ascending order; equal logits are sorted by index. Top-k drops the logits that
+// are less than the k-th from the end. Top-p drops the first logits, as long as the sum of their
+// probabilities does not exceed 1 - p; it never drops the last logit. Sums are computed in float64,
+// so their order affects only near ties.
 namespace {
 
 void cut_by_sorting(const Tensor &row, int64_t k, std::optional<double> p) {
@@ -123,7 +125,7 @@ void cut_top_k(float *row, int64_t n, int64_t k) {
 // Sorts only the logits near the cut. False if rounding could decide; then nothing is written.
 bool cut_top_p(float *row, const double *weights, int64_t n, double p, float greatest) {
   constexpr int kBuckets = 1024;
-  // of the sum; the rounding error is smaller, up to millions of logits
+  // fraction of the sum; the rounding error is smaller for up to millions of logits
   constexpr double kNear = 1e-9;
   auto bucket_of = [&](float x) {
     return static_cast<int>(std::min((greatest - x) * 64, float(kBuckets - 1)));
@@ -143,7 +145,7 @@ bool cut_top_p(float *row, const double *weights, int64_t n, double p, float gre
     if (bucket_of(row[i]) == cut)
       found.emplace_back(row[i], i);
   std::sort(found.begin(), found.end(), std::greater<>());
-  std::pair<float, int64_t> last;  // that is kept
+  std::pair<float, int64_t> last;  // the last entry that is kept
   for (auto &entry : found) {
     bool is_first = above == 0;
     if (!is_first && std::abs(above - goal) < near)
@@ -167,7 +169,7 @@ OP(aclnnApplyTopKTopP, [](Tensor logits, OptTensor p, OptTensor k, Tensor out) {
   if (skipping())
     return;
   Tensor kept = logits.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
-  Tensor greatest = kept.amax(-1);  // NaN where one is there
+  Tensor greatest = kept.amax(-1);  // NaN if the row contains NaN
   const int64_t n = kept.size(1);
   Tensor counts = k ? k->to(at::kLong) : Tensor(), parts = p ? p->to(at::kDouble) : Tensor();
   for (int64_t i = 0; i < kept.size(0); i++) {

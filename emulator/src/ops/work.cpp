@@ -19,8 +19,8 @@ int64_t kernel_ns(double us, double floor_us) {
   return microseconds(std::max(us, floor_us) + rates().gap_us);
 }
 
-// Measured sizes are interpolated by the logarithm; other shapes count as the cube with the same
-// number of operations.
+// Between measured sizes, the efficiency is interpolated by the logarithm of the size. Another
+// shape counts as the cube with the same number of operations.
 double product_efficiency(const Product &p) {
   const Rates &r = rates();
   double size = std::log2(std::max(std::cbrt(p.m * p.n * p.k), 1.));
@@ -33,7 +33,7 @@ double product_efficiency(const Product &p) {
   return r.matmul_4096;
 }
 
-// The stored bytes of an expanded tensor.
+// The bytes that a tensor occupies; an expanded dimension counts once.
 double bytes_of(const at::Tensor &t) {
   if (!t.defined())
     return 0;
@@ -43,7 +43,7 @@ double bytes_of(const at::Tensor &t) {
   return elements * t.element_size();
 }
 
-// Operands of which only the indexed rows are read or written; other operands count in full.
+// The operands of which only the indexed rows are read or written. Other operands count in full.
 struct IndexedRule {
   const char *op;
   std::initializer_list<size_t> tables;
@@ -64,7 +64,7 @@ const IndexedRule kIndexed[] = {
     {"aclnnKvRmsNormRopeCache", {5, 6}},
 };
 
-// An operator in place counts its tensor twice, except for these, which only write.
+// The tensor of an in-place operator counts twice, except for these operators, which only write.
 bool reads_its_result(const char *op) {
   if (strncmp(op, "aclnnInplace", 12))
     return false;
@@ -111,7 +111,7 @@ int64_t product_ns(const Product &p) {
   const Rates &r = rates();
   bool is_int8 = p.type == at::kChar;
   double bytes_each = at::elementSize(p.type);
-  // float32 goes through the cube unit at a quarter of the speed.
+  // The cube unit computes float32 at a quarter of the speed of bfloat16.
   double peak = is_int8 ? r.int8_tflops : p.type == at::kFloat ? r.bf16_tflops / 4 : r.bf16_tflops;
   double efficiency = is_int8 ? r.int8_matmul : product_efficiency(p);
   double rows = p.batch * (p.m * p.k * bytes_each + p.m * p.n * std::max(bytes_each, 2.));
@@ -143,7 +143,7 @@ int64_t attention_ns(const kernels::Attention &a) {
   }
   double element = a.query.type == kernels::Type::F32 ? 4 : 2;
   double width = a.dim + a.rope_dim + a.value_dim;
-  // The values of latent attention are its keys.
+  // In latent attention the values are a part of the keys.
   double cache = keys * a.kv_heads * (is_latent ? a.dim + a.rope_dim : width) * element;
   double bytes = cache + rows * a.heads * width * element;
   return kernel_ns(std::max(compute_us(2 * a.heads * pairs * width, r.bf16_tflops,

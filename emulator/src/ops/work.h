@@ -1,6 +1,6 @@
-// The time of operators on the chip with modelled time (kernels=timed): the larger of operations /
-// peak and bytes / bandwidth, at least the kernel's floor, plus the gap to the next kernel. In
-// nanoseconds; docs/develop/device-time.md lists the rate of each operator.
+// The time of operators on the chip with modelled time (kernels=timed), in nanoseconds. It is the
+// larger of operations / peak and bytes / bandwidth, but at least the kernel's minimum time, plus
+// the gap to the next kernel. docs/develop/device-time.md lists the rate of each operator.
 #pragma once
 
 #include "aten.h"
@@ -20,11 +20,11 @@ int64_t product_ns(const at::Tensor &a, const at::Tensor &b);
 
 int64_t attention_ns(const kernels::Attention &attention);
 
-// Rows of `hidden` elements to `choices` experts each, among so many ranks.
+// Each of `rows` rows of `hidden` elements is sent to `choices` experts, among `ranks` ranks.
 int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);
 int64_t combine_ns(double rows, double hidden, double choices, double ranks);
 
-// All other operators: by the bytes of their tensors, in the order of the call.
+// For all other operators: computed from the bytes of their tensors, in the order of the call.
 int64_t memory_ns(const char *op, bool on_ai_cpu, const std::vector<at::Tensor> &tensors);
 
 }  // namespace emu

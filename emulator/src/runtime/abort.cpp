@@ -1,5 +1,5 @@
 // Aborts of a device's work, and CANN's reports of memory errors (13_exception_handling.md of the
-// runtime's documents; the order is that of ContextManage::DeviceTaskAbort).
+// runtime's documents; the order of the steps is that of ContextManage::DeviceTaskAbort).
 #include "runtime/bad_memory.h"
 #include "runtime/faults.h"
 #include "runtime/objects.h"
@@ -32,7 +32,7 @@ aclError tell_listeners(int device, aclrtDeviceTaskAbortStage stage, uint32_t ti
   return 0;
 }
 
-// Workers skip queued tasks, and running tasks give up, because the device has failed.
+// Because the device has failed, workers skip queued tasks, and running tasks end early.
 bool wait_until_drained(int device, uint32_t timeout_ms) {
   auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
   for (Stream *stream : streams_of(device))
@@ -52,8 +52,8 @@ aclError refuse_device(int32_t device) {
 
 }  // namespace
 
-// Memory, handles and graphs stay; queued work is removed, and events behind it count as complete.
-// A device whose abort fails stays stopped.
+// Memory, handles and graphs stay valid. Queued work is removed, and events recorded after this
+// work count as complete. If the abort fails, the device stays stopped.
 EMU_API aclError aclrtDeviceTaskAbort(int32_t device, uint32_t timeout_ms) {
   if (!is_device(device))
     return refuse_device(device);

@@ -16,7 +16,7 @@ namespace emu {
 namespace {
 
 constexpr size_t kBadPage = 4096;  // unit of bad memory and of repairs
-constexpr int kMostPages = 20;  // of a device, that CANN records (RT_MAX_RECORD_PA_NUM_PER_DEV)
+constexpr int kMostPages = 20;  // that CANN records per device (RT_MAX_RECORD_PA_NUM_PER_DEV)
 
 // The signal handler reads these without a lock.
 struct Page {
@@ -36,8 +36,8 @@ void *alias_of(const Page &page) {
   return accessible(reinterpret_cast<void *>(page.address.load()));
 }
 
-// A thread that accesses a bad page continues with the stored values, and its task reports this at
-// its end. A fault without a bad page goes to the previous signal handler.
+// A thread that accesses a bad page continues with the stored values, and the thread's task reports
+// the access at the task's end. A fault at another page is passed to the previous signal handler.
 void on_fault(int, siginfo_t *info, void *) {
   uintptr_t alias = reinterpret_cast<uintptr_t>(info->si_addr) / kBadPage * kBadPage;
   uintptr_t at = alias - kDeviceWindowBytes;
@@ -62,7 +62,7 @@ void install_handler() {
   (void)once;
 }
 
-// With the mutex held; null if the maximum number of pages is bad.
+// Call it with the mutex held. Returns null if the maximum number of pages is bad already.
 Page *new_page(int device, uintptr_t address) {
   for (Page &page : g_pages)
     if (!page.address || page.address == address) {
@@ -128,7 +128,7 @@ Task watched(Task body) {
   if (!may_turn_bad())
     return body;
   return [body = std::move(body)] {
-    // of a task that failed for another reason; also creates the variable for the handler
+    // clears the bits of a task that failed otherwise; also creates the variable for the handler
     t_touched = 0;
     body();
     check_memory();
@@ -160,8 +160,8 @@ std::vector<aclrtMemUceInfo> told_bad_memory(int device) {
   return told;
 }
 
-// The contents are lost. Stricter than CANN as far as known: tasks must have been aborted, and only
-// bad memory may be repaired.
+// The contents are lost. This is stricter than CANN as far as known: tasks must have been aborted,
+// and only bad memory may be repaired.
 aclError repair_memory(int device, const aclrtMemUceInfo *ranges, size_t count) {
   if (count > kMostPages)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu addresses to repair, at most %d", count,

@@ -1,5 +1,5 @@
 // Memory with errors that the hardware finds and cannot correct (UCE). A fault of the settings
-// makes a page bad; every access to it fails afterwards, until it is repaired.
+// makes a page bad; afterwards every access to this page fails, until the page is repaired.
 #pragma once
 
 #include "emulator.h"
@@ -11,17 +11,19 @@ namespace emu {
 // Whether a fault of the settings may make memory bad: only then accesses are watched.
 bool may_turn_bad();
 
-// Makes the page of a device's memory that contains `address` bad; this is noticed at the next
-// access.
+// Makes the page that contains `address` bad. The next access notices this.
 void turn_bad(int device, uintptr_t address);
-// The same for memory of a library, which no program has. The calling task has accessed it.
+// The same for memory of a library, which no program can address. The calling task counts as having
+// accessed this memory.
 void turn_library_memory_bad(int device);
 
 // Wraps a body, which throws at its end if it has accessed bad memory.
 Task watched(Task body);
-// Throws the same as soon as it is known, before the read data goes to other ranks.
+// Throws the same error at once if the task has accessed bad memory. Call this before data that was
+// read is sent to other ranks.
 EMU_SHARED void check_memory();
-// For calls of the host that access memory themselves: 0, or the code with which the device stops.
+// For calls of the host that access memory themselves. Returns 0, or the code with which the device
+// stops.
 aclError check_memory_of_call(const char *call);
 
 // Memory that is freed or unmapped loses its errors.

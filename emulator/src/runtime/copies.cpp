@@ -17,8 +17,8 @@ static aclError check_room(size_t room, size_t bytes) {
   return 0;
 }
 
-// With modelled time: over the host's link, or within the device's memory. Fills have only a
-// destination.
+// With modelled time, a copy uses the link to the host, or the device's memory only. Fills have
+// only a destination.
 static LaunchTraits traits_of(const void *to, const void *from, size_t bytes) {
   const Rates &r = rates();
   LaunchTraits traits;
@@ -30,7 +30,7 @@ static LaunchTraits traits_of(const void *to, const void *from, size_t bytes) {
                                              r.vector_memory / 1e3);
   return traits;
 }
-// The host's wait for a synchronous copy, which does not concern streams.
+// The host waits for a synchronous copy. The copy does not affect streams.
 static void sleep_for(const LaunchTraits &traits) {
   if (settings().timed)
     sleep_until_ns(now_ns() + traits.ns);

@@ -63,8 +63,8 @@ void count_socket_bytes(int device, size_t bytes) {
 
 }  // namespace emu
 
-// A JSON object; a negative device is the current one of the calling thread. Null for a device that
-// does not exist.
+// Returns a JSON object. A negative number means the calling thread's current device. Returns null
+// for a device that does not exist.
 EMU_API const char *emulator_counters(int device) {
   using namespace emu;
   if (device < 0)
@@ -118,8 +118,8 @@ static const char *counts_of(emu::Operators *by_device, int device) {
   return as_json(by_device[device].counts);
 }
 
-// The executions of each operator on the AI CPU, and on unaligned views; arguments and result as
-// above.
+// The number of executions of each operator on the AI CPU, and on unaligned views. Argument and
+// result are as in emulator_counters.
 EMU_API const char *emulator_ai_cpu_operators(int device) {
   return counts_of(emu::g_ai_cpu, device);
 }

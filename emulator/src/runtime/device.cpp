@@ -67,7 +67,7 @@ EMU_API aclError aclrtGetDeviceCount(uint32_t *count) {
   return 0;
 }
 EMU_API aclError aclrtSetDevice(int32_t device) {
-  static const int count = static_cast<int>(visible_devices().size());  // fixed from here on
+  static const int count = static_cast<int>(visible_devices().size());  // fixed from now on
   if (device < 0 || device >= count)
     return fail(ACL_ERROR_RT_INVALID_DEVICEID, "invalid device %d of %d", device, count);
   t_device = device;

@@ -7,7 +7,7 @@
 
 namespace emu {
 
-constexpr size_t kGaps = 4096;  // a stream that is later than this does not fill older gaps
+constexpr size_t kGaps = 4096;  // number of kept gaps; a late stream cannot fill older gaps
 
 DeviceTime &DeviceTime::of(int device) {
   static DeviceTime devices[kMaxDevices];
@@ -44,7 +44,7 @@ void DeviceTime::kernel(const std::vector<IdleSpan> &idle, int64_t begin, int64_
       leave_gap(span);
     frontier_ = std::max(frontier_, span.end);
   }
-  if (frontier_ < begin)  // the first kernel of a stream: it was unused before
+  if (frontier_ < begin)  // the stream's first kernel: the stream was unused before
     leave_gap({frontier_, begin, Idle::Host});
   fill_gaps(begin, end);
   frontier_ = std::max(frontier_, end);

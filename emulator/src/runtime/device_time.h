@@ -1,5 +1,5 @@
-// How long a device's kernels have run, and the causes of the other time, as reported by its
-// streams.
+// The time in which a device's kernels ran, and the causes of the idle time, as the device's
+// streams report them.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace emu {
 
-// What a stream stands for. Host: nothing was queued.
+// Why a stream was idle. Host: nothing was queued.
 enum class Idle { Host, Event, External, Collective, Copy, Update };
 constexpr int kIdleCauses = 6;
 
@@ -19,8 +19,8 @@ struct IdleSpan {
   Idle cause;
 };
 
-// Streams report in any order. Time in which any stream's kernel runs is busy. Idle time before a
-// kernel has the causes of this kernel's stream.
+// Streams report in any order. The device is busy while a kernel of any stream runs. For idle time
+// before a kernel, the kernel's stream reports the causes.
 class DeviceTime {
 public:
   static DeviceTime &of(int device);
@@ -36,7 +36,7 @@ public:
 
 private:
   mutable std::mutex mutex_;
-  int64_t start_ = 0, frontier_ = 0;  // of all that was reported
+  int64_t start_ = 0, frontier_ = 0;  // begin and end of all reported time
   std::array<int64_t, kIdleCauses> idle_{};
   std::deque<IdleSpan> gaps_;  // the latest spans that are counted in idle_
 

@@ -32,7 +32,7 @@ aclError fail(aclError code, const char *format, ...) {
     t_last_error = code;
   if (settings().trace)
     fprintf(stderr, "[emulator] error %d: %s\n", code, text);
-  // The end of an abort is no failure of the call.
+  // A call that an abort ends has not failed.
   if (!in_task_queue() || code == ACL_ERROR_RT_DEVICE_TASK_ABORT)
     return code;
   stop_device(current_device(), code, text);
@@ -102,7 +102,7 @@ EMU_API const char *aclGetRecentErrMsg() {
   emu::t_error.clear();
   return returned.empty() ? nullptr : returned.c_str();
 }
-// torch_npu queries it if a library above the runtime fails: HCCL only reports that "a call of the
-// runtime has failed".
+// torch_npu queries this error if a library that uses the runtime fails. HCCL, for example, only
+// reports that "a call of the runtime has failed".
 EMU_API aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return emu::t_last_error; }
 EMU_API aclError aclrtGetLastError(aclrtLastErrLevel) { return std::exchange(emu::t_last_error, 0); }

@@ -10,17 +10,17 @@
 
 namespace emu {
 
-// A kernel error stops the whole device: later launches, waits and synchronizes report it, until the
-// device's work is aborted.
+// A kernel error stops the whole device: later launches, waits and synchronizes report the error,
+// until the device's work is aborted.
 struct DeviceFailure {
   std::atomic<aclError> code{0};
-  std::atomic<uint32_t> aborts{0};  // number of aborts; waits that an abort interrupts get an error
+  std::atomic<uint32_t> aborts{0};  // number of aborts; a wait that one interrupts fails
   std::mutex mutex;
   std::string message;
 
   bool set(aclError new_code, std::string text);  // false: there is an earlier error, which stays
   aclError report();                              // 0, or the code with the message set
-  // The same for a wait that began after so many aborts.
+  // The same for a wait that began after `aborts_before` aborts.
   aclError report_since(uint32_t aborts_before);
 
   void begin_abort();  // replaces any existing error

@@ -29,7 +29,7 @@ static std::shared_ptr<Event> event_of(aclrtEvent handle) {
   return static_cast<Event *>(handle)->self;
 }
 
-// The time of the worker's task: by the modelled clock, or by the host's.
+// The time of the worker's task, by the modelled clock or by the host's clock.
 static int64_t time_of_task() { return t_timeline ? t_timeline->ns() : now_ns(); }
 
 static void set_external(Event &e, bool value) {
@@ -40,8 +40,8 @@ static void set_external(Event &e, bool value) {
     e.changed.notify_all();
   }
 }
-// Queries of the host about an event are refused for a captured one before its capture ends, and
-// always for an external one (api_error.cc: EventSynchronize, EventQueryStatus and similar
+// The host's queries about a captured event are refused until the capture ends; queries about an
+// external event are always refused (api_error.cc: EventSynchronize, EventQueryStatus and similar
 // functions).
 static aclError refuse_question(const Event &e, const char *question) {
   if (e.external())
@@ -85,7 +85,7 @@ static void post_record(const std::shared_ptr<Event> &e, Stream *s) {
   });
 }
 
-// The wait pulls a stream that is not captured yet into the capture, as a new lane.
+// If the waiting stream is not captured yet, the wait adds it to the capture as a new lane.
 static aclError wait_captured(const std::shared_ptr<Event> &e, const std::shared_ptr<Graph> &graph,
                               Stream *s) {
   if (!s->graph)
@@ -208,7 +208,7 @@ EMU_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   uint32_t aborts = e->aborts;
   if (g_failures[e->device].aborts != aborts)
     return 0;  // the record was removed, and nothing waits for it
-  // A failed device never completes it, because tasks behind the failed one do not run.
+  // A failed device never completes the event, because tasks after the failed one do not run.
   while (!e->changed.wait_for(lock, std::chrono::milliseconds(20), done))
     if (aclError error = g_failures[e->device].report_since(aborts))
       return error;

@@ -50,7 +50,8 @@ bool is_for(const Fault &f, const Call &call) {
   return f.op == call.name && counts && (f.rank < 0 || f.rank == identity);
 }
 
-// A fault of the settings, at its call. Each fault has its own count.
+// Returns a fault of the settings if this call is the one at which it happens. Each fault counts
+// its calls separately.
 std::optional<Due> counted_fault(const Call &call) {
   std::optional<Due> due;
   for (int i = 0; i < kFaults; i++) {
@@ -61,7 +62,7 @@ std::optional<Due> counted_fault(const Call &call) {
   return due;
 }
 
-// The fault that a file has armed, for the first matching call of all processes.
+// Returns the fault that a file has armed if this is the first matching call of all processes.
 std::optional<Due> armed_fault(const Call &call) {
   const std::string &path = settings().fault_file;
   if (path.empty() || access(path.c_str(), R_OK))
@@ -85,13 +86,13 @@ void sleep_for(double seconds, const std::function<bool()> &is_over) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-// Executes the fault; true if the call fails.
+// Executes the fault; returns true if the call must fail.
 bool strike(const Fault &f, const std::function<bool()> &is_over) {
   switch (f.kind) {
   case FaultKind::Stall: {
     int64_t begun = now_ns();
     sleep_for(f.stall_s, is_over);
-    if (t_timeline)  // the device waited as long
+    if (t_timeline)  // the device has waited for the same time
       t_timeline->pass(now_ns() - begun, Idle::Host);
     return false;
   }
@@ -170,8 +171,8 @@ aclError fault_in_capture(const char *name, int device) {
   return 0;
 }
 
-// Counted while a stream captures. One failure is enough: torch_npu's allocator tries again only
-// outside captures.
+// Only allocations during a capture count. One failure is enough, because torch_npu's allocator
+// tries again only outside captures.
 aclError fault_in_allocation(int device) {
   if (!is_capturing(device))
     return 0;

@@ -5,7 +5,7 @@
 
 namespace emu {
 
-// The body, wrapped if the fault hits an execution of `name`.
+// Returns the body, wrapped if the fault may happen at an execution of `name`.
 Task with_fault(const char *name, int device, const LaunchTraits &traits, Task body);
 
 // Before `name` is recorded into a graph: returns an error if it shall fail.

@@ -13,7 +13,8 @@
 
 namespace emu {
 
-// A captured stream's queue has 2048 entries, 32 of them reserved; more appends a cascaded stream.
+// A captured stream's queue has 2048 entries, of which 32 are reserved. For more entries, a
+// cascaded stream is appended.
 constexpr long kSqesPerStream = 2016;
 // Entries of a task: a wait on a device word allocates four.
 static long sqes_of(const Node &node) { return node.kind == TaskKind::ExternalTask ? 4 : 1; }
@@ -117,10 +118,10 @@ void Graph::end_capture() {
   capturing = false;
 }
 
-// Whether edges order each task behind the previously captured one, so that no two lanes run side
-// by side.
+// Whether edges order each task after the previously captured one, so that two lanes never run at
+// the same time.
 bool Graph::each_task_follows_the_one_before() const {
-  // of each lane: the last task that it follows or contains
+  // for each lane, the last task that the lane follows or contains
   std::vector<int> behind(lanes.size(), -1);
   std::vector<int> at_record(nodes.size(), -1);
   int last = -1;
@@ -189,7 +190,7 @@ static std::string lane_name(const Graph &g, int lane) {
   return "lane " + std::to_string(lane) + " of graph " + std::to_string(g.id);
 }
 
-// A stopped device does not begin another task.
+// A stopped device does not start further tasks.
 static void run_node(const Node &node) {
   if (device_failed())
     throw std::runtime_error("given up, because the device failed");
@@ -198,7 +199,7 @@ static void run_node(const Node &node) {
 
 namespace {
 
-// Threads for lanes; they stay for the next replay.
+// Threads for lanes. The threads are kept for the next replay.
 class LaneThreads {
 public:
   void run(Task task) {
@@ -290,8 +291,8 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
   run.changed.notify_all();
 }
 
-// The identity of the calling worker while it runs the lanes of a graph by turns; the worker itself
-// is the first lane, and again at the end.
+// The identity of the calling worker while it runs the lanes of a graph by turns. The worker begins
+// as the first lane, and is the first lane again at the end.
 class Turns {
 public:
   Turns(const Graph &graph, size_t lanes) : graph_(graph) {
@@ -325,8 +326,8 @@ private:
 
 }  // namespace
 
-// One lane, or lanes that take turns, for example if each collective is awaited at once: they need
-// no threads that wake each other.
+// Replays one lane, or lanes of which only one can run at a time, for example if each collective is
+// awaited at once. Such lanes need no threads that wake each other.
 void Graph::replay_in_order() const {
   Turns turns(*this, lane_sqes_.size());
   std::vector<int64_t> recorded_ns(t_timeline ? nodes.size() : 0);

@@ -30,7 +30,7 @@ struct TaskGroup {
   std::vector<int> nodes;
 };
 
-// Under g_capture_mutex until the capture ends; after that only bodies of task groups change.
+// g_capture_mutex guards it until the capture ends; after that only bodies of task groups change.
 struct Graph : std::enable_shared_from_this<Graph> {
   const uint32_t id;
   const int device;
@@ -49,7 +49,7 @@ struct Graph : std::enable_shared_from_this<Graph> {
   Graph(Stream *origin, aclmdlRICaptureMode mode);
   ~Graph();
 
-  // Each may find no free stream id; then the capture is invalid and the code is returned.
+  // If no stream id is free, each of these invalidates the capture and returns the error code.
   aclError add_lane(Stream *stream);
   aclError append(Stream *stream, Node node, int *index = nullptr);
   aclError use_domain(const void *domain);
@@ -62,7 +62,7 @@ struct Graph : std::enable_shared_from_this<Graph> {
   long ai_cpu_tasks() const;
 
 private:
-  StreamBudget::Held streams_{};  // ids, and so many queues when bound
+  StreamBudget::Held streams_{};  // ids, and the same number of queues while bound
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
   bool lanes_take_turns_ = false;

@@ -1,4 +1,4 @@
-// The aclmdlRI calls: capture, execution, destruction; and the target of a launch.
+// The aclmdlRI calls: capture, execution, destruction. Also decides where a launch goes.
 #include "runtime/counters.h"
 #include "runtime/faults.h"
 #include "runtime/graph.h"
@@ -133,7 +133,7 @@ EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
   else if (g->has_unjoined_lane())
     error = fail(ACL_ERROR_RT_STREAM_UNJOINED,
                  "a forked stream was not joined to the capture's origin stream");
-  if (error) {  // no caller gets a handle to destroy, so nothing may remain
+  if (error) {  // the caller gets no handle to destroy, so nothing may remain
     g->release_streams();
     g->self.reset();
     return error;
@@ -154,7 +154,7 @@ EMU_API aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id) {
   return 0;
 }
 
-// With null `streams` only the number is returned. The handles only identify the graph's streams.
+// If `streams` is null, only the number is returned. The handles only identify the graph's streams.
 EMU_API aclError aclmdlRIGetStreams(aclmdlRI model, aclrtStream *streams, uint32_t *count) {
   Graph *g = graph_of(model);
   auto number = static_cast<uint32_t>(g->stream_count());
@@ -171,7 +171,7 @@ EMU_API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
     if (aclError e = QueuePool::of(g->device).bind(*g))
       return e;
   g->in_flight++;
-  // The count falls when the task is freed, also if it never ran.
+  // The count is reduced when the task is freed, also if the task never ran.
   std::shared_ptr<void> flight(nullptr, [g](void *) { g->in_flight--; });
   return launch(stream, TaskKind::GraphLaunch, "aclmdlRIExecute",
                 [g, flight = std::move(flight)] { g->replay(); });
@@ -206,7 +206,8 @@ static const char *task_type(const Node &node) {
   }
 }
 
-// As in stream.cc of the runtime, one task a line, in capture order; each takes one unit of time.
+// As in stream.cc of the runtime, one line per task, in capture order. Each task takes one unit of
+// time.
 EMU_API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char *path, uint32_t) {
   Graph *g = graph_of(model);
   FILE *file = fopen(path, "w");

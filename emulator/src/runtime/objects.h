@@ -1,5 +1,5 @@
-// Streams, events and captured graphs. Handles are plain pointers; an object owns itself until it
-// is destroyed, and lives on while queued tasks or graphs refer to it.
+// Streams, events and captured graphs. Handles are plain pointers; an object owns itself until the
+// program destroys it, and is freed when no queued task or graph refers to it any more.
 #pragma once
 
 #include "runtime/errors.h"
@@ -26,18 +26,18 @@ struct TaskGroup;
 class Stream;
 
 inline thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
-inline thread_local std::string t_where;  // of a worker: "stream 3" or "lane 1 of graph 7"
+inline thread_local std::string t_where;  // where a worker is: "stream 3" or "lane 1 of graph 7"
 
 // Guards everything that captures and updates change in streams, events and graphs under capture.
-// The capturing thread, torch_npu's queue thread and threads that query events all take it. Workers
-// never take it, nor is it taken while a stream's or an event's mutex is held.
+// The capturing thread, torch_npu's queue thread and threads that query events lock it. Workers
+// never lock it, and no thread locks it while it holds the mutex of a stream or an event.
 extern std::mutex g_capture_mutex;
 
 // ---- waiting
 
 extern std::atomic<bool> g_oversubscribed;  // see services.h
 
-// Spins for some tens of microseconds until `ready`; false after that time.
+// Spins until `ready`, for at most some tens of microseconds; returns false if the time is over.
 template <class Ready> bool spin_until(Ready ready);
 
 // For tasks: waits until `ready`; throws if the device has failed or wait_s has passed.
@@ -51,11 +51,12 @@ struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t submitted = 0, completed = 0;  // generations: re-recording makes a new one
-  // End of each record, kept by its waiters, because the next record has its own.
+  // The time at which the last record ended. Each record has a new object; waiters keep the object
+  // of their record.
   std::shared_ptr<int64_t> moment = std::make_shared<int64_t>(0);
   int64_t timestamp_ns = 0;  // of the last complete record
-  // Where the last record was queued, and the number of aborts there before: a later abort removes
-  // it, and nothing waits for it any more.
+  // The device on which the last record was queued, and the device's number of aborts before that.
+  // A later abort removes the record, and then nothing waits for it.
   int device = 0;
   uint32_t aborts = 0;
   bool external_set = false;
@@ -70,7 +71,8 @@ struct Event {
   bool is_over(uint64_t generation) const {
     return completed >= generation || g_failures[device].aborts != aborts;
   }
-  std::shared_ptr<Graph> capture() const;  // the active capture that recorded it, or null; locked
+  // The active capture that recorded the event, or null. Call it with the mutex locked.
+  std::shared_ptr<Graph> capture() const;
   std::string name() const;
 };
 
@@ -78,7 +80,7 @@ struct Event {
 class Stream {
 public:
   const int device, id;
-  // Under g_capture_mutex, down to update_index.
+  // g_capture_mutex guards the members from here to update_index.
   std::shared_ptr<Graph> graph;  // being captured
   TaskGroup *group = nullptr;    // open task group of the capture
   TaskGroup *update = nullptr;   // open task-update section, of update_graph
@@ -91,7 +93,7 @@ public:
   void post(const char *name, Task task);
   aclError synchronize(int timeout_ms = -1);
   bool drained() const { return completed_ == submitted_; }
-  void cut(int64_t ns) { timeline_.cut(ns); }  // see Timeline; nothing may be queued
+  void cut(int64_t ns) { timeline_.cut(ns); }  // see Timeline; the queue must be empty
   bool idle() const { return drained() && timeline_.ns() <= host_ns(device); }
   bool captured() const {
     Lock lock(g_capture_mutex);
@@ -123,12 +125,12 @@ private:
 
 Stream *stream_of(aclrtStream handle);  // nullptr means the default stream of the current device
 std::vector<Stream *> streams_of(int device);
-// Waits until the device's time has come, or it has stopped; then returns the error of a wait that
-// began after so many aborts.
+// Waits until the device has reached the time `until_ns` or has stopped. Then returns the error for
+// a wait that began after `aborts_before` aborts.
 aclError sleep_with_device(int device, int64_t until_ns, uint32_t aborts_before);
 
-// Refuses if the call is not permitted during an active capture, which stays valid, as in CANN's
-// sources (api_error.cc returns the error and does not terminate the capture).
+// Returns an error if the call is not permitted during an active capture. The capture stays valid,
+// as in CANN's sources (api_error.cc returns the error and does not terminate the capture).
 aclError refuse_during_capture(const char *call);
 
 template <class Ready> bool spin_until(Ready ready) {

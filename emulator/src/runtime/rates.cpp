@@ -1,5 +1,5 @@
-// The table. docs/develop/device-time.md has the sources and the certainty of each number, and
-// repeats the values.
+// The table of rates. docs/develop/device-time.md repeats each number, with its source and its
+// certainty.
 #include "rates.h"
 
 #include "target.h"
@@ -7,8 +7,8 @@
 namespace emu {
 namespace {
 
-// The peaks and the memory of each chip; a name that is missing here counts as the first of its
-// kind.
+// The peaks and the memory of each chip. A chip whose name is missing here has the rates of the
+// first chip of its kind.
 struct ChipRow {
   const char *soc;
   double bf16_tflops, int8_tflops, hbm_tb_s;

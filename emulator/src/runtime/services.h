@@ -5,16 +5,17 @@
 
 namespace emu {
 
-// A communication domain of so many ranks on the current device: it holds stream ids for its whole
-// life.
+// Opens a communication domain of `ranks` ranks on the current device. The domain holds stream ids
+// until it is closed.
 EMU_SHARED aclError open_domain(uint32_t ranks, int *device);
 EMU_SHARED void close_domain(uint32_t ranks, int device);
 
-// Before a collective of `domain` is launched: a captured graph takes stream ids for each domain
-// that it uses.
+// Call this before a collective of `domain` is launched: a captured graph takes stream ids for each
+// domain that it uses.
 EMU_SHARED aclError use_domain(aclrtStream stream, const void *domain);
 
-// The id of the graph that the stream is being captured into; 0 if it is not.
+// The id of the graph into which the stream is being captured; 0 if the stream is not being
+// captured.
 EMU_SHARED uint32_t graph_of_capture(aclrtStream stream);
 
 // Counts an executed collective of a device: eager, in a replay, or inside the kernel of an
@@ -22,27 +23,29 @@ EMU_SHARED uint32_t graph_of_capture(aclrtStream stream);
 EMU_SHARED void count_collective(int device, size_t bytes);
 // Counts a destroyed communicator that tasks or graphs still used.
 EMU_SHARED void count_careless_destroy(int device);
-// Counts bytes over sockets from ranks of other hosts, each time they travelled.
+// Counts bytes received over sockets from ranks of other hosts; bytes that travel twice count
+// twice.
 EMU_SHARED void count_socket_bytes(int device, size_t bytes);
 
-// With modelled time: the time at which the calling worker's task was reached, and its cost; and
-// that the latest of its ranks arrived at `latest_ns`, with the largest cost `cost_ns` from there.
-// Repeating the exchange changes nothing.
+// With modelled time. The first two functions return the time at which the calling worker reached
+// its task, and the task's cost. The third one reports that the latest rank arrived at `latest_ns`,
+// and that the largest cost after this time is `cost_ns`. Repeating the exchange changes nothing.
 EMU_SHARED int64_t arrival_ns();
 EMU_SHARED int64_t kernel_ns();
 EMU_SHARED void meet_ranks(int64_t latest_ns, int64_t cost_ns);
 
-// Fault injection compares fault_rank with this; the first communicator sets it.
+// Sets the rank with which fault injection compares fault_rank. The first communicator calls this.
 EMU_SHARED void set_fault_identity(int rank);
 
-// More ranks than cores: waiting threads sleep at once instead of spinning first.
+// Called if there are more ranks than cores: waiting threads then sleep at once instead of spinning
+// first.
 EMU_SHARED void set_oversubscribed();
 EMU_SHARED bool oversubscribed();
 
 // Number of aborts of the calling worker's device.
 EMU_SHARED uint32_t num_aborts();
 
-// True once the device of the calling worker has failed: waits give up.
+// True once the device of the calling worker has failed; waits then end.
 EMU_SHARED bool device_failed();
 
 }  // namespace emu

@@ -1,4 +1,4 @@
-// emulator_configure: text values checked and stored.
+// emulator_configure: checks and stores settings that are given as text.
 #include "settings.h"
 
 #include "emulator.h"
@@ -57,14 +57,14 @@ int choice(const std::string &value, std::initializer_list<const char *> choices
   throw std::invalid_argument("want " + all);
 }
 
-// The lines whose rules are known; target.h tells their releases apart.
+// The CANN lines whose rules are known; target.h distinguishes their releases.
 std::string known_cann(const std::string &value) {
   if (value.rfind("8.5.", 0) != 0 && value.rfind("9.", 0) != 0)
     throw std::invalid_argument("want a version of CANN 8.5 or 9, such as 8.5.1 or 9.1.0");
   return value;
 }
 
-// The parts of a list a;b, where + stands for a space.
+// The parts of a list a;b. In the list, + stands for a space.
 std::vector<std::string> parts(const std::string &value) {
   std::vector<std::string> all;
   std::istringstream stream(value);
@@ -217,7 +217,8 @@ void read_settings(Settings &s, const std::string &text, const char *where) {
 
 }  // namespace emu
 
-// Returns null, or the error. Call before the first use: later changes have only a partial effect.
+// Returns null, or the error. Call it before the first use; later changes have only a partial
+// effect.
 EMU_API const char *emulator_configure(const char *key, const char *value) {
   static thread_local std::string problem;
   try {
@@ -229,8 +230,8 @@ EMU_API const char *emulator_configure(const char *key, const char *value) {
   }
 }
 
-// The settings that the command `run` passes to a process and its children; it has checked them
-// before.
+// Reads the settings that the command `run` passes to a process and its children. The command has
+// checked them before.
 static const bool is_configured_by_environment = [] {
   const char *text = getenv("EMULATED_NPU");
   emu::read_settings(emu::g_settings, text ? text : "", "EMULATED_NPU");

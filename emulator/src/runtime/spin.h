@@ -5,7 +5,8 @@
 
 namespace emu {
 
-// One turn of a waiting loop: some ten nanoseconds in which the core's other threads may work.
+// One turn of a waiting loop: some ten nanoseconds, in which the core's other hardware threads may
+// work.
 inline void spin_once() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

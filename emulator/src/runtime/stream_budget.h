@@ -12,7 +12,7 @@ public:
   enum Holder {
     Streams,       // created by the program
     Captured,      // lanes of captured graphs
-    Cascaded,      // further ids of a lane whose queue entries do not fit one queue
+    Cascaded,      // further ids of a lane whose entries do not fit into one queue
     Domains,       // communication domains themselves
     GraphDomains,  // captured graphs, for the domains that they use
     kHolders
@@ -20,11 +20,11 @@ public:
   using Held = std::array<long, kHolders>;
   static StreamBudget &of(int device);
 
-  bool take(Holder holder, long count);  // false, and takes nothing, if not enough are free
+  bool take(Holder holder, long count);  // takes nothing and returns false if too few are free
   void release(Holder holder, long count);
   Held held();
   long available();
-  std::string shortage();  // what holds them, for messages
+  std::string shortage();  // text for messages: which holders have how many ids
 
 private:
   std::mutex mutex_;

@@ -17,7 +17,7 @@
 
 namespace emu {
 
-// Interval of a sleep between two checks whether the device has stopped.
+// Duration of a sleep between two checks whether the device has stopped.
 constexpr int64_t kSliceNs = 20000000;
 
 std::atomic<bool> g_oversubscribed{false};
@@ -80,7 +80,7 @@ void Stream::work() {
   t_device = device;
   t_where = "stream " + std::to_string(id);
   t_timeline = settings().timed ? &timeline_ : nullptr;
-  pthread_setname_np(pthread_self(), "npu_stream");  // otherwise it has its creator's name
+  pthread_setname_np(pthread_self(), "npu_stream");  // otherwise the thread has its creator's name
   Item item;
   while (next(item)) {
     running_ = item.name;
@@ -112,7 +112,7 @@ aclError Stream::synchronize(int timeout_ms) {
   if (!settings().timed)
     return wait(submitted_, timeout_ms);
   pay_host_time(device);
-  // Work that other threads queue meanwhile is not awaited.
+  // This does not wait for work that other threads queue meanwhile.
   auto end = std::make_shared<int64_t>(0);
   post("synchronize", [end] { *end = t_timeline->ns(); });
   aclError error = wait(submitted_, timeout_ms);
@@ -128,7 +128,7 @@ aclError sleep_with_device(int device, int64_t until_ns, uint32_t aborts_before)
   return 0;
 }
 
-// Waits until the device's time has come.
+// Waits until the modelled time of the device has been reached.
 aclError Stream::sleep(int64_t until_ns, int timeout_ms) const {
   uint32_t aborts = g_failures[device].aborts;
   int64_t limit = now_ns() + timeout_ms * 1000000ll;
@@ -228,8 +228,8 @@ EMU_API aclError aclrtDestroyStream(aclrtStream handle) {
   return 0;
 }
 EMU_API aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
-// CANN returns free hardware queues here, not ids; if each stream pins its queue, the numbers are
-// equal.
+// CANN returns the number of free hardware queues, not of ids. If each stream pins its queue, the
+// two numbers are equal.
 EMU_API aclError aclrtGetStreamAvailableNum(uint32_t *count) {
   int device = current_device();
   *count = settings().software_sq ? QueuePool::of(device).available()
@@ -264,8 +264,8 @@ EMU_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t t
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "stream %d is captured: synchronize not permitted",
                 s->id);
   count(Counters::of(s->device).host_syncs);
-  // Allowed while other threads capture: torch_npu's generator does so when it is first used in a
-  // graph.
+  // This call is allowed while other threads capture, because torch_npu's generator makes it when
+  // the generator is first used in a graph.
   return s->synchronize(timeout_ms);
 }
 EMU_API aclError aclrtSynchronizeStream(aclrtStream handle) {

@@ -12,7 +12,7 @@
 
 namespace emu {
 
-constexpr size_t kSpans = 64;  // limit for a stream without kernels
+constexpr size_t kSpans = 64;  // limit of the list, for a stream without kernels
 constexpr int64_t kMaxOwedNs = 1000000;  // a host that slept for every call would find its caches cold
 
 static std::atomic<int64_t> g_owed_ns[kMaxDevices];
@@ -23,7 +23,7 @@ int64_t now_ns() {
   return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
-// Threads are woken up to 50 us late, unless they ask for less.
+// The system wakes threads up to 50 us late, unless they request a smaller timer slack.
 void sleep_until_ns(int64_t ns) {
   if (now_ns() >= ns)
     return;

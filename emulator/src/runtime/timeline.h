@@ -1,5 +1,5 @@
 // Modelled time (kernels=timed). A stream has a clock, in nanoseconds of the host's monotonic
-// clock: the end of its work on the modelled chip. Workers run tasks as soon as their order
+// clock: the end of its work on the modelled chip. Workers run tasks as soon as the tasks' order
 // permits, so clocks run ahead of the host; a waiting host thread sleeps until the clock's time.
 #pragma once
 
@@ -16,10 +16,10 @@ int64_t now_ns();
 void sleep_until_ns(int64_t ns);
 
 // The time of the host that works with a device. For some calls CANN's host side takes longer than
-// the emulator. The host owes the difference, and its time is ahead of the clock by this debt. It
-// pays by sleeping, in larger pieces than single calls, and before it reads any result of the
-// device. All threads share one account, because torch_npu's task queue launches the calls of
-// another thread.
+// the emulator. The host owes the difference, and its modelled time is ahead of the real clock by
+// this debt. The host pays by sleeping, in pieces longer than single calls, and always before it
+// reads a result of the device. All threads share one account, because torch_npu's task queue
+// launches the calls of another thread.
 int64_t host_ns(int device);
 void host_works_until(int device, int64_t ns);
 void pay_host_time(int device);
@@ -32,17 +32,17 @@ public:
 
   // The task was queued at this time.
   void begin(int64_t queued_ns);
-  // Waits until then, if it is in the future; returns the waiting time.
+  // Moves the clock to `ns` if this is later; returns the waiting time.
   int64_t wait_until(int64_t ns, Idle cause);
   int64_t pass(int64_t ns, Idle cause) { return wait_until(this->ns() + ns, cause); }
   // A kernel runs.
   void work(int64_t ns);
-  // As one task of a collective: its cost counts from the latest rank's arrival.
+  // For a task of a collective, whose cost counts from the latest rank's arrival.
   void start_kernel(int64_t cost_ns) { cost_ns_ = cost_ns; }
   int64_t cost_ns() const { return cost_ns_; }
   void meet(int64_t latest_ns, int64_t cost_ns);
   void end_kernel() { work(cost_ns_); }
-  // Drops the work behind this time, because the device was stopped. For an idle stream.
+  // Drops the work after this time, because the device was stopped. For an idle stream.
   void cut(int64_t ns);
 
 private:
@@ -55,7 +55,7 @@ private:
 // The timeline of the calling worker; null elsewhere, and without modelled time.
 inline thread_local Timeline *t_timeline = nullptr;
 
-// Wraps the body of a launch, which takes this additional time.
+// Wraps the body of a launch, so that it moves the clock by the launch's time.
 Task on_clock(TaskKind kind, const LaunchTraits &traits, Task body);
 
 }  // namespace emu

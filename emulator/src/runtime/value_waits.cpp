@@ -1,5 +1,5 @@
-// Waiting for and writing a word of device memory (torch_npu 2.13 builds torch.npu.ExternalEvent on
-// it), and host callbacks.
+// Waits for a word of device memory, writes of such a word, and host callbacks. torch_npu 2.13 uses
+// the words for torch.npu.ExternalEvent.
 #include "runtime/counters.h"
 #include "runtime/graph.h"
 

@@ -20,7 +20,7 @@ static void *at(uintptr_t address) { return reinterpret_cast<void *>(address); }
 uintptr_t reserve_window(size_t bytes) {
   static std::atomic<uintptr_t> next{kDeviceWindow};
   uintptr_t rounded = (bytes + kGranule - 1) / kGranule * kGranule;
-  return next.fetch_add(rounded + kGranule);  // a gap after each, against overruns
+  return next.fetch_add(rounded + kGranule);  // a gap after each range detects overruns
 }
 
 int new_memory_file(size_t bytes) {
@@ -56,8 +56,8 @@ void unmap_window(uintptr_t address, size_t bytes) {
   munmap(accessible(at(address)), bytes);
 }
 
-// Mapping all pages at once costs a third less than a fault for each. If the system cannot, the
-// faults do it.
+// Mapping all pages at once costs a third less than a page fault for each. If the system cannot map
+// them at once, page faults map them.
 static void have_pages(char *p, size_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   madvise(p, bytes, MADV_POPULATE_WRITE);
@@ -66,7 +66,7 @@ static void have_pages(char *p, size_t bytes) {
 
 void poison(uintptr_t address, size_t bytes) {
   if (!settings().compute)
-    return;  // without arithmetic, zeros must serve as valid indices
+    return;  // without arithmetic, zeros must be valid indices
   if (bytes > kPoisonWhole)
     return poison_ends(address, bytes, kPoisonEnd);
   auto *p = static_cast<char *>(accessible(at(address)));

@@ -1,6 +1,6 @@
 // The device window: memory that is inaccessible at the address that the program sees and accessible
-// at the alias that the kernels use. Fresh memory is poisoned with 0xFF (NaN, -1), so
-// that a read before the first write shows.
+// at the alias that the kernels use. Fresh memory is poisoned with 0xFF (NaN, -1), so that a read
+// before the first write has a visible effect.
 #pragma once
 
 #include <cstddef>
@@ -8,17 +8,17 @@
 
 namespace emu {
 
-uintptr_t reserve_window(size_t bytes);  // an address range of its own, never used twice
-int new_memory_file(size_t bytes);       // -1 if there is none
+uintptr_t reserve_window(size_t bytes);  // reserves an address range, which is never used twice
+int new_memory_file(size_t bytes);       // -1 on failure
 
-// Maps `bytes` of new memory that is nowhere else. False if the kernel refuses.
+// Maps `bytes` of new memory that is mapped nowhere else. False if the kernel refuses.
 bool map_new_window(uintptr_t address, size_t bytes);
 // Maps `bytes` of `file` at `address` and its alias. False if the kernel refuses.
 bool map_window(uintptr_t address, size_t bytes, int file, size_t offset);
 void hide_window(uintptr_t address, size_t bytes);   // keeps the range reserved
 void unmap_window(uintptr_t address, size_t bytes);  // both mappings
 
-// Larger allocations are poisoned at their ends only, because poisoned pages use real memory.
+// Larger allocations are poisoned only at their two ends, because poisoned pages use real memory.
 constexpr size_t kPoisonWhole = 256u << 20;
 
 void poison(uintptr_t address, size_t bytes);
