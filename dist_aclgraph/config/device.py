@@ -225,8 +225,7 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The keys about the NPU that have a value neither from the configuration nor from an
-        NPU.
+        """The keys about the NPU whose values come neither from the configuration nor from an NPU.
         """
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 
