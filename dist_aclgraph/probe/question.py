@@ -22,9 +22,9 @@ class Bench:
 
     Attributes:
         torch: the package torch; None for questions that need no device.
-        ops: the package torch_npu; None if ``torch`` is None. npu: the open device
-            (``device.npu.Npu``); None if ``torch`` is None. rank: rank of this process among the
-            processes of the question.
+        ops: the package torch_npu; None if ``torch`` is None.
+        npu: the open device (``device.npu.Npu``); None if ``torch`` is None.
+        rank: rank of this process among the processes of the question.
         ranks: number of processes of the question; they are the members of one HCCL world.
     """
 
