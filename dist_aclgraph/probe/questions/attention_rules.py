@@ -1,4 +1,6 @@
-"""Rules of the attention operator that depend on CANN's release series: calls at the rules' limits.
+"""Rules of the attention operator that depend on CANN's release series.
+
+The questions are calls at the limits of these rules.
 """
 
 from __future__ import annotations
