@@ -138,7 +138,8 @@ class GraphConfig(Section):
         "frequencies. null means that small batches are the most frequent",
     )
     mixed_traffic: dict[int, float] | None = Field(
-        None, description="like traffic, for mixed batches in mode FULL_AND_PIECEWISE"
+        None,
+        description="expected frequency of each size of mixed batches, in mode FULL_AND_PIECEWISE",
     )
     budget_model: BudgetModelName = Field(
         "calibrated",

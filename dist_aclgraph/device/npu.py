@@ -52,7 +52,7 @@ class Memory:
 
 
 def runtime() -> Any:
-    """Return ``torch.npu``, which exists once torch_npu is loaded: streams, events, graphs."""
+    """Return ``torch.npu``: streams, events and graphs. It exists once torch_npu is loaded."""
     return torch.npu  # type: ignore[attr-defined]
 
 
@@ -323,7 +323,7 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of a graph pool: all bytes that come from the device, and those that tensors occupy."""
+    """Bytes of a graph pool: all its bytes of device memory, and the part that tensors occupy."""
 
     total_bytes: int
     live_bytes: int
