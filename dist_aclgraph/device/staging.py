@@ -19,8 +19,8 @@ ALIGNED_BYTES = 64
 
 
 class _Part:
-    """Attributes: is_left: whether copies of this part may still run. If so, ``sent`` was recorded
-    after these copies.
+    """Attributes:
+    is_left: whether copies of this part may still run. If so, ``sent`` was recorded after these.
     """
 
     def __init__(self, sent: Any) -> None:

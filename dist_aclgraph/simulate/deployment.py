@@ -27,7 +27,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-NPU_STREAMS_TAKEN = 69  # free streams on a 910C with CANN 9.0 before it joined groups: 1979
+NPU_STREAMS_TAKEN = 69  # before groups are joined: a 910C with CANN 9.0 had 1979 free streams
 EMULATOR_STREAMS_TAKEN = 34  # streams of torch_npu and the runner, counted on the emulator
 
 

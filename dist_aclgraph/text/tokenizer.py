@@ -288,7 +288,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _translate(error: BaseException, ours: DistAclGraphError) -> BaseException:
-    """Return our error for a panic of the Rust library; raise all other errors unchanged."""
+    """Return our error for a panic of the Rust library, and any other error unchanged."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return ours
     return error

@@ -107,9 +107,10 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """Return the finding about the variables by which HCCL reaches other nodes. If the
-    configuration sets a variable, all workers get that value. Otherwise workers get the value that
-    `ray start` had on their node.
+    """Return the finding about the variables by which HCCL reaches other nodes.
+
+    If the configuration sets a variable, all workers get that value. Otherwise workers get the
+    value that `ray start` had on their node.
     """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
