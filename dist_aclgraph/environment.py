@@ -174,7 +174,8 @@ def cache_directory() -> Path:
 
 def build_environment() -> dict[str, str]:
     """Return the environment of a compiler: that of this process, without the flags of an outer
-    make."""
+    make.
+    """
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 

@@ -155,7 +155,7 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
 
 
 def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
-    """Return the mean of linear functions, weighted by their numbers of steps; None without steps."""
+    """Return the mean of linear functions, weighted by numbers of steps; None without steps."""
     steps = sum(count for count, _ in lines)
     if not steps:
         return None
