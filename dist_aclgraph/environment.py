@@ -1,4 +1,4 @@
-"""Environment variables: those that this process reads, and those that child processes get.
+"""The environment variables that this process reads, and those that its child processes get.
 
 This module is the only reader and writer of ``os.environ``.
 """
@@ -173,7 +173,9 @@ def cache_directory() -> Path:
 
 
 def build_environment() -> dict[str, str]:
-    """Return the environment of a compiler run: this one, without the flags of an outer make."""
+    """Return the environment of a compiler: that of this process, without the flags of an outer
+    make.
+    """
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
@@ -209,7 +211,7 @@ def api_key() -> str | None:
 
 
 def prepare_ray_environment(*, is_local: bool) -> None:
-    """Set variables with unsuitable defaults before Ray starts; the user's own values stay.
+    """Before Ray starts, set variables whose defaults are unsuitable; the user's own values stay.
 
     Args:
         is_local: whether this package starts Ray, or has started it. A cluster that somebody else
@@ -235,7 +237,7 @@ def prepare_ray_environment(*, is_local: bool) -> None:
 
 
 def disable_backend_autoload() -> None:
-    """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
+    """Stop torch from importing torch_npu by itself: the emulator's libraries are loaded before."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 

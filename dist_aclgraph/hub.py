@@ -1,7 +1,8 @@
 """Models by their names on a hub: Hugging Face, a mirror of it, or ModelScope.
 
-The clients of the hubs load files into their own caches, and read the environment: HF_ENDPOINT (a
-mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HOME; MODELSCOPE_API_TOKEN and MODELSCOPE_CACHE.
+The hubs' clients load files into their own caches, and read these environment variables:
+HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HOME; MODELSCOPE_API_TOKEN and
+MODELSCOPE_CACHE.
 """
 
 from __future__ import annotations

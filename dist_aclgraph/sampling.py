@@ -26,10 +26,12 @@ class SamplingParams:
 
     Attributes:
         n: number of answers of `LLM` to the prompt; answer j uses the seed ``seed + j``.
-        max_tokens: largest number of tokens to generate; None means until the context is full.
+        max_tokens: largest number of tokens to generate; with None, only the context limits the
+            number.
         temperature: [0, 2]; below 1e-5 means greedy; values from 1e-5 to 0.01 are raised to 0.01.
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: (0, 1], keep the smallest set of tokens whose probability reaches top_p.
+        top_p: (0, 1], keep the smallest set of most probable tokens whose total probability reaches
+            top_p.
         min_p: [0, 1], drop tokens below min_p times the highest probability.
         presence_penalty, frequency_penalty: [-2, 2], subtracted from logits of tokens generated so
             far.

@@ -1,4 +1,4 @@
-"""The only rule about token ids: the model has a row for each, so they are in [0, vocab_size)."""
+"""The only rule about token ids: each id is a row of the model, so it is in [0, vocab_size)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """Return None: the rule for models without experts, or with all experts in every TP group."""
+    """Return None: the rule for models without experts, and for models with all experts in each TP
+    group.
+    """
     return None
 
 
@@ -42,14 +44,14 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """The sizes of all parallel axes, independent of nodes, devices and HCCL.
+    """The sizes of all parallel axes. They do not depend on nodes, devices or HCCL.
 
-    ``ep`` ranks share one set of experts. It is 1, or the ranks of several whole data-parallel
-    ranks; it divides the number of all ranks. ``dcp`` ranks share a request's KV cache. It is 1, or
-    the number of PCP ranks times a number of neighbouring TP ranks; a rank's index in its DCP group
-    is the index of its shard. With ``mc2``, experts have a second communication domain with the
-    same ranks as the EP domain. Only operators that communicate inside their kernel may use this
-    second domain.
+    ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of ranks in several whole
+    data-parallel ranks; it divides the number of all ranks. ``dcp`` ranks share a request's KV
+    cache. ``dcp`` is 1, or the number of PCP ranks times a number of neighbouring TP ranks. A
+    rank's index in its DCP group is the index of its shard. With ``mc2``, experts have a second
+    communication domain with the same ranks as the EP domain. Only operators that communicate
+    inside their kernel may use this second domain.
     """
 
     tp: int = 1

@@ -70,7 +70,7 @@ def _scale_command(report: dict[str, Any]) -> str:
 
 
 def _curl_options(config: Config) -> str:
-    """Return curl's options for the service; a key is given by its place, and never printed."""
+    """Return curl's options for the service; they read a key from its file or variable."""
     options = ""
     if config.serve.uds is not None:
         options += f"--unix-socket {shlex.quote(config.serve.uds)} "

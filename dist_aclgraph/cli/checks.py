@@ -14,8 +14,8 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 def check_deployment(config: Config) -> Config:
     """Decide the device, and return the configuration with this device if a deployment can start.
 
-    A plan can be made for any model. To be served, a model needs a supported architecture and its
-    files of weights.
+    A plan can be made for any model. A model can be served only if its architecture is supported
+    and its files of weights exist.
 
     Raises:
         DeviceError: this machine lacks the NPUs for its ranks.

@@ -22,7 +22,7 @@ from dist_aclgraph.serve.openai.state import ApiState, open_state
 from dist_aclgraph.serve.resume.holder import HolderLink
 
 POLL_S = 0.1
-END_S = 30.0  # limit for the owner to end the service after its ingress has failed
+END_S = 30.0  # within this time after a failed ingress the owner must end the service
 OVER = Admission("the service has ended")
 
 

@@ -47,7 +47,9 @@ def render_keys() -> str:
 
 
 def _options() -> Iterator[tuple[str, str]]:
-    """Yield each option of vLLM, and our key with the values that have other names here."""
+    """Yield each option of vLLM, our key for this option, and the values that have other names
+    here.
+    """
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))
         words = [

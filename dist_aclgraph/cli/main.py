@@ -184,8 +184,9 @@ def simulate(
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="draw padding and eager steps: a .png")] = None,
 ) -> None:
-    """Replay a load without a device: padding, eager steps, plan changes; step times are
-    assumptions.
+    """Replay a load without a device, and report padding, eager steps and plan changes.
+
+    The times of steps are assumptions.
     """
     with _user_errors():
         from rich.console import Console

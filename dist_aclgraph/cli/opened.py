@@ -1,6 +1,7 @@
 """The files that ``dist-aclgraph serve`` reads, and the sockets that it opens, before it starts.
 
-The sockets stay open until the service ends: each owner and each ingress uses them in turn.
+The sockets stay open until the service ends: each owner and each ingress, also a replacement, uses
+the same sockets.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from dist_aclgraph.errors import (
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
 SILENT_S = 30.0  # limit of a check of the deployment
 FAILED_S = 2.0  # time for requests of a failed deployment to get their errors
-LEAVE_S = 5.0  # time for an ingress to end after draining
+LEAVE_S = 5.0  # within this time after draining an ingress must end
 
 Start = Callable[..., Deployment]
 
@@ -101,8 +101,8 @@ def _started(
     heartbeat: SharedHeartbeat,
     has_supervisor: bool,
 ) -> Iterator[Deployment]:
-    """Start a deployment, and stop it after this context. A signal before it serves ends the
-    process.
+    """Start a deployment, and stop it after this context. A signal before the deployment serves
+    ends the process.
     """
     try:
         with heartbeat.starting(), StartProgress(console) as show:

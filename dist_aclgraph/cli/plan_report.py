@@ -230,9 +230,7 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
 
 
 def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
-    """Yield one entry for all entries that differ only in ``numbers``, with the numbers of all of
-    them.
-
+    """Merge entries that differ only in ``numbers``, and yield each merged entry with all numbers.
     So thousands of ranks become a few lines.
     """
     found: dict[str, list[dict[str, Any]]] = {}
@@ -306,8 +304,8 @@ def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
 def _chosen_entry(
     family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
 ) -> dict[str, Any]:
-    """Return the chosen buckets, and the traffic's padding with the chosen buckets, with all sizes,
-    and with evenly spaced sizes.
+    """Return the chosen buckets, and the padding of the traffic with three sets of buckets: the
+    chosen buckets, all sizes, and evenly spaced sizes.
     """
     sets = {
         CHOSEN: family.buckets,

@@ -19,7 +19,7 @@ from dist_aclgraph.version import VERSION
 
 
 def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
-    """Put all questions of a level without an answer in the report ``out``; write report and page.
+    """Put the questions of a level that the report ``out`` does not answer; write report and page.
 
     Raises:
         ConfigError: ``out`` is the report of another machine or version.

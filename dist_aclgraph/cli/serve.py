@@ -3,8 +3,9 @@
 Ingress and owner are two processes under a supervisor. With ``recovery.keep_answers: false`` they
 are one process.
 
-The service listens before anything is started, and until everything is stopped. It does not use Ray
-Serve: in a cluster that it joins, Ray Serve's applications and proxies are not changed.
+The service listens before anything is started, and until everything is stopped. The service does
+not use Ray Serve. If it joins a cluster, Ray Serve's applications and proxies in that cluster are
+not changed.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ OWNS, SERVES = "the process that owns the deployment", "the process that serves 
 CRASHED = 70  # exit code of a process that an unforeseen error ends; EX_SOFTWARE of sysexits.h
 AGAIN = 75  # exit code of an owner that is to be replaced; EX_TEMPFAIL of sysexits.h
 OF_SIGNALS = 128  # plus a signal's number: exit code of a process that the signal has ended
-END_S = 30.0  # limit for the end of an ingress after the service is over
+END_S = 30.0  # within this time after the end of the service an ingress must end
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
-START_END_S = 10.0  # limit for an owner that has not served to end after a signal
-SETTLED_S = 10.0  # an ingress that has run for so long has started successfully
+START_END_S = 10.0  # within this time after a signal an owner that never served must end
+SETTLED_S = 10.0  # an ingress that has run for this time has started successfully
 
 Own = Callable[[Signals, SharedHeartbeat], None]
 ServeHttp = Callable[[int, Callable[[], None], HolderLink], None]
@@ -48,11 +48,13 @@ class Supervisor:
 
     Args:
         own: runs the owner, until a signal. The owner beats while it starts and serves.
-        serve_http: runs the ingress, until the pipe is closed whose read end is the first argument.
-            Its event loop calls the second argument every second. The third argument is the link by
-            which its connections outlive it; the next ingress continues with these connections.
-        restarts: budget for restarts of owner and ingress together; its pauses apply to the owner.
-        silent_s: a process without a heartbeat for longer is killed.
+        serve_http: runs the ingress. The first argument is the read end of a pipe; the ingress runs
+            until this pipe is closed. The ingress's event loop calls the second argument every
+            second. The third argument is the link by which the connections outlive the ingress; the
+            next ingress continues with these connections.
+        restarts: common budget for restarts of owner and ingress; the pauses of the budget apply to
+            the owner only.
+        silent_s: a process that has no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
         end_started: kills processes of a dead owner that are no descendants of the supervisor.
         on_fork: called first in each process.
@@ -86,7 +88,7 @@ class Supervisor:
         # Owners keep the write end open, too: it closes when supervisor and owner are gone.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
-        self._owner_due_s = self._ingress_due_s = 0.0  # when to start the process; inf: never
+        self._owner_due_s = self._ingress_due_s = 0.0  # time of the next start; inf: never
         self._ingress_began_s = 0.0
         # Children that this process had before it became the supervisor, for example by a shell's
         # exec.

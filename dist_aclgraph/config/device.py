@@ -172,11 +172,12 @@ class DeviceConfig(Section):
     hccl_interfaces: str | None = Field(
         None,
         min_length=1,
-        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME): eth0 for "
-        "names that begin with eth0, =eth0 for exactly this name, ^docker for all "
-        "names that do not begin with docker. With null, HCCL uses Ray's address of "
-        "the node (HCCL_IF_IP) if a group spans nodes. Variables in the environment "
-        "of a node's `ray start` override this key and the next three",
+        description="network interfaces of HCCL between nodes (HCCL_SOCKET_IFNAME): eth0 for names "
+        "that begin with eth0, =eth0 for exactly this name, ^docker for all names that "
+        "do not begin with docker. With null, HCCL uses Ray's address of the node "
+        "(HCCL_IF_IP) if a group spans nodes. Variables in the environment of a node's "
+        "`ray start` override this key, hccl_host_ports, hccl_npu_ports and "
+        "gloo_interface",
     )
     hccl_host_ports: str | None = Field(
         None,
@@ -187,7 +188,8 @@ class DeviceConfig(Section):
     hccl_npu_ports: str | None = Field(
         None,
         pattern=PORTS,
-        description="the same for ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE)",
+        description="ports of HCCL on the NPU (HCCL_NPU_SOCKET_PORT_RANGE), in the form of "
+        "hccl_host_ports",
     )
     gloo_interface: str | None = Field(
         None,
@@ -225,9 +227,7 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The keys about the NPU that have a value neither from the configuration nor from an
-        NPU.
-        """
+        """The keys about the NPU whose values come from neither configuration nor NPU."""
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 
     @property

@@ -29,8 +29,8 @@ class AutoscaleConfig(Section):
     down_s: float = Field(
         300.0,
         ge=0,
-        description="a group is removed if for this number of seconds no request waits and half "
-        "of the other groups would be enough",
+        description="a group is removed if two conditions were met for this number of seconds: no "
+        "request waited, and half of the other groups would have been enough",
     )
 
     @model_validator(mode="after")

@@ -50,8 +50,8 @@ class ParallelConfig(Section):
         1,
         ge=1,
         le=4096,
-        description="expert parallel size: number of ranks that share one set of experts. It is a "
-        "multiple of tp x pcp, or 1, as for dense models",
+        description="expert parallel size: number of ranks that share one set of experts. The "
+        "value is a multiple of tp x pcp, or 1; it is 1 for dense models",
     )
     exchange: ExchangeSetting = Field(
         "auto",
@@ -77,9 +77,9 @@ class ParallelConfig(Section):
         ge=1,
         le=1024,
         description="decode context parallel size: number of shards of a request's KV cache. The "
-        "shards are on ranks that would otherwise hold copies of this cache. The "
-        "value is 1, or pcp times a divisor of tp (with latent attention) or pcp "
-        "times a divisor of tp / KV heads (with other attention), up to 16",
+        "shards are on ranks that would otherwise hold copies of this cache. The value "
+        "is at most 16. It is 1, or pcp times a divisor of tp (with latent attention), "
+        "or pcp times a divisor of tp / KV heads (with other attention)",
     )
     pcp: int = Field(
         1,
@@ -123,7 +123,7 @@ class GraphConfig(Section):
         "largest batch",
     )
     mixed_sizes: tuple[int, ...] | None = Field(
-        None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
+        None, description="capture sizes for mixed batches, in mode FULL_AND_PIECEWISE"
     )
     max_tokens: int = Field(
         512,
@@ -138,7 +138,8 @@ class GraphConfig(Section):
         "frequencies. null means that small batches are the most frequent",
     )
     mixed_traffic: dict[int, float] | None = Field(
-        None, description="the same for mixed batches, in mode FULL_AND_PIECEWISE"
+        None,
+        description="expected frequency of each size of mixed batches, in mode FULL_AND_PIECEWISE",
     )
     budget_model: BudgetModelName = Field(
         "calibrated",
@@ -185,8 +186,8 @@ class GraphConfig(Section):
     lazy_min_tokens: int = Field(
         4096,
         ge=1,
-        description="number of tokens that a shape has cost in eager steps or as padding before "
-        "it gets a lazy graph",
+        description="a shape gets a lazy graph when it has cost this number of tokens, in eager "
+        "steps or as padding",
     )
     lazy_retry_steps: int = Field(
         10_000,

@@ -1,1 +1,3 @@
-"""The NPU: the only package that imports torch_npu, real or on the emulator."""
+"""Access to the NPU. Only this package imports torch_npu, which runs on an NPU or on the
+emulator.
+"""

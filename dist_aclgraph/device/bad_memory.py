@@ -33,7 +33,9 @@ class MemoryRange(NamedTuple):
 
 
 def lies_in(wanted: Sequence[MemoryRange], parts: Iterable[MemoryRange]) -> bool:
-    """Return whether the parts together contain all wanted ranges; parts may be adjacent."""
+    """Return whether the parts together contain all wanted ranges. A range may lie in several
+    adjacent parts.
+    """
     merged: list[MemoryRange] = []
     for part in sorted(parts):
         if merged and part.begin <= merged[-1].end:
@@ -82,8 +84,8 @@ class BadMemory:
         call.
 
         In older versions of torch_npu, ``restart_device`` repairs the memory that was reported to
-        torch_npu. In newer versions it does not, if CANN has ``aclrtRepairError`` and the chip is
-        older than Ascend950.
+        torch_npu. In newer versions, ``restart_device`` does not repair memory if CANN has
+        ``aclrtRepairError`` and the chip is older than Ascend950.
 
         Raises:
             DeviceError: some memory stays faulty.

@@ -24,13 +24,14 @@ def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = 
     ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of this machine, unless
     the configuration sets them.
 
-    If no NPU answers, these keys stay null, and plans assume documented values. This is an error
-    only if ranks start here.
+    If no NPU answers, these keys stay null, and plans assume documented values. A missing answer is
+    an error only if ranks start here.
 
     Args:
         use: what the configuration is for: a plan alone, ranks on this machine, or ranks on the
-            nodes of a Ray cluster. In a cluster, ``auto`` stays if this node has no NPU: then each
-            rank decides for its own node, and a group refuses ranks of different kinds.
+            nodes of a Ray cluster. In a cluster, ``auto`` remains if this node has no NPU. Then
+            each rank decides for its own node, and a group refuses ranks with different kinds of
+            devices.
         ask: see ``ask_npu``.
 
     Raises:

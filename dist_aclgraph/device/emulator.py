@@ -38,7 +38,7 @@ from dist_aclgraph.shipped import is_installed, shipped
 
 def _build_folder() -> Path:
     """Return the folder of the built libraries. In a clone it is beside the sources, one folder per
-    line of torch_npu; otherwise it is in the user's cache, one folder per installation.
+    release series of torch_npu. Otherwise it is in the user's cache, one folder per installation.
     """
     if not is_installed() and os.access(SOURCES, os.W_OK):
         return SOURCES / f"build-{installed_name()}"
@@ -76,7 +76,7 @@ def is_built() -> bool:
 def build(progress: OnProgress | None = None) -> Path:
     """Build the libraries if a source, a wheel or the processor changed, and return their folder.
 
-    Callers of several processes take turns; only the first one builds.
+    If several processes call this at the same time, the first one builds, and the others wait.
 
     Args:
         progress: called with (number of finished steps, number of all steps, last step).

@@ -58,7 +58,7 @@ class LaunchGate:
         self._check()
 
     def close(self, timeout_s: float) -> None:
-        """Close the gate once no thread launches; no thread launches from now on.
+        """Wait until no thread launches, and close the gate. A closed gate lets no thread launch.
 
         Raises:
             DeviceError: a thread launches for longer than the limit.

@@ -33,7 +33,8 @@ from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
 
-# Observed on a 910C with CANN 9.0: this many creations succeed, and the next one fails with 207005.
+# Observed on a 910C with CANN 9.0: this number of streams can be created; the next creation fails
+# with 207005.
 STREAMS_OF_A_FRESH_DEVICE = 1979
 THREAD_LEVEL = 0  # ACL_RT_THREAD_LEVEL
 PACKAGE_CANN, VERSION_BYTES = 0, 2048  # ACL_PKG_NAME_CANN; the struct begins with the text
@@ -51,7 +52,7 @@ class Memory:
 
 
 def runtime() -> Any:
-    """Return ``torch.npu``, which exists once torch_npu is loaded: streams, events, graphs."""
+    """Return ``torch.npu``: streams, events and graphs. It exists once torch_npu is loaded."""
     return torch.npu  # type: ignore[attr-defined]
 
 
@@ -322,7 +323,7 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of a graph pool: all bytes that come from the device, and those that tensors occupy."""
+    """Bytes of a graph pool: all its bytes of device memory, and the part that tensors occupy."""
 
     total_bytes: int
     live_bytes: int

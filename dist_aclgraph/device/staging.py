@@ -20,7 +20,7 @@ ALIGNED_BYTES = 64
 
 class _Part:
     """Attributes:
-    is_left: whether copies of this part may still run; then ``sent`` was recorded after them.
+    is_left: whether copies of this part may still run. If so, ``sent`` was recorded after these.
     """
 
     def __init__(self, sent: Any) -> None:
@@ -30,7 +30,8 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory. Its parts are used in turn; a part is added if the device is far behind.
+    """Owns the memory. Its parts are used in turn; a part is added if the device has not read the
+    next part yet.
 
     Args:
         stream: the stream of all copies.

@@ -30,7 +30,8 @@ class Stopwatch:
 
     Attributes:
         stages: stages in sequence, from the plan's arrival to the result.
-        beside: work since the last report that ran at the same time as a step or between two steps.
+        beside: work that ran at the same time as a step, or between two steps, since the last
+            report.
     """
 
     enabled: bool
@@ -88,8 +89,8 @@ class ReplaySpan:
 class UpdateWait:
     """The time that the device waited during a replay for updates of the replay's tasks.
 
-    The emulator counts this time. Hardware does not report it; on hardware, the value is the time
-    from the replay's start to the last event record after the replay. This is an upper bound,
+    The emulator counts this time. Hardware does not report this time. On hardware, the value is the
+    time from the replay's start to the last event record after the replay. This is an upper bound,
     because the device also computes during this time.
     """
 
@@ -114,7 +115,9 @@ class UpdateWait:
             span.end.record(update_stream)
 
     def take_us(self, span: ReplaySpan) -> float:
-        """Return the wait of a finished step; on the emulator, all waits since the last call."""
+        """Return the wait of a finished step. On the emulator, return the sum of all waits since
+        the last call.
+        """
         if self._is_counted:
             before_ns, self._taken_ns = self._taken_ns, self._counted_ns()
             return (self._taken_ns - before_ns) / 1e3
@@ -129,10 +132,9 @@ class UpdateWait:
 
 
 class DeviceCounts:
-    """The emulator's counts of a step; hardware has none.
-
-    It counts collectives, and the bytes that collectives receive from other ranks. With modelled
-    time it also counts the device's busy time, and the device's idle time by cause.
+    """The emulator's counts of a step; hardware reports no counts. The emulator counts collectives,
+    and the bytes that collectives receive from other ranks. With modelled time the emulator also
+    counts the device's busy time, and the device's idle time by cause.
     """
 
     def __init__(self, is_counted: bool) -> None:

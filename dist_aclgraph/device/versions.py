@@ -1,6 +1,7 @@
-"""The lines of torch_npu that this project supports, and all differences that matter here.
+"""The supported release series of torch_npu, and all differences that matter here.
 
-Nothing here imports torch. ``pyproject.toml`` has an extra for each line, ``npu-2.12`` for 2.12.
+Nothing here imports torch. ``pyproject.toml`` has an extra for each release series, for example
+``npu-2.12`` for 2.12.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """One line of torch_npu, with the versions of torch and CANN that belong to it.
+    """One release series of torch_npu, with the versions of torch and CANN that belong to it.
 
     Attributes:
-        torch, torch_npu: the versions that the extra of this line installs.
-        cann: the release of CANN to install with it.
+        torch, torch_npu: the versions that the extra of this release series installs.
+        cann: the release of CANN to install with this torch_npu.
         is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
         loads_beside_cuda: whether torch_npu can be loaded beside a torch that is built for CUDA.
         captures_after_refusal: whether ``torch.npu.graph`` works after a capture that could not
@@ -34,7 +35,7 @@ class Line:
 
 
 # Versions for CANN 9.1.0: vllm-ascend (182b75e) uses 2.10.0.post4; Ascend/pytorch's
-# COMPATIBILITY.en.md names 2.12.0, which is its newest line.
+# COMPATIBILITY.en.md names 2.12.0, which is its newest release series.
 LINES = {
     "2.10": Line("2.10.0", "2.10.0.post4"),
     "2.12": Line("2.12.0", "2.12.0"),
@@ -48,13 +49,14 @@ LINES = {
         reduce_scatter="reduce_scatter_single",
     ),
 }
-DEFAULT = "2.13"  # make installs this line if no other line is named
+DEFAULT = "2.13"  # make installs this release series if no other is named
 
 
 def installed_name() -> str:
-    """Return the line of the installed torch; ``DEFAULT`` if torch is missing or unknown.
+    """Return the release series of the installed torch, or ``DEFAULT`` if it is unknown.
 
-    ``dist-aclgraph doctor`` refuses an unknown line.
+    It is unknown if torch is missing or has an unknown version; ``dist-aclgraph doctor`` refuses
+    both.
     """
     try:
         version = importlib.metadata.version("torch")
@@ -65,5 +67,5 @@ def installed_name() -> str:
 
 
 def installed_line() -> Line:
-    """Return the line of ``installed_name``."""
+    """Return the release series with the name ``installed_name``."""
     return LINES[installed_name()]

@@ -54,10 +54,10 @@ def answers_of(chip: str, cann: str, folder: Path = FOLDER) -> dict[str, RuleAns
 def rules_text(report: Report) -> str:
     """Return a report's differences as the text of a file of rules.
 
-    ``[settings]`` contains settings of the emulator (``emulator/README.md``): facts, rules of the
-    emulator that the device does not have, and operators that only the device refuses.
-    ``[answers]`` contains the answers that differ. A number has no unit, and matches numbers up to
-    a factor of two away.
+    ``[settings]`` contains three kinds of settings of the emulator (``emulator/README.md``): facts;
+    the emulator's rules that the device does not have; and operators that only the device refuses.
+    ``[answers]`` contains the answers that differ. A number has no unit. Two numbers match if they
+    differ by at most a factor of two.
     """
     rows = {row.name: row for row in report.rows}
     settings = [

@@ -18,12 +18,12 @@ EQUAL, DIFFERENT = "equal", "different"
 
 @dataclass(frozen=True)
 class Bench:
-    """The tools of a question, inside its child process.
+    """Helper objects and functions for the child process that runs one question.
 
     Attributes:
         torch: the package torch; None for questions that need no device.
-        ops: the package torch_npu; None likewise.
-        npu: the open device (``device.npu.Npu``); None likewise.
+        ops: the package torch_npu; None if ``torch`` is None.
+        npu: the open device (``device.npu.Npu``); None if ``torch`` is None.
         rank: rank of this process among the processes of the question.
         ranks: number of processes of the question; they are the members of one HCCL world.
     """
@@ -80,8 +80,8 @@ class Between:
 
 @dataclass(frozen=True)
 class ByCann:
-    """The answer depends on the line of CANN. ``a2_cann_8`` is the answer of an A2, if it
-    differs.
+    """The answer depends on CANN's release series. With CANN 8, an A2 may have another answer,
+    ``a2_cann_8``.
     """
 
     cann_8: str
@@ -102,8 +102,9 @@ class Probe:
         limit_s: limit of ``call``; loading torch_npu has its own limit.
         ranks: number of processes, each with its own NPU.
         needs_device: whether the process loads torch_npu and opens a device.
-        task_queue: torch_npu's TASK_QUEUE_ENABLE; with 0 an error names its operator.
-        setting: the emulator's setting for this fact.
+        task_queue: torch_npu's TASK_QUEUE_ENABLE; with 0, the error of an operator names this
+            operator.
+        setting: the emulator's setting for the fact that the question asks for.
         rule: part of the emulator's refusal, for calls that the emulator refuses and a device may
             accept.
         operator: the operator that a device may refuse.

@@ -81,7 +81,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         return [row for row in self.rows if row.is_same is False]
 
     def summary(self) -> str:
-        """Return the numbers of rows in words."""
+        """Return in words how many rows there are of each kind."""
         unasked = sum(not row.was_asked for row in self.rows)
         return (
             f"{len(self.rows)} questions, {len(self.differences())} answers differ from the "

@@ -27,12 +27,12 @@ from dist_aclgraph.probe.row import MAX_TEXT, Outcome, Report, Row, judged
 
 LOAD_S = 120.0  # limit of loading torch_npu, opening the device and joining the other ranks
 NEAR = 2.0  # a number counts as equal to the known number within this factor
-END_S = 5.0  # limit of a child's end after its answer
+END_S = 5.0  # within this time after its answer a child must end
 NO_ANSWER, DIED, CUT_OFF = "no answer", "the process died", "the run was cut off here"
 
 
 class Runner:
-    """Owns the child processes of one question at a time. The questions are passed to ``run``.
+    """Owns the child processes of one question at a time. ``run`` gets the questions.
 
     Args:
         device: the device of all questions.

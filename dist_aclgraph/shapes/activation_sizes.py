@@ -45,7 +45,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # the rank's part; all parts; all parts in order
+    logits = part + 2 * tp * part  # parts of the rank; parts of all ranks; the same in order
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged
@@ -81,7 +81,8 @@ def prompt_bytes(
     copies = 1 if dcp == 1 else 2 / dcp + 3
     heads = spec.num_heads // tp
     keys = round(chunk_tokens * copies * kept) + chunk_tokens * heads * made
-    # New keys: the rank's own; all in order; keys and values separate.
+    # New keys in three forms: those of the rank, those of all ranks in order, and keys and values
+    # as separate tensors.
     new = (1 + 2 * pcp) * kept if pcp > 1 else 0
     found = heads * value_dim if chunk_tokens else 0
     # Results of two chunks, and the merged result.
@@ -97,17 +98,19 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     heads, groups = spec.num_heads // tp, dcp // pcp  # groups of heads; PCP ranks have copies
     rotated = spec.latent.rope_dim if spec.latent else 0
     found = spec.latent.kv_rank if spec.latent else spec.head_dim
-    # Queries of the rank, of all ranks, in order, and in two parts; then the results of attention.
+    # Queries in four forms: of the rank, of all ranks, in order, and in two parts. Then the results
+    # of attention.
     queries = (1 + dcp + 2 * groups) * (found + rotated) + groups * found
-    # Results in float32, without empty ones, by receiver, joined; then sent, received, and merged.
+    # Results in float32: without empty ones, ordered by receiver, and joined. Then the sent, the
+    # received and the merged results.
     floats = (4 * groups + 2 * dcp + 1) * (found + LOGS)
     return heads * (queries * element_bytes + floats * FLOAT32_BYTES)
 
 
 def _grouped(spec: ModelSpec, tp: int) -> int:
     q, kv = spec.num_heads // tp, kv_heads_per_rank(spec.num_kv_heads, tp)
-    # Queries, keys and values as projected, and normalised and rotated; then the output of
-    # attention.
+    # Queries, keys and values: as projected, and after normalisation and rotation. Then the output
+    # of attention.
     return spec.head_dim * (2 * (q + 2 * kv) + q)
 
 
@@ -120,7 +123,7 @@ def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
 
 
 def _mlp(hidden: int, width: int, tp: int) -> int:
-    return 3 * -(-width // tp) + hidden  # gate, up and their product; the sum
+    return 3 * -(-width // tp) + hidden  # gate, up, and their product; then the sum
 
 
 def _experts(hidden: int, experts: ExpertSpec, tp: int, ep: int) -> int:

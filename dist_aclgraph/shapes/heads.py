@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dist_aclgraph.errors import ConfigError
 
 MAX_LATENT_HEADS = 128  # heads of one rank, a power of two: limits of latent attention's operator
-MAX_SHARDS = 16  # npu_attention_update merges the results of at most so many shards at once
+MAX_SHARDS = 16  # npu_attention_update merges the results of at most this number of shards
 
 
 def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
@@ -54,7 +54,8 @@ def check_shards(
     num_prompt_ranks: int,
     is_latent: bool,
 ) -> None:
-    """Check that the ranks that share a cache by ``dcp`` would otherwise hold copies of it.
+    """Check that ranks that share a cache by ``dcp`` would hold copies of this cache without
+    ``dcp``.
 
     Args:
         num_shards: ``parallel.dcp``; num_prompt_ranks: ``parallel.pcp``.

@@ -42,12 +42,13 @@ class ExpertSpec(ExpertFacts):
     Attributes:
         width: inner width of one expert.
         renormalizes: whether the weights of a token's experts sum to one, before ``scaling``.
-        layers: layers that have experts, next-token layers after the decoder's layers included; the
-            other layers have a dense MLP.
+        layers: layers that have experts; the next-token layers are counted after the decoder's
+            layers. The other layers have a dense MLP.
         scoring: how a router's logits become the weights of experts.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
             ``num_groups`` groups; 1 and 1 means no groups.
-        group_score: score of a group: that of its best expert, or the sum of its two best.
+        group_score: score of a group: the score of its best expert, or the sum of its two best
+            scores.
         scaling: factor for the experts' weights.
         has_bias: whether a bias is added to the scores for the choice of experts, but not for
             weights.
@@ -75,8 +76,8 @@ class LatentSpec:
         plain_dim, rope_dim: widths of the parts of a query or key head without and with rotary
             embedding.
         value_dim: width of a value head.
-        interleaves: true: the checkpoint rotates pairs of neighbouring elements; false: pairs of
-            elements that are half a head apart.
+        interleaves: true: the checkpoint rotates pairs of neighbouring elements; false: it rotates
+            pairs of elements that are half a head apart.
     """
 
     q_rank: int | None

@@ -123,8 +123,8 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
         return ContextLengths(length, min(length, _original_len(config, scaling)))
     if kind in ("linear", "dynamic", "yarn"):
         start = _original_len(config, scaling) if kind == "yarn" else length
-        # For a yarn model, vLLM allows less than the declared length if the factor is too small for
-        # this length.
+        # For a yarn model, vLLM allows fewer tokens than config.json declares if the factor is too
+        # small for the declared length.
         length = max(length, int(start * _factor(config, scaling)))
         if length > MAX_CONTEXT:
             raise ModelError(

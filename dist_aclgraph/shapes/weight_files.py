@@ -37,7 +37,7 @@ def weight_files(directory: str | Path) -> list[Path]:
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
-    """Return the file name of each tensor, from the index; without an index, that of the only file.
+    """Return the file name of each tensor: from the index, or the only file if there is no index.
 
     Raises:
         ModelError: there are no weights, or the index or a header cannot be read.
@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor; names of files must stay inside the directory.
+    """Return the file of each tensor; all files must be inside the directory.
 
     Raises:
         ModelError: the index cannot be read, or names a file elsewhere.

@@ -27,7 +27,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-NPU_STREAMS_TAKEN = 69  # before groups are joined: 1979 streams were free on a 910C with CANN 9.0
+NPU_STREAMS_TAKEN = 69  # before groups are joined: a 910C with CANN 9.0 had 1979 free streams
 EMULATOR_STREAMS_TAKEN = 34  # streams of torch_npu and the runner, counted on the emulator
 
 
@@ -73,9 +73,9 @@ class AssumedDeployment:
 
         Raises:
             ConfigError: the model's directory is missing or not a checkpoint, sizes do not match,
-                the configured exchange is impossible, the chip is unknown, a node has too few NPUs
-                for a tensor parallel group, or weights, buffers and eager steps do not fit on a
-                device.
+                the configured exchange is impossible, or the chip is unknown; a node has too few
+                NPUs for a tensor parallel group; or weights, buffers and eager steps do not fit on
+                a device.
         """
         _check_chip(config)
         _check_nodes(config)
@@ -212,7 +212,7 @@ class AssumedDeployment:
 
 
 def distinct(offers: Iterable[StreamOffer]) -> list[StreamOffer]:
-    """Return different offers: of offers that differ only in their rank, only the first one."""
+    """Return the offers, but only the first of several offers that differ only in their rank."""
     found: dict[bytes, StreamOffer] = {}
     for offer in offers:
         found.setdefault(content_of(offer), offer)

@@ -94,7 +94,7 @@ class SimulatedGroup:
     Args:
         shares_plan_with: number of groups that change their plan together, this group included; the
             other groups are assumed to have the same traffic.
-        accepted: probability that a draft is accepted if all drafts before it are accepted.
+        accepted: probability that a draft is accepted after all previous drafts were accepted.
         seed: seed of the random acceptance of drafts.
     """
 

@@ -64,7 +64,7 @@ class Arrival(NamedTuple):
     shared_tokens: int = 0
 
     def token_ids(self, number: int) -> list[int]:
-        """Return the prompt; after its prefix, it differs from the prompts of all other numbers.
+        """Return the prompt; after the prefix, prompts with different numbers differ.
 
         Args:
             number: identifies the request.

@@ -34,7 +34,7 @@ from dist_aclgraph.simulate.times import StepTimes
 DEFAULT_REQUESTS = 1000
 MAX_GROUPS = 8  # maximum number of simulated groups; groups that represent most others come first
 
-OnProgress = Callable[[float], None]  # called with the part that is done, from 0 to 1
+OnProgress = Callable[[float], None]  # called with the played part of the load, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class LoadOptions:
 
     ``requests`` and ``seconds`` limit the load of the whole deployment. ``beginnings`` is the
     number of prefixes that drawn prompts share; if there are several groups, the result then also
-    compares routing rules. ``accepted`` is the probability that a draft is accepted if all drafts
-    before it are accepted.
+    compares routing rules. ``accepted`` is the probability that a draft is accepted after all
+    previous drafts were accepted.
     """
 
     trace: Path | None = None
@@ -200,7 +200,9 @@ def simulate(
 
 
 def group_kinds(deployment: AssumedDeployment) -> list[GroupKind]:
-    """Return one kind for all groups with equal offers; kinds with the most groups come first."""
+    """Return one kind for each set of groups with equal offers; kinds with the most groups come
+    first.
+    """
     groups, offers = deployment.layout.lockstep_groups, deployment.offers
     if deployment.config.graph.scope == "cluster":
         return [GroupKind(0, len(groups), deployment.planner.negotiate(offers))]

@@ -31,7 +31,8 @@ class StepTimes:
         eager: time of steps without a graph; None means the time of a graph of the same size.
         capture_s: time of one capture, during which no step runs.
         measured: measured times by mode and bucket, which replace ``base_s`` and ``token_s``. Times
-            of sizes between them are interpolated; above them, times are proportional to tokens.
+            between two measured sizes are interpolated; above the largest measured size, times are
+            proportional to tokens.
         source: origin of the measured times, in plain words.
     """
 
@@ -154,7 +155,7 @@ def read_times(path: Path, capture_ms: float) -> StepTimes:
 
 
 def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
-    """Return the mean of lines, weighted by their numbers of steps; None if there are no steps."""
+    """Return the mean of linear functions, weighted by numbers of steps; None without steps."""
     steps = sum(count for count, _ in lines)
     if not steps:
         return None
@@ -165,7 +166,7 @@ def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
 
 
 def _groups(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all groups in a report, which may itself be the report of one group."""
+    """Yield the reports of all groups in a report of a deployment or of one group."""
     if isinstance(report, dict):
         yield report
         for group in report.get("groups", ()):

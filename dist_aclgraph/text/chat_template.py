@@ -55,7 +55,7 @@ class ChatOptions:
         add_generation_prompt: whether the prompt ends with the beginning of an answer.
         continue_final_message: whether the answer continues the text of the last message.
         template: the name of one of the checkpoint's templates. None means "tool_use" if the
-            request has tools and this template exists, else "default".
+            request has tools and a template of this name exists, otherwise "default".
         variables: further variables of the template, such as ``enable_thinking``.
     """
 

@@ -14,8 +14,8 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one output: the text of prompt and output together, without the text of the
-    prompt.
+    """The text of one output: prompt and output are decoded together, and the text of the prompt is
+    removed.
 
     The text of a token depends on the tokens before it: a decoder drops the first space of a text,
     and joins bytes to characters. So the last tokens are decoded again with each new token, from a

@@ -38,8 +38,8 @@ class Tokenizer:
     """Turns text into token ids and back. It has no state of requests, so threads may share it.
 
     Attributes:
-        eos_ids: ids that end an output: those of generation_config.json, else config.json, and the
-            tokenizer's own end token.
+        eos_ids: ids that end an output: the tokenizer's own end token, and the ids of
+            generation_config.json, or of config.json if generation_config.json has none.
         special_ids: ids of tokens that are not text for people, such as the end token.
         nameless_ids: rows of the model for which the tokenizer has no token.
         unspoken_ids: ``special_ids`` and ``nameless_ids`` together.
@@ -99,9 +99,8 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the ids of a text.
-
-        Other threads run at the same time. The library's ``Tokenizer.encode`` does not allow this.
+        """Return the ids of a text. Other threads can run meanwhile, unlike with the library's
+        ``Tokenizer.encode``.
 
         Args:
             max_tokens: largest number of tokens that the text may have; the default is the number
@@ -289,7 +288,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _translate(error: BaseException, ours: DistAclGraphError) -> BaseException:
-    """Return our error for a panic of the Rust library; pass all other errors on unchanged."""
+    """Return our error for a panic of the Rust library, and any other error unchanged."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return ours
     return error

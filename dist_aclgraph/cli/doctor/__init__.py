@@ -1,3 +1,1 @@
-"""``dist-aclgraph doctor``: for each part that a machine needs, whether it is there, and the
-remedy.
-"""
+"""``dist-aclgraph doctor``: it checks each part that a machine needs, and names remedies."""

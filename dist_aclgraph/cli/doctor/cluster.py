@@ -126,7 +126,7 @@ def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int
 
 
 def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return whether all nodes have the same versions."""
+    """Return the finding whether all nodes have the same versions."""
     values_of = _nodes_by_value({node: found.versions for node, found in facts.items()})
     return [
         Finding(name, len(nodes) == 1, _words(nodes), f"install the same {name} on all nodes")
@@ -135,7 +135,7 @@ def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return whether all nodes with NPUs have the same sizes."""
+    """Return the finding whether all nodes with NPUs have the same sizes."""
     values_of = _nodes_by_value({node: each.sizes for node, each in facts.items() if each.npus})
     remedy = "ranks of a group wait for each other, and for those on the smallest node"
     return [
@@ -180,7 +180,7 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
     """Return whether each node reaches all others by TCP.
 
     Args:
-        failures: for each node, by address and port of another node, why it cannot be reached.
+        failures: for each node, the reason why it cannot reach an address and port of another node.
     """
     remedy = (
         "open cluster.ports between the nodes in their firewalls, and start Ray on each node with "

@@ -1,4 +1,4 @@
-"""``dist-aclgraph doctor``: which parts this machine has or lacks, and how to get missing parts."""
+"""``dist-aclgraph doctor``: it lists this machine's parts and missing parts, with remedies."""
 
 from __future__ import annotations
 
@@ -107,8 +107,10 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """Return the finding about the variables by which HCCL reaches other nodes. Workers get these
-    variables from their node's `ray start`, except those that the configuration sets for all nodes.
+    """Return the finding about the variables by which HCCL reaches other nodes.
+
+    If the configuration sets a variable, all workers get that value. Otherwise workers get the
+    value that `ray start` had on their node.
     """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))

@@ -1,5 +1,6 @@
-"""Rules of the attention operator that depend on the line of CANN: calls at the limits of the
-rules.
+"""Rules of the attention operator that depend on CANN's release series.
+
+The questions are calls at the limits of these rules.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _call(
 
 _LATENT: dict[str, Any] = {"kv_heads": 1, "dim": 512, "rope": True}
 
-# Name, arguments of the call, whether CANN 8.5 and CANN 9 accept the call, part of a refusal.
+# Name, arguments of the call, whether CANN 8.5 accepts the call, whether CANN 9 does, and a part of
+# the refusal.
 _CASES: tuple[tuple[str, dict[str, Any], bool, bool, str | None], ...] = (
     ("plain", {}, True, True, None),
     ("float16", {"dtype": "float16"}, False, True, "query must be bfloat16"),

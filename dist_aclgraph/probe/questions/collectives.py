@@ -76,7 +76,9 @@ def _same_bits(bench: Bench) -> Answer:
 
 
 def captured_sum(bench: Bench) -> tuple[Any, Any, Any]:
-    """Return a graph, its input, and its output: twice the sum of all ranks' inputs."""
+    """Return a graph, its input tensor, and its output tensor; a replay writes twice the sum of all
+    ranks' inputs.
+    """
     x, out = bench.torch.ones(64, device="npu"), bench.torch.zeros(64, device="npu")
 
     def step() -> None:

@@ -1,4 +1,6 @@
-"""Facts of the machine. Most have no expected answer; some are settings of the emulator."""
+"""Facts of the machine. Most of these questions have no expected answer; some answers are settings
+of the emulator.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Level, Probe
 
 BFLOAT16, FLOAT32 = 3e-2, 1e-4  # tolerances
-HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # heads as Qwen3-8B's
-LATENT, ROTATED = 512, 64  # as DeepSeek's
+HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # heads of Qwen3-8B
+LATENT, ROTATED = 512, 64  # heads of DeepSeek
 VOCABULARY = 32_000
 
 
