@@ -28,7 +28,8 @@ def test_the_page_has_an_item_with_a_meaning_for_every_key() -> None:
     items = render_keys().split("\n- **`")[1:]
 
     assert len(items) == count_keys(Config)
-    assert all(len(item.partition("): ")[2].split("\n\n")[0]) > 8 for item in items)
+    meanings = [item.partition("):")[2].split("\n\n")[0].strip() for item in items]
+    assert all(len(meaning) > 8 for meaning in meanings)
 
 
 def test_no_line_of_an_item_reads_as_a_list_or_a_quotation_in_markdown() -> None:
