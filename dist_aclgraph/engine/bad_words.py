@@ -24,7 +24,8 @@ class Forbidden(NamedTuple):
     Attributes:
         places: index of the place; tokens: the forbidden token.
         before: the token after which ``tokens`` is forbidden; -1 if the host has found it already.
-        coming: index of the actual previous token among the tokens that a step in flight samples.
+        coming: index, among the tokens that a step in flight samples, of the token that really
+            comes before ``tokens``.
     """
 
     places: IntArray

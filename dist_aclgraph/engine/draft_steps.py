@@ -1,4 +1,4 @@
-"""The drafting part of a step: on the static inputs of a graph, or on a mixed batch."""
+"""The drafting part of a step; it works on the static inputs of a graph or on a mixed batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DraftSteps:
         k: number of drafts of each request.
         max_rows: maximum number of rows of the batch; one spare row is added.
         vocab_size: size of the decoder's vocabulary.
-        attention: makes the attention metadata of the module; the decoder uses it, too.
+        attention: makes the attention metadata of the module; the decoder uses the same object.
         tally: [2] int64, the counters of the module's experts.
         choose_exchange: returns the exchange that sends an iteration's tokens to their experts.
     """

@@ -112,7 +112,7 @@ class ModelRunner:
             parallel group only acknowledge.
         graphs: all graphs that may be captured; the buffers have the size of the largest one.
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
-            experts; for eager steps the plan contains it.
+            experts. The plan of an eager step contains the exchange of this step.
         context: the ranks that share the context of this rank's requests.
     """
 
@@ -200,7 +200,8 @@ class ModelRunner:
             self._buffers.addresses,
             max_len,
             graph_lens,
-            # With several steps in flight, lengths are sent when a step is queued, not guessed.
+            # With several steps in flight, lengths are not guessed: they are sent when a step is
+            # queued.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -306,7 +307,7 @@ class ModelRunner:
     # ---- steps
 
     def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
-        """Run one step alone; return its result, without tokens if this rank owns no output."""
+        """Run one step alone and return the result, without tokens if this rank owns no output."""
         results: list[StepResult] = []
         self.launch(plan, dp_rank, rank, results.append)
         return results[-1] if results else self.finish()
@@ -314,7 +315,7 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, dp_rank: int, rank: int, report: Callable[[StepResult], None]
     ) -> None:
-        """Queue a step on the device, after the step that runs, if there is one.
+        """Queue a step on the device, after the running step if there is one.
 
         Args:
             report: called with the results of earlier steps that have ended, and with the result of
@@ -402,8 +403,8 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
-        The device has executed the step by then, so a fault in it is attributed to this step. A
-        fault in its drafts is attributed to the next step.
+        By then, the device has executed the step without its drafts. So a fault in the step is
+        attributed to this step, but a fault in its drafts is attributed to the next step.
         """
         return self._result(*self._read_oldest())
 
@@ -543,7 +544,7 @@ class ModelRunner:
         pieces: CapturedPieces | None,
         answer: Callable[[], None],
     ) -> _Flight:
-        """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly.
+        """Run any mixture of requests: the decoder piecewise or eagerly, everything else eagerly.
 
         Args:
             answer: called between segments; it reports the previous step if that step has ended.

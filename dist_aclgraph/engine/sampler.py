@@ -1,7 +1,8 @@
 """Chooses token ids from logits, on the device.
 
-With a temperature, a race draws the token (``race_noise``), so only rows with top-k or top-p are
-sorted. The random numbers depend only on (seed, position, token), so a request gets the same tokens
+If a row has a temperature, a race draws the token (``race_noise``). So only rows with top-k or
+top-p are sorted. The random numbers depend only on (seed, position, token), so a request gets the
+same tokens
 in any batch, on every rank, and after a resumption. A step sends the keys of the random numbers;
 the sampling parameters are already on the device (``sampling_places``).
 """

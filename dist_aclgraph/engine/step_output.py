@@ -1,4 +1,4 @@
-"""Turns a step's logits into the report for the engine. Only here the host waits for the device."""
+"""Turns a step's logits into the engine's report. The host waits for the device only here."""
 
 from __future__ import annotations
 
@@ -281,8 +281,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called first, to do other work of the host; its argument returns whether
-                the results have arrived.
+            while_waiting: called first, to do other work of the host. It gets a function that
+                returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

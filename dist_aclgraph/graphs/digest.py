@@ -1,4 +1,4 @@
-"""A digest of the captured operators, so that ranks notice different operators before a replay."""
+"""A digest of the captured operators. Ranks compare digests to find differences before a replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One generation as one HTTP response, whole or streamed; if the client disconnects, it ends."""
+"""One generation as one HTTP response, whole or streamed; if the client disconnects, both end."""
 
 from __future__ import annotations
 

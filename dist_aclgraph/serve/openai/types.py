@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API: their fields and limits, and features that are refused.
+"""Request bodies of the OpenAI API: fields, limits of fields, and features that are refused.
 
 ``SamplingParams`` has the ranges of sampling parameters. ``user``, ``metadata``, ``store``,
 ``service_tier``, ``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
@@ -345,7 +345,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         """Return a list with one entry per prompt.
 
         Raises:
-            InvalidParameterError: there is no prompt, or an empty one, or there are too many.
+            InvalidParameterError: there is no prompt, a prompt is empty, or there are too many
+                prompts.
             RequestTooLongError: there are more token ids than the context allows.
         """
         found = decode_prompts(self.prompt, MAX_PROMPTS, self.most_prompt_tokens(context_len))

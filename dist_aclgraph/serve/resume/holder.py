@@ -56,7 +56,7 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The end of the process that answers requests; for one thread.
+    """The link's end in the process that answers requests; for one thread.
 
     Attributes:
         left: connections that the previous process has left, by number.
@@ -113,7 +113,7 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The supervisor's end. Owns the descriptors that it holds."""
+    """The link's end in the supervisor. Owns the descriptors that it holds."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}
