@@ -127,7 +127,7 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield neighbouring requests that share one chunk; a request longer than that comes alone."""
+    """Yield neighbouring requests that share one chunk, or one request longer than a chunk."""
     start, total = requests.start, 0
     for request in requests:
         length = int(kv_lens[request])

@@ -77,7 +77,7 @@ def _suppress(
 
 
 def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
-    """Forbid the tokens outside top-k, top-p and min-p; rows without these settings are unchanged.
+    """Forbid the tokens that top-k, top-p or min-p excludes; other rows stay unchanged.
 
     Top-p counts only tokens that top-k keeps. Top-k keeps or drops tokens of equal logits together.
     """

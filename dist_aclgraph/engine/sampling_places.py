@@ -268,7 +268,7 @@ class KnownPlaces:
         self._places: StepPlaces | None = None
 
     def find(self, sampled_rows: IntArray) -> StepPlaces | None:
-        """Return a step's special places, after sending changes; None if the step has none.
+        """Send changes, then return a step's special places; None if there are no such places.
 
         Args:
             sampled_rows: [num_samples].

@@ -1,4 +1,4 @@
-"""Chooses the sizes to capture: the set with the lowest cost for the traffic, found exactly."""
+"""Chooses the sizes to capture: finds exactly the set with the lowest cost for the traffic."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def choices(
 def expected_cost(
     buckets: Sequence[int], weights: Mapping[int, float], costs: Mapping[int, float]
 ) -> float:
-    """Return the expected cost, as ``choices`` defines it, of all batches that fit in a bucket."""
+    """Return the expected cost of all batches that fit in a bucket; see ``choices``."""
     padded = ((weight, pad_to_bucket(tokens, buckets)) for tokens, weight in weights.items())
     return sum(weight * costs[bucket] for weight, bucket in padded if bucket is not None)
 
@@ -95,7 +95,7 @@ def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float
 
 
 def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
-    """Return the cost of a step at each size: padded tokens, or seconds if any time was measured.
+    """Return the cost of a step at each size, in seconds if any time was measured, else in tokens.
 
     Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
     proportional to the tokens.

@@ -1,4 +1,4 @@
-"""Adapts a plan to its traffic while serving: when to change it, and by which single actions."""
+"""Adapts a plan to its traffic while serving: decides when to change it, and by which actions."""
 
 from __future__ import annotations
 
@@ -146,9 +146,9 @@ def transition(
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
     Captures come before releases, and the largest graph is captured first. Only if there is no room
-    for the next capture, a graph that is not in the new plan is released before it. After each
-    action, every limit that both plans obey is obeyed, and the largest bucket of each family
-    exists.
+    for the next capture, a graph that is not in the new plan is released before this capture. After
+    each action, every limit that both plans obey is still obeyed, and the largest bucket of each
+    family exists.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.

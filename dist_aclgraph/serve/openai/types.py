@@ -184,7 +184,7 @@ class GenerateRequest(Body, kw_only=True):
         return self._first("max_tokens", "max_new_tokens", "n_predict")
 
     def _first(self, *names: str) -> str:
-        """Return the first of a field's several names that has a value; else the first name."""
+        """Return the first of ``names`` whose field has a value, or else ``names[0]``."""
         return next((name for name in names if getattr(self, name) is not None), names[0])
 
     def truncated(self, ids: list[int], context_len: int) -> list[int]:

@@ -183,7 +183,7 @@ class ConnectionHolder:
         self._held.clear()
 
     def _lose(self) -> None:
-        """Apply the last messages of a process that has ended; end connections that it voided."""
+        """Apply an ended process's last messages; end the connections whose journals are void."""
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):
