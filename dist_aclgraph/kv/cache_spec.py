@@ -94,7 +94,7 @@ class KVCacheSpec:
         )  # The KV of the last token is never written.
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return every rank's number of blocks: the configured one, or all that fit and are useful.
+        """Return every rank's number of blocks: the configured number, or all useful ones that fit.
 
         Args:
             free_bytes: free bytes of the rank with the least free memory.

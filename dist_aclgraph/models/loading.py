@@ -129,7 +129,7 @@ class WeightSlices:
         return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
 
     def _dtype_of(self, parts: Iterable[MatrixPart]) -> torch.dtype:
-        """Return the type in which one operator gets its matrices: int8 if all of them are int8.
+        """Return the type in which one operator gets its matrices: int8 if all matrices are int8.
 
         Otherwise the type is floats, because matrices that a checkpoint stores in floats must not
         be quantised.

@@ -159,7 +159,7 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
 
 class Shrink(msgspec.Struct, frozen=True):
-    """The decision to roll back, release graphs that are not in ``plan``, and continue with it."""
+    """The decision to roll back, release graphs outside ``plan``, and continue with ``plan``."""
 
     plan: GraphPlan
 

@@ -95,7 +95,7 @@ class RankScheduler:
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
         # for each stop id, the number of running requests that stop at it
         self._stop_ids: Counter[int] = Counter()
-        self._knows_nothing = False  # Workers have lost all rows, and the next step sends them.
+        self._knows_nothing = False  # Whether workers have lost all rows.
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0

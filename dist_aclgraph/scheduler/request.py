@@ -112,7 +112,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The order of service: the earliest deadline, then the earliest arrival."""
+        """The order of service: by deadline; if deadlines are equal, by arrival."""
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:
@@ -126,7 +126,7 @@ class Request:
         self.block_ids = []
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """Return how many of the new tokens the request gets if a stop token ends it, else None.
+        """Return how many new tokens the request gets if a stop token ends the request; else None.
 
         Args:
             num_known: number of the request's tokens before the new ones.

@@ -59,7 +59,7 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 
 
 class PrefixMemory:
-    """The hashes of blocks that were sent to a group, as many as its cache has blocks.
+    """The hashes of blocks that were sent to a group; at most one per block of the group's cache.
 
     If there would be more hashes, the least recently used hashes are dropped. Does not know the
     real contents

@@ -1,4 +1,4 @@
-"""Places that are kept free for groups that lose their places, e.g. when a node dies."""
+"""Places that stay free for groups that lose their places, e.g. when a node dies."""
 
 from __future__ import annotations
 
