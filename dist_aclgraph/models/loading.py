@@ -138,7 +138,7 @@ class WeightSlices:
         return torch.int8 if are_int8 else self.checkpoint.dtype
 
     def _read(self, parts: Sequence[MatrixPart], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Return concatenated matrices, [in, outputs of all], and their scales if they are int8."""
+        """Return concatenated matrices, [in, all outputs], with scales if they are int8."""
         weight = torch.empty(_sizes(parts), dtype=dtype, device=self.device)
         return weight, self._fill(weight, parts)
 

@@ -155,7 +155,7 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether this many groups fit on these nodes, in whatever order Ray uses the nodes."""
+    """Return whether so many groups fit on these nodes, for any order in which Ray uses them."""
     if "NPU" not in request.rank:
         return True  # NPUs are emulated, so any node can be used
     unit = request.ranks_of_node
