@@ -59,7 +59,7 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum, [n, hidden]; it is complete at the context's end."""
+        """Yield this rank's part of the sum, [n, hidden]. The end of the context completes it."""
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)

@@ -482,7 +482,7 @@ class EngineClient:
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
-        """Follow another deployment if the token is new; that deployment counts versions anew."""
+        """If the token is new, follow its deployment; the versions of group lists begin again."""
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:

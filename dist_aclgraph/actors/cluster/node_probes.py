@@ -27,7 +27,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """Ports of a node: the probe listens on some of them; other processes use the other ones."""
+    """The ports that a probe has tried: it listens on some; the others are in use already."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]

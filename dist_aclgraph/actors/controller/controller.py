@@ -50,7 +50,7 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class Progress:
-    """What the user sees while groups start or drain; ``BYTES`` as ``detail`` is the unit."""
+    """The progress of a start or a drain. If ``detail`` is ``BYTES``, the numbers are bytes."""
 
     state: str
     done: int = 0
@@ -110,7 +110,7 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return what the next controller would need; the answer is also a sign of life."""
+        """Return the values for the next controller; the answer is also a sign of life."""
         if self._serving is None:
             return Handover(self._config, self._term.num_groups)
         return Handover(self._serving.config, self._serving.num_wanted)
@@ -194,7 +194,7 @@ class Controller:
             raise WorkerError(f"{type(e).__name__}: {e}", phase=phase) from e
 
     def _enter(self, state: State, *, only_from: Collection[State] = frozenset(State)) -> bool:
-        """Enter ``state`` if the current state is in ``only_from``; return whether it is."""
+        """If the current state is in ``only_from``, enter ``state`` and return True."""
         with self._entering:
             if self._state not in only_from:
                 return False

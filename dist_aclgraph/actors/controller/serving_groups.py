@@ -138,7 +138,7 @@ class ServingGroups:
     # ---- changes
 
     def open(self, planner: Planner, scopes: Sequence[list[LockstepGroup]]) -> None:
-        """Start the step loops of groups that have captured their graphs, and tell clients.
+        """Start the step loops of groups with captured graphs; tell clients about the groups.
 
         Raises:
             ConfigError: the caches are too small for the longest requests that clients were
@@ -330,7 +330,7 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find a place for a missing group: a lost group's place with survivors, or a free place.
+        """Find a place for a missing group: that of a lost group with survivors, or a free place.
 
         Other changes may start while this one waits for free NPUs.
 
@@ -449,7 +449,7 @@ class ServingGroups:
     # ---- one group
 
     def _open(self, group: LockstepGroup) -> None:
-        """Start the step loops of a group's workers, and learn where clients reach its engine."""
+        """Start the step loops of a group's workers; store the engine's address for clients."""
         planner = group.planner
         timeout_s = planner.config.timeouts.join_s
         asking = group.engine.channel_addresses.remote(group.workers.node_ids)

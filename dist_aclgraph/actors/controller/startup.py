@@ -216,7 +216,7 @@ class Startup:
         group.device = devices[0]
 
     def _engine_at(self, node_id: str) -> Any:
-        """Start an engine on the node of the group's first worker; ranks meet on the same node."""
+        """Start an engine on the node of the group's first worker; the ranks meet there."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = ray.remote(

@@ -50,7 +50,7 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add new groups; at the next look they get the plan of the others. For any thread."""
+        """Add new groups; the next look gives them the plan of the other groups. Any thread."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:

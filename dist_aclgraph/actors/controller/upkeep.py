@@ -116,7 +116,7 @@ class Upkeep:
 
     @property
     def ends_recovery(self) -> str:
-        """Why no lost group will be replaced; "" while one is being started or may be started."""
+        """Why no lost group will be replaced; "" while a group is starting or may be started."""
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
         return (
