@@ -275,7 +275,7 @@ class Startup:
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
-        """Negotiate one plan for ``groups``, use the other memory for caches, capture the plan."""
+        """Negotiate a plan for ``groups``, use the other memory for caches, capture the plan."""
         config, planner = self._config, self._planner
         negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
         plan = negotiated.plan

@@ -154,7 +154,7 @@ class OwnerClient:
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Tell whether this ingress is open; return the owner's answer, None if there is none."""
+        """Tell whether this ingress is open; return the owner's answer. None without an answer."""
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:

@@ -156,7 +156,7 @@ class EngineLoop:
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why no step runs while the group recovers; "" if it does not, or only briefly."""
+        """Return why no step runs during a recovery; "" if steps run or the pause is short."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -173,7 +173,7 @@ class EngineLoop:
         self._links.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all clients route by this version of the group list, and requests have ended.
+        """Wait until all requests ended and all clients route by this version of the group list.
 
         Clients that route by this version send no request here. Returns False if the wait takes too
         long.
@@ -218,7 +218,7 @@ class EngineLoop:
     # ---- the loop's thread
 
     def run(self) -> None:
-        """Serve until stopped. After the epoch has failed, the loop answers clients with errors."""
+        """Serve until the loop is stopped. If the epoch fails, answer clients with errors."""
         outputs = StepOutputs()
         self._links.start(self)
         try:

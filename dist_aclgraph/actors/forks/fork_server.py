@@ -249,7 +249,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Let Ray's native part read its variables again: it has read those of the server."""
+    """Let Ray's native part read the variables again; it has read the server's values."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
 
     Config.initialize("")
@@ -264,7 +264,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:
-            return  # a library has started a thread, which a forked process would not have
+            return  # a library has started a thread; a forked process would not have this thread
         gc.collect()
         gc.freeze()  # so that garbage collections in forked processes do not copy shared memory
         forked = serve(listener, parent, sys.argv[3])
