@@ -117,7 +117,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Why the death of a group would not be found; "" if it would be found."""
+        """Why this watch would not find a group's death; "" while the watch works."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"

@@ -26,7 +26,7 @@ class ProcessStarter:
         yield {}
 
     def open_handles(self, pid: int) -> list[int]:
-        """Return a handle of a process that Ray cannot kill because Ray has not started it.
+        """Return a handle of a process; empty if Ray itself started the process and can kill it.
 
         The result is for ``processes.kill_handles``.
         """

@@ -52,7 +52,7 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """In a forked process: leave the directory to the parent; the parent's life counts."""
+        """In a forked process: leave the directory to the parent, which remains its owner."""
         os.close(self._lock)
         self._lock = -1
 

@@ -162,8 +162,7 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # These options apply only to TCP, because they apply only to addresses that are bound
-        # later.
+        # ZeroMQ applies options only to addresses that are bound later, so these apply only to TCP.
         owned.curve_server = True
         # Without this option, any key would be accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -194,7 +194,7 @@ class LocalPeers:
 
     @staticmethod
     def _sent(peer: _Peer, data: bytes | bytearray) -> int:
-        """Send; return the number of bytes that were sent, or dropped at a closed connection."""
+        """Send bytes; return how many were sent. If the connection is closed, all are dropped."""
         try:
             return peer.connection.send(data)
         except BlockingIOError:

@@ -126,7 +126,7 @@ class GroupEntry(msgspec.Struct, frozen=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, tag="groups"):
-    """All groups of the deployment; every engine sends it to clients. The latest version counts.
+    """All groups of the deployment. Every engine sends this list; the latest version counts.
 
     A group that is not in the list gets no new requests, but continues its running requests.
     """
@@ -143,7 +143,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine does not serve this client (any more). This is the last message to the client."""
+    """The engine refuses the client, or no longer serves it. This is the last message to it."""
 
     reason: str
 
