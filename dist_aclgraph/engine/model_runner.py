@@ -382,8 +382,8 @@ class ModelRunner:
         sampled: Sampled,
         prompts: Sequence[ComingPrompt] = (),
     ) -> _Flight:
-        """Send a step's results to the host before drafting, so that the host continues while the
-        device drafts.
+        """Queue the copy of a step's results to the host before drafting, so that the host
+        continues while the device drafts.
 
         Args:
             prompts: log-probabilities of prompts, whose copies are already queued.
@@ -461,7 +461,8 @@ class ModelRunner:
         self._output.forget()
         with translated("bringing the device back"):
             self._graphs.forget(runtime().current_stream())
-            # This includes tokens of aborted steps, so that later steps report only their increase.
+            # The counts include tokens of aborted steps, so that later steps report only their own
+            # tokens.
             self._num_unplaced = int(self._decoder_tally[1])
         self._npu.synchronize()
 

@@ -1,4 +1,4 @@
-"""Queues the full graphs of a step; sends attention lengths after the replays or ahead of them."""
+"""Queues the full graphs of a step; sends attention lengths before or after the replays."""
 
 from __future__ import annotations
 

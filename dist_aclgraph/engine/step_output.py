@@ -138,7 +138,7 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # Rows with bad words whose last token a step in flight samples, and these tokens.
+        # Rows with bad words if a step in flight samples their last tokens; then these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
@@ -165,7 +165,7 @@ class StepOutput:
             return
         self._find_last(step, token_ids)
         penalised = np.flatnonzero(rows.sampling.has_penalties).astype(np.int32)
-        # A row may have two new tokens, so each pass counts one token of each row.
+        # A row may have two new tokens, so each pass of the loop counts one token of each row.
         while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
             self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
             self._counted[late] += 1

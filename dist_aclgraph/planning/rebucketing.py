@@ -76,7 +76,7 @@ def choose_again(
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
     """Return the offer with step times as additional probes; prices come from the first probes.
 
-    Only kinds of graphs that have a probe get an additional one. Otherwise a kind without a probe
+    A kind of graph gets an additional probe only if it already has a probe. Otherwise the kind
     would get the price 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}

@@ -1,10 +1,11 @@
 """Chooses the recovery of a lockstep group after a failure, by one pure function.
 
-RESUME keeps all processes: the work of their devices is aborted, communicators are resumed, and the
-interrupted steps run again; weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
+RESUME keeps all processes: their devices' work is aborted, their communicators are resumed, and the
+interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
 is lost: requests are computed again from their first token. REJOIN keeps the running processes and
 their weights: lost processes are started again in the same places, and all processes join a new
-group; KV and graphs are lost. REBUILD replaces the group by another one, in any places. If RESUME,
+group; KV and graphs are lost. REBUILD replaces the group by another group, which may run in other
+places. If RESUME,
 RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 

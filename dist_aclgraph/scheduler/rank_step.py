@@ -1,4 +1,4 @@
-"""A step of one data-parallel rank. It is mutable until it is decided, and fixed afterwards."""
+"""A step of one data-parallel rank. A step is mutable until it is decided, and fixed afterwards."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ class Flight:
 
     @property
     def places(self) -> Places:
-        """[num_reqs], current index of each request, also if ``indices`` is a slice."""
+        """[num_reqs], current index of each request, even if ``indices`` is a slice."""
         at = self.indices
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 

@@ -34,7 +34,8 @@ class Request:
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         block_ids: the block table.
-        hashes: hashes of the first full blocks, as many as were needed; a preemption keeps them.
+        hashes: hashes of the first full blocks; only hashes that were needed are computed. A
+            preemption keeps the hashes.
         prompt_end: position where the output begins. If a request was submitted again, the last
             part of its submitted prompt is existing output.
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first

@@ -156,8 +156,8 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
         """End a request at once, even while a step runs it.
 
-        Results of steps in flight for the request are dropped. Returns None if the request is
-        unknown or finished.
+        The request's results of steps in flight are dropped. Returns None if the request is unknown
+        or finished.
         """
         request = self._requests.pop(request_id, None)
         if request is None:

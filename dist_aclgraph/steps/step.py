@@ -172,7 +172,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
     error: str = ""  # not empty if the step failed on this rank; then the epoch is over
-    fault: DeviceFault | None = None  # why the device stopped; None if the reason is unknown
+    fault: DeviceFault | None = None  # the known error that stopped the device; else None
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

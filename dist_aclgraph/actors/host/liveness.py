@@ -85,7 +85,7 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Give signs of life from a thread within this context; its work has its own limits."""
+        """Within this context, a thread gives signs of life; the work has its own time limits."""
         has_ended = threading.Event()
 
         def run() -> None:

@@ -115,7 +115,7 @@ class GroupEntry(msgspec.Struct, frozen=True):
         address: address of the group's engine.
         cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each of these blocks.
-        is_draining: the group accepts no new requests.
+        is_draining: whether the group accepts no new requests.
     """
 
     name: str

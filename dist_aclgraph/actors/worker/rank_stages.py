@@ -401,7 +401,7 @@ class RunningRank:
         after graphs are released.
         """
         joined = self.joined
-        joined.npu.give_back()  # the temporary memory of eager steps is in their estimate already
+        joined.npu.give_back()  # temporary memory of eager steps, which their estimate contains
         free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(

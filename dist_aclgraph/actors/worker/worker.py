@@ -250,12 +250,12 @@ class Worker:
             raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
-        with self._leaving:  # the device may be stopped before this block, but not during it
+        with self._leaving:  # the device may be stopped before this block, but not inside it
             self._stage = self._running.leave()
         gc.unfreeze()
         self._give_back()
         if self._is_bad_memory_held():
-            self._stage = self._stage.joined  # weights are in the faulty memory or next to it
+            self._stage = self._stage.joined  # drops weights, which are in or near faulty memory
             self._give_back()
             if self._is_bad_memory_held():
                 raise DeviceError(f"rank {self._rank} cannot give back memory that was faulty")
@@ -470,8 +470,8 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
-            # After this, an unknown error does not count as "stopped", because the device should
-            # work again.
+            # Here, an unknown error does not count as "stopped", because the device should work
+            # again.
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -184,7 +184,7 @@ class WorkerGroup:
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, addresses: Sequence[ChannelAddress]) -> list[Any]:
-        """Start the step loop of every worker; a returned reference is ready when its loop ends.
+        """Start all workers' step loops. Each returned reference is ready when that loop ends.
 
         Args:
             addresses: where each rank connects to the step channel.
