@@ -1,9 +1,9 @@
 """Computes which shard of a request's KV cache keeps a token, and the token's slot on this shard.
 
 The first ``interleave`` tokens belong to shard 0, the next ``interleave`` tokens to shard 1, and so
-on; after the last shard comes shard 0 again. A block id means one block
-on every shard; together these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's
-decode context parallelism uses the same layout.
+on; after the last shard comes shard 0 again. A block id means one block on every shard; together
+these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's decode context parallelism
+uses the same layout.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 If a row has a temperature, a race draws the token (``race_noise``). So only rows with top-k or
 top-p are sorted. The random numbers depend only on (seed, position, token), so a request gets the
-same tokens
-in any batch, on every rank, and after a resumption. A step sends the keys of the random numbers;
-the sampling parameters are already on the device (``sampling_places``).
+same tokens in any batch, on every rank, and after a resumption. A step sends the keys of the random
+numbers; the sampling parameters are already on the device (``sampling_places``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The special places of a step, and their sampling parameters on the device.
 
 A place is special if its token is not simply the most probable token, or if the request wants
-log-probabilities.
-Parameters are sent only when rows or parameters change; until then every step reads the same
-tensors. No tensor on the device is written twice: changes are sent to new tensors, while steps in
-flight read the old tensors. The order of the stream keeps the old memory valid for these steps.
+log-probabilities. Parameters are sent only when rows or parameters change; until then every step
+reads the same tensors. No tensor on the device is written twice: changes are sent to new tensors,
+while steps in flight read the old tensors. The order of the stream keeps the old memory valid for
+these steps.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ In a DCP group, only one rank keeps the KV of a token. In decoding, the ranks of
 the queries of all heads. Each rank attends to its shard with all heads. It sends the results of
 each head to the ranks that own this head; these ranks merge the results by the sums of the softmax.
 For prompts, the ranks of the group do not gather queries: they gather the keys of the request. The
-ranks of a PCP group
-send each other the new keys of their prompt tokens.
+ranks of a PCP group send each other the new keys of their prompt tokens.
 
 Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
 """

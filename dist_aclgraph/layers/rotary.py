@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies and the tables that all layers share.
 
 ``rope_parameters`` of a Hugging Face checkpoint selects one of these schemes: default, linear,
-dynamic NTK, Llama 3, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753). The tables are
-built once, outside graph capture; a step gathers rows of the tables by its position buffer.
+dynamic NTK, Llama 3, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753). The tables are built
+once, outside graph capture; a step gathers rows of the tables by its position buffer.
 
 The frequencies of dynamic NTK and LongRoPE depend on the length of a request. All requests of a
 deployment use the frequencies of the longest possible request, because cached keys cannot change.

@@ -5,8 +5,7 @@ interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is lik
 is lost: requests are computed again from their first token. REJOIN keeps the running processes and
 their weights: lost processes are started again in the same places, and all processes join a new
 group; KV and graphs are lost. REBUILD replaces the group by another group, which may run in other
-places. If RESUME,
-RECOMPUTE or REJOIN fails, REBUILD follows.
+places. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations

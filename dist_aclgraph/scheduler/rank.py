@@ -3,8 +3,8 @@
 There are no phases: a request runs known tokens until all known tokens are computed. For a new
 request, known tokens are the prompt, which runs in chunks. For a request that decodes, they are the
 last sampled tokens. After a preemption, they are the prompt and the output. Requests that decode
-are scheduled first; a step always has room for all of them. The other
-requests share the rest of the step in the order of their deadlines.
+are scheduled first; a step always has room for all of them. The other requests share the rest of
+the step in the order of their deadlines.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
 that it has sent there, up to the size of the group's cache. Replicas of the ingress tell each other
-only one number
-per group: how many tokens of their requests wait there.
+only one number per group: how many tokens of their requests wait there.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class PrefixMemory:
     """The hashes of blocks that were sent to a group; at most one per block of the group's cache.
 
     If there would be more hashes, the least recently used hashes are dropped. Does not know the
-    real contents
-    of the group's cache.
+    real contents of the group's cache.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -59,8 +59,7 @@ class Scheduler:
     ``schedule()`` decides a step, ``update()`` applies its results. The next step may be decided
     before ``update()``. So the end of a request may be noticed one step late. Then the request has
     run one step too many, and its result of this step is dropped. At most two steps are in flight,
-    because
-    workers keep only the tokens of the last step.
+    because workers keep only the tokens of the last step.
 
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.

@@ -75,11 +75,11 @@ class RankBatch(msgspec.Struct, frozen=True):
     ``scheduled`` has one record per request: row, num_computed_tokens, num_scheduled_tokens,
     num_logits. The order of the records is the batch order; token arrays and output arrays use the
     same order. A token is sampled after each of the last ``num_logits`` tokens of a request:
-    ``num_logits`` is 0
-    in the middle of a prompt, 1 at its end, and k + 1 if the device verifies the row's k drafts.
-    ``appended`` and ``blocks`` update the rows before the step. The blocks of ``cleaned`` are set
-    to zero before the step, because they may contain NaN, and attention reads whole blocks. A
-    data-parallel rank without work gets an empty batch, and runs the step on padding.
+    ``num_logits`` is 0 in the middle of a prompt, 1 at its end, and k + 1 if the device verifies
+    the row's k drafts. ``appended`` and ``blocks`` update the rows before the step. The blocks of
+    ``cleaned`` are set to zero before the step, because they may contain NaN, and attention reads
+    whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
+    padding.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
@@ -154,8 +154,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN or
     infinite. If the worker measures its host time, ``timings_us`` contains the host time of each
     stage, from plan to result. ``overlapped_us`` contains the host time during which the device
-    worked, and the host time between two steps. ``counted``
-    contains the number and the bytes of the step's collectives, if the device counts them.
+    worked, and the host time between two steps. ``counted`` contains the number and the bytes of
+    the step's collectives, if the device counts them.
     """
 
     epoch: int

@@ -4,8 +4,7 @@ One I/O thread owns all sockets. If a link is lost, the engine drops all request
 client gives these requests to another engine, which continues after the tokens that each request
 already has (``token_log.py``). If there is no other engine, the requests wait for another engine
 (``outage.py``). If no engine will be started, the requests end with an error. So no request hangs.
-The client opens
-another link to the lost engine, and uses that engine again after it has answered.
+The client opens another link to the lost engine, and uses that engine again after it has answered.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the

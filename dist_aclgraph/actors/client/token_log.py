@@ -3,8 +3,7 @@
 Sampling is a function of seed, position and token. So if a request is submitted again with the
 tokens that it already has, it gets the same further tokens as without the loss. Only rounding may
 change them, unless ``recovery.exact`` is set. The output follows the prompt; ``sampling`` says
-where the output
-begins.
+where the output begins.
 """
 
 from __future__ import annotations

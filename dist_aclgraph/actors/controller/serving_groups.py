@@ -2,8 +2,7 @@
 
 The controller tells engines about each change, and engines tell their clients (``GroupList``). A
 draining group gets no new requests, and finishes its running requests; then its NPUs are freed.
-Only
-one change runs at a time.
+Only one change runs at a time.
 """
 
 from __future__ import annotations
@@ -237,8 +236,8 @@ class ServingGroups:
 
         If there is room for both groups, a new group starts before the old group is drained;
         otherwise the new group starts after the old group has drained. If a previous roll to the
-        same configuration ended early, this call
-        continues it with the groups that still have the old configuration.
+        same configuration ended early, this call continues it with the groups that still have the
+        old configuration.
 
         Raises:
             ConfigError: one of the changed keys can be changed only by a new service; or the new

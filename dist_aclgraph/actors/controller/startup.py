@@ -1,8 +1,7 @@
 """The phases from configuration to captured graphs, for all groups of a start in parallel.
 
 A lockstep group does not wait for other groups before the common plan of all groups is made. Each
-phase
-has a deadline; an error names the rank and the phase.
+phase has a deadline; an error names the rank and the phase.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ All ranks abort the work on their devices. They do this on their control threads
 thread that runs steps may be waiting for the device. After the last rank has aborted, each rank
 resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
 valid. No request starts again, because the engine decides the interrupted steps again. If KV was in
-faulty
-memory, requests are computed again from their first token. If resuming fails, or if a rank takes
-too long, the group's epoch ends, as after a worker's death.
+faulty memory, requests are computed again from their first token. If resuming fails, or if a rank
+takes too long, the group's epoch ends, as after a worker's death.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker
 fewer cores than starting processes, the processes wait for each other. On such a machine, one
 process imports the libraries once, and all workers are forked from it, at the start and at each
 replacement. This process opens no device and has no threads, so a forked process is like a new
-process.
-Ray starts workers with ``fork_client.py`` (``py_executable`` of their runtime environment), which
-sends arguments, environment and output streams to the server. Ray does everything else.
+process. Ray starts workers with ``fork_client.py`` (``py_executable`` of their runtime
+environment), which sends arguments, environment and output streams to the server. Ray does
+everything else.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
 numbers the messages to clients. A link ends if its client says goodbye, connects again, sends junk,
-is silent for
-too long, or stops reading. The loop gets the end of a link as an event, and aborts the client's
-requests.
+is silent for too long, or stops reading. The loop gets the end of a link as an event, and aborts
+the client's requests.
 """
 
 from __future__ import annotations

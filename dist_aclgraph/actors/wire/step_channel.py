@@ -2,8 +2,7 @@
 
 Workers on the engine's node use Unix sockets (``local_steps.py``). Workers on other nodes use
 ZeroMQ (``remote_steps.py``). Messages are MessagePack. Every message contains epoch and step;
-messages of
-old epochs or steps are dropped.
+messages of old epochs or steps are dropped.
 """
 
 from __future__ import annotations

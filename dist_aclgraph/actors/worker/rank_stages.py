@@ -2,9 +2,8 @@
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
-``LoadedRank``, which may join another group. Heavy
-imports are inside the functions, after Ray has set the process's environment: torch_npu reads the
-environment once, when it is imported.
+``LoadedRank``, which may join another group. Heavy imports are inside the functions, after Ray has
+set the process's environment: torch_npu reads the environment once, when it is imported.
 """
 
 from __future__ import annotations

@@ -384,8 +384,7 @@ class Worker:
         With two steps in flight, the worker answers a step after the next step is queued on the
         device. The worker reports every failure to the engine. If a known error stopped the device,
         the worker waits for the engine's decision; it runs no step before the engine resumes the
-        group.
-        Any other failure ends the loop; then the group is rebuilt or stopped.
+        group. Any other failure ends the loop; then the group is rebuilt or stopped.
         """
         self._phase = "SERVING"
         leave_with(self._lease, f"rank {self._rank}")

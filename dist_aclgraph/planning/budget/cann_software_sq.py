@@ -5,8 +5,7 @@ idle graphs lose their queues in the order of their creation. So ids limit the n
 queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the number of free
 queues. When offers are made, this number equals the number of free ids, because no graph is
 captured yet. Later, the two numbers differ. All this follows from CANN's sources and was not
-measured; if a rank behaves
-differently, the plan shrinks.
+measured; if a rank behaves differently, the plan shrinks.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ class LegacyBudget:
     The formulas give prices of piecewise graphs (one graph between each two attentions), and limit
     the piecewise graphs of a plan. A plan without piecewise graphs is limited as if its full graphs
     were piecewise graphs; vllm-ascend never applied the formula to full graphs. The formulas assume
-    1800
-    streams. A second limit uses the streams that a rank really offers, and counts one stream per
-    graph, which is the minimum. If graphs need more streams, their capture fails and the plan
+    1800 streams. A second limit uses the streams that a rank really offers, and counts one stream
+    per graph, which is the minimum. If graphs need more streams, their capture fails and the plan
     shrinks.
     """
 
