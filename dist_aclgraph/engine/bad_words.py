@@ -75,7 +75,7 @@ def forbid(
     coming: Tensor | None,
     to_device: Callable[[np.ndarray], Tensor],
 ) -> Tensor:
-    """Return [n, vocab] logits; those of forbidden tokens are -inf.
+    """Return [n, vocab] logits; the logits of forbidden tokens are -inf.
 
     Args:
         coming: [m] int32, tokens that a step in flight has sampled; None if there are none.

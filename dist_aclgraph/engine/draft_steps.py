@@ -173,7 +173,7 @@ class DraftSteps:
             sampled: [num_samples * (k + 1)] int32, of live requests.
             accepted: the result of ``count``.
             exchange: the decoder's exchange of tokens between experts.
-            collect: returns the hidden states of places, also of places that other ranks run.
+            collect: returns the hidden states of places, even of places that other ranks run.
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table

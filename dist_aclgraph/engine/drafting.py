@@ -51,7 +51,7 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
-# From [n, hidden] and places, returns the rows at these places, also those of other ranks.
+# Returns the rows of [n, hidden] at places, even if another rank runs a place.
 Collect = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -220,7 +220,7 @@ class ModelRunner:
             self._drafts.make_cache(num_blocks, self._dtype)
 
     def cache_tensors(self) -> list[Tensor]:
-        """Return all tensors that contain KV, also those of the drafting module."""
+        """Return all tensors that contain KV, the tensors of the drafting module included."""
         caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
@@ -592,7 +592,7 @@ class ModelRunner:
         return flight
 
     def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of [n, hidden] at places, also of places on other prefill ranks."""
+        """Return the rows of [n, hidden] at places, even at places on other prefill ranks."""
         rows = hidden.index_select(0, places)
         if shared is None:
             return rows

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hashes every operator that runs inside the context, also collectives.
+    """Hashes every operator that runs inside the context, collectives included.
 
     An operator's name and the types and shapes of its tensors count. Values do not count, because
     weights and addresses differ between ranks.

@@ -26,7 +26,7 @@ class SideStream:
 
     @contextmanager
     def running(self, work: Callable[[], None]) -> Iterator[None]:
-        """Run ``work`` on this stream. At the end of the context, also after an error, the current
+        """Run ``work`` on this stream. At the end of the context, even after an error, the current
         stream waits for ``work``.
 
         ``work`` begins after all earlier work of the current stream. It must not contain a

@@ -24,7 +24,7 @@ class Choices:
             0 is infinite.
         counts: [max_buckets + 1]; entry k is the smallest number of buckets that has ``costs[k]``.
         previous: [max_buckets + 1, sizes]; for the best k buckets whose last bucket is size j,
-            entry [k, j] is the index in ``sizes`` of the bucket before the last one, plus one.
+            entry [k, j] is 1 plus the index in ``sizes`` of the bucket before the last bucket.
     """
 
     sizes: tuple[int, ...]

@@ -176,7 +176,7 @@ class RankScheduler:
 
     @property
     def _decodes(self) -> npt.NDArray[np.bool_]:
-        """[num_requests], whether a request has a sampled token and may get another one."""
+        """[num_requests], whether a request has a sampled token and may get another token."""
         rows = self.rows
         is_open: npt.NDArray[np.bool_] = (rows.known > rows.started) & (rows.known < rows.limit)
         return is_open
@@ -436,13 +436,13 @@ class RankScheduler:
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether the next step has the same requests, and none of them can reach its maximum
-        length, fill a block or need a block.
+        """Whether the next step has the same requests, and no request can reach its maximum length,
+        fill a block or need a block.
         """
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return the number of tokens that every request can get before one of them reaches its
+        """Return the number of tokens that every request can get before any request reaches its
         maximum length, fills a block or needs a block.
         """
         rows = self.rows

@@ -62,7 +62,7 @@ class _Chunk:
     index: int  # index among the running requests
     length: int
     left: int  # how many tokens directly after the chunk may still be added to the same step
-    replayed: int  # number of known tokens after those ``left``; each runs in a step of its own
+    replayed: int  # number of known tokens after ``left`` tokens; each runs in a step of its own
 
     @property
     def samples(self) -> bool:

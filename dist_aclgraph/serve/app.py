@@ -44,8 +44,8 @@ STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
     """The application cannot be served.
 
-    ``serve run`` prints click's errors as one sentence, and ``serve status`` prints Serve's errors
-    as one sentence; both print other errors with a traceback.
+    ``serve run`` prints click's errors as one sentence; ``serve status`` prints Serve's errors as
+    one sentence. Both commands print other errors with a traceback.
     """
 
 
@@ -99,7 +99,7 @@ class GroupsReplica:
 @serve.deployment(name="ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS)
 @serve.ingress()
 class Ingress:
-    """Owns a client of the deployment; the routes are those of ``make_api``.
+    """Owns a client of the deployment; ``make_api`` defines the routes.
 
     Replicas share nothing.
     """

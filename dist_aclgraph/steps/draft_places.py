@@ -1,4 +1,4 @@
-"""The places where drafting continues, as far as the host knows them before a step.
+"""The places where drafting continues, by the facts that the host has before a step.
 
 See ``device_step.DraftInputs``.
 """

@@ -70,7 +70,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 # Assumed sizes of an engine's cache, until the engine has told the real sizes.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
-NUMBERS = 1 << 31  # request numbers of one engine; after the last one they start at 0 again
+NUMBERS = 1 << 31  # request numbers of one engine; after the last number, 0 follows again
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)

@@ -114,7 +114,8 @@ class LocalRay:
 def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay | None:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares as many NPUs as a node has, or more if needed.
+    If NPUs are emulated, a local Ray declares the NPUs of one node, or more NPUs if they are
+    needed.
 
     Args:
         starter: starts the processes of a Ray that is started here; this Ray then owns it.

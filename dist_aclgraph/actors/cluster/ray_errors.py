@@ -80,7 +80,7 @@ def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
 
 
 def death_of(error: BaseException) -> str:
-    """Say why a process has died, as far as Ray knows, and where to read more."""
+    """Return the reason of a process's death that Ray knows, and where to read more."""
     text = str(error)
     pid = re.search(r"\bpid: (\d+)", text)
     who = f"the process {pid[1]} died" if pid else "the process died"

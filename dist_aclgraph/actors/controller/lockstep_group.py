@@ -27,7 +27,7 @@ class LockstepGroup:
     """What the controller stores about one lockstep group.
 
     Attributes:
-        planner: planner of this group's configuration, which may differ from that of other groups.
+        planner: planner of this group's configuration; groups may have different configurations.
     """
 
     workers: WorkerGroup

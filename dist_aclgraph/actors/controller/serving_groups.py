@@ -329,7 +329,7 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find a place for a missing group: that of a lost group with survivors, or a free place.
+        """Find a place for a missing group: a free place, or the place of survivors.
 
         Other changes may start while this one waits for free NPUs.
 

@@ -73,7 +73,7 @@ def sweep() -> None:
 
 
 def directories(folder: Path) -> list[Path]:
-    """Return the directories of all owners in a temporary folder, also unfinished directories."""
+    """Return the directories of all owners in a temporary folder, even unfinished directories."""
     return [path for prefix in (PREFIX, UNFINISHED) for path in folder.glob(f"{prefix}*")]
 
 

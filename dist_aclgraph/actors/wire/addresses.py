@@ -83,7 +83,7 @@ class Address:
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """Where clients reach a deployment now, and what they must know about it.
+    """Where clients reach a deployment now, and the facts that clients need.
 
     Attributes:
         addresses: addresses of the engines of all groups.

@@ -40,7 +40,7 @@ REFUSALS = (
 
 
 class EngineLink:
-    """One connection. It cannot be used after an error: close it, and open another one.
+    """One connection. After an error it cannot be used: close it, and open another connection.
 
     Args:
         link_s: an engine that is silent for longer counts as dead.

@@ -1,11 +1,11 @@
 """The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
-Messages are plain MessagePack, like those between engine and workers (``steps/step.py``); each
-message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine answers both
-with an ``EngineStatus``, and a wrong token with ``Refused``. The engine ignores a peer that has not
-sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends the ``GroupList``.
-If a link fails, both ends end its requests: the client gives the requests to another engine or ends
-them with an error; the engine aborts them.
+Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
+Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine answers
+both with an ``EngineStatus``, and a wrong token with ``Refused``. The engine ignores a peer that
+has not sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends the
+``GroupList``. If a link fails, both ends end its requests: the client gives the requests to another
+engine or ends them with an error; the engine aborts them.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Shape:
     Attributes:
         what: description in plain words.
         copies: number of graphs of this shape in each bucket.
-        main: number of entries of the main lane, without those for collectives.
+        main: number of entries of the main lane, without the entries for collectives.
         collectives: number of collectives by domain; each domain has its own lane.
         beside: number of entries of the shared experts' lane; 0 if they run on the main lane.
     """

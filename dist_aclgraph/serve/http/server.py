@@ -72,7 +72,7 @@ class HttpServer:
         return self._listening.result()
 
     def start(self, app: GatedApp) -> None:
-        """Answer requests from now on, also on connections that a previous process has left."""
+        """Answer requests from now on, even on connections that a previous process has left."""
         max_held = allow_connections(self._limits.max_connections)
         if self._link is not None:
             self._link.max_held = max_held

@@ -40,7 +40,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         if is_text
         else _encode(state, given, most)
     )
-    if body.truncate_prompt_tokens is not None:  # an echo contains what the model has seen
+    if body.truncate_prompt_tokens is not None:  # an echo contains the prompt after truncation
         given = prompts = [body.truncated(ids, state.context_len) for ids in prompts]
     if body.asked_max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))

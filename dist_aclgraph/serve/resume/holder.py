@@ -1,4 +1,4 @@
-"""Connections and their journals, held by two processes, so that they outlive one of them.
+"""Two processes hold connections and journals, so that these outlive the death of a process.
 
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. That process
 (``HolderLink``) sends the supervisor the descriptors of each connection and of its journal, and
