@@ -31,7 +31,7 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Unsupported modes, the mode that replaces each of them, and the reason as a sentence."""
+    """Unsupported modes, the mode that replaces them, and the reason as a sentence."""
 
     modes: tuple[GraphMode, ...]
     applies: Callable[[GraphSupport], bool]

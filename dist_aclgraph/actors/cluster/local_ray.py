@@ -114,7 +114,7 @@ class LocalRay:
 def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay | None:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares the NPUs of one node, or more NPUs if they are
+    If NPUs are emulated, a local Ray declares the number of NPUs of a node, or more if more are
     needed.
 
     Args:

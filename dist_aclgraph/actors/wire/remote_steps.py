@@ -61,7 +61,7 @@ class RemotePeers:
         return Endpoints(self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id))
 
     def wait(self, timeout_s: float, beside: int | None = None) -> bool:
-        """Wait until this end or the file ``beside`` is readable; return whether one of them is."""
+        """Wait until this end or the file ``beside`` is readable; return False after a timeout."""
         if beside is not None and beside not in self._poller:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))

@@ -161,7 +161,7 @@ def in_sharded_attention(workload: Workload) -> int:
 
 
 def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
-    """Return the collectives of a full graph; with TP, embedding and head have one each."""
+    """Return the collectives of a full graph; with TP, embedding and head add two in total."""
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     return layers * (_after_attention(domain) + in_attention) + ends
