@@ -96,8 +96,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # Drafts may read table entries after these blocks; the entries must not name others'
-            # blocks.
+            # Drafts may read entries after these blocks, and must not find another request's block
+            # there.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:

@@ -23,8 +23,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         query_len: tokens of each request; 0 accepts any mixture of prefill and decode.
         buckets: sizes in tokens, ascending.
         refused: sizes that some rank could not capture; they are not tried again.
-        max_buckets: the largest number of buckets that every rank could capture at the same time;
-            None before a capture has failed.
+        max_buckets: the largest number of captured buckets that every rank could have at the same
+            time; None before a capture has failed.
     """
 
     run_mode: RunMode

@@ -95,7 +95,7 @@ def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float
 
 
 def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
-    """Return the cost of a step at each size, in seconds if any time was measured, else in tokens.
+    """Return a step's cost at each size: seconds if any time was measured, else padded tokens.
 
     Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
     proportional to the tokens.

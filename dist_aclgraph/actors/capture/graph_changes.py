@@ -97,7 +97,7 @@ class GraphChanges:
     # ---- the loop's thread
 
     def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
-        """Return whether there may be a change to make and now is a good moment for it.
+        """Return whether there may be a change to make, and whether now is a good moment for it.
 
         Args:
             is_idle: whether there is no request, so that no client waits.

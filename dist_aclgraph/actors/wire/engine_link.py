@@ -71,7 +71,8 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # No limit, because it would drop or block; the number of open requests limits our messages.
+        # No limit, because a limit would drop messages or block. The number of open requests limits
+        # what we send.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)
