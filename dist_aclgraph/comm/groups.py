@@ -218,7 +218,7 @@ def make_groups(
     mc2_buffer_mb: int | None = None,
     watchdog_s: float | None = None,
 ) -> RankGroups:
-    """Return the groups of ``rank``. Groups of the same ranks share one communicator, except MC2's.
+    """Return the groups of ``rank``. Except MC2's, groups of the same ranks share a communicator.
 
     Every rank of the world must call this.
 

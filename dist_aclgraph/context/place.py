@@ -1,4 +1,4 @@
-"""The place of one rank among the ranks that share the context of its requests."""
+"""The place of a rank among the ranks that share the context of the same requests."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Launch:
         start, stop: range of the launch's queries among the rank's tokens.
         query_ends, kv_ends: cumulative numbers of queries and of keys, by piece of a request.
         kv: indices of the launch's KV tokens in the chunk, in order.
-        is_causal: whether the last keys are those of the queries, so that attention is causal; else
-            every query sees all keys.
+        is_causal: whether the last keys belong to the queries' own tokens, so that attention is
+            causal. If false, every query sees all keys.
     """
 
     start: int
@@ -127,7 +127,7 @@ def _queries_of(
 
 
 def _groups(requests: range, kv_lens: IntArray, max_tokens: int) -> Iterator[range]:
-    """Yield neighbouring requests that share one chunk; a request longer than that comes alone."""
+    """Yield neighbouring requests that share one chunk, or one request longer than a chunk."""
     start, total = requests.start, 0
     for request in requests:
         length = int(kv_lens[request])
@@ -165,7 +165,7 @@ def _chunks_of_one(
             if (diagonal := _within(q, start, stop)) is not None
         ]
         later = [after for q in own if (after := _within(q, stop, kv_len)) is not None]
-        if later:  # Their tokens are neighbours, so one launch is enough.
+        if later:  # The tokens of these queries are neighbours, so one launch is enough.
             both = _Queries(request, stop, later[0].start, later[-1].stop)
             launches.append(_launch([both], _first(stop - start), None, is_causal=False))
         positions = np.arange(start, stop, dtype=np.int32)

@@ -1,8 +1,9 @@
 """Computes which shard of a request's KV cache keeps a token, and the token's slot on this shard.
 
-Tokens are assigned to shards in turns, ``interleave`` tokens at a time. A block id means one block
-on every shard; together these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's
-decode context parallelism uses the same layout.
+The first ``interleave`` tokens belong to shard 0, the next ``interleave`` tokens to shard 1, and so
+on; after the last shard comes shard 0 again. A block id means one block on every shard; together
+these blocks contain ``tokens_per_block`` neighbouring tokens. vLLM's decode context parallelism
+uses the same layout.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Shards:
     Attributes:
         block_size: number of tokens of a block on one shard.
         count: number of shards; if it is 1, caches are not divided.
-        interleave: number of neighbouring tokens of one turn; divides ``block_size``.
+        interleave: number of neighbouring tokens on one shard; divides ``block_size``.
     """
 
     block_size: int

@@ -27,8 +27,8 @@ class AttentionSteps:
     """Makes metadata for one kind of attention on one rank. Owns the causal mask.
 
     Args:
-        max_queries: a request with more queries does not attend directly if the cache is sharded or
-            if the kind of attention does not take long queries.
+        max_queries: a request with more queries does not attend directly, if the cache is sharded
+            or this kind of attention does not accept long queries.
         max_tokens: number of tokens whose keys are read together for requests that do not attend
             directly.
     """

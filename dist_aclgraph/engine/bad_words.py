@@ -24,7 +24,8 @@ class Forbidden(NamedTuple):
     Attributes:
         places: index of the place; tokens: the forbidden token.
         before: the token after which ``tokens`` is forbidden; -1 if the host has found it already.
-        coming: index of the actual previous token among the tokens that a step in flight samples.
+        coming: index, among the tokens that a step in flight samples, of the token that really
+            comes before ``tokens``.
     """
 
     places: IntArray
@@ -74,7 +75,7 @@ def forbid(
     coming: Tensor | None,
     to_device: Callable[[np.ndarray], Tensor],
 ) -> Tensor:
-    """Return [n, vocab] logits; those of forbidden tokens are -inf.
+    """Return [n, vocab] logits; the logits of forbidden tokens are -inf.
 
     Args:
         coming: [m] int32, tokens that a step in flight has sampled; None if there are none.

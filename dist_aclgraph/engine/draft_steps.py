@@ -1,4 +1,4 @@
-"""The drafting part of a step: on the static inputs of a graph, or on a mixed batch."""
+"""The drafting part of a step; it works on the static inputs of a graph or on a mixed batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DraftSteps:
         k: number of drafts of each request.
         max_rows: maximum number of rows of the batch; one spare row is added.
         vocab_size: size of the decoder's vocabulary.
-        attention: makes the attention metadata of the module; the decoder uses it, too.
+        attention: makes the attention metadata of the module; the decoder uses the same object.
         tally: [2] int64, the counters of the module's experts.
         choose_exchange: returns the exchange that sends an iteration's tokens to their experts.
     """
@@ -173,7 +173,7 @@ class DraftSteps:
             sampled: [num_samples * (k + 1)] int32, of live requests.
             accepted: the result of ``count``.
             exchange: the decoder's exchange of tokens between experts.
-            collect: returns the hidden states of places, also of places that other ranks run.
+            collect: returns the hidden states of places, even of places that other ranks run.
         """
         assert step.drafts is not None and step.next_tokens is not None
         draft_table = step.draft_table

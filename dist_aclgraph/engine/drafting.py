@@ -11,7 +11,7 @@ model is sampled.)
 Then the next-token module runs on the same places with the sampled tokens. It proposes k tokens,
 one after another, starting at the last accepted place. Only the device knows the number of accepted
 drafts, and no work of the host may depend on this number. So every request keeps k + 1 places in
-each of these runs. Only the last accepted place and the places after it write to the cache. The
+each run of the module. Only the last accepted place and the places after it write to the cache. The
 causal mask hides the places after the last accepted place, and no place reads memory that was never
 written.
 """
@@ -34,7 +34,8 @@ class DraftPass(NamedTuple):
     """The inputs of the next-token module in one iteration of drafting.
 
     Attributes:
-        iteration: counted from 0; KV lengths are larger by this number than in iteration 0.
+        iteration: number of the iteration, from 0. In iteration i, KV lengths are larger by i than
+            in iteration 0.
         token_ids, positions: [n] int32.
         slots: [n] int32; a negative slot is padding.
         written: [n] int32, slots of the cache write; a token with -1 is not written.
@@ -50,7 +51,7 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
-# From [n, hidden] and places, returns the rows at these places, also those of other ranks.
+# Returns the rows of [n, hidden] at places, even if another rank runs a place.
 Collect = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -170,6 +171,6 @@ def count_accepted(sampled: Tensor, drafted: Tensor, most: Tensor) -> Tensor:
     """
     k = drafted.shape[1]
     right = (sampled[:, :-1] == drafted).int()
-    # Find the smallest index of a rejected draft: adding k excludes accepted drafts.
+    # Find the smallest index of a rejected draft; accepted drafts are excluded by adding k.
     index = torch.arange(k, dtype=torch.int32, device=sampled.device)
     return torch.minimum((index + right * k).amin(1), most)

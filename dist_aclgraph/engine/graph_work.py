@@ -1,4 +1,4 @@
-"""The functions that become the graphs of a rank: each runs once on padding, then is recorded."""
+"""The functions that become a rank's graphs. Each one runs once on padding, then is recorded."""
 
 from __future__ import annotations
 

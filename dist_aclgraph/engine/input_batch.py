@@ -62,13 +62,14 @@ class InputBatch:
         # The device has one spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # For each row, the index of its sample in the last step; and the last step's sampled rows.
+        # For each row, the index of its sample in the last step; then the rows that this step
+        # sampled.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
         # References to samples of the last step, and the rows that they belong to.
         self._names = self._named_rows = NO_INTS
-        # The last step and its records, if the next step may be computed from the last one; and the
-        # number of such steps before a request needs another block.
+        # The last step and its records, if the next step may be computed from the last step; and
+        # the number of steps that may be computed so before a request needs another block.
         self._last: HostStep | None = None
         self._records = NO_RECORDS
         self._num_left = 0
@@ -95,7 +96,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # Drafts may read entries after these blocks, and must not find another request's block.
+            # Drafts may read entries after these blocks, and must not find another request's block
+            # there.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
@@ -269,7 +271,7 @@ class InputBatch:
 
         Args:
             begins: [num_tokens], first position of the row in this step. If the host does not have
-                the token at a first position, it is the row's last token, and drafts follow it.
+                the token at this position, the token is the row's last token, and drafts follow it.
         """
         known = self.num_tokens[rows]
         last = self.token_ids.shape[1] - 1

@@ -27,8 +27,8 @@ class StepSize:
     def of(cls, plan: StepPlan, inputs: HostStep, num_prompt_ranks: int = 1) -> StepSize:
         """Return this rank's size; if experts are spread, return the size of the largest batch.
 
-        Then all ranks call collectives equally often with equal shapes. Ranks that split a prompt
-        always use the size of the largest share.
+        So all ranks call the same collectives with equal shapes. Ranks that split a prompt always
+        use the size of the largest share.
         """
         if plan.exchange is None:
             prompts = inputs.prompts
@@ -49,8 +49,7 @@ def upload_step(
     Args:
         size: the padded size.
         spare_row: row of padding requests.
-        static: the inputs of a graph in pieces, which are already written; None if the step is
-            eager.
+        static: the already written inputs of a piecewise graph; None if the step is eager.
     """
     arrays, prompts = [inputs.places], inputs.prompts
     if static is None:

@@ -112,7 +112,7 @@ class ModelRunner:
             parallel group only acknowledge.
         graphs: all graphs that may be captured; the buffers have the size of the largest one.
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
-            experts; for eager steps the plan contains it.
+            experts. The plan of an eager step contains the exchange of this step.
         context: the ranks that share the context of this rank's requests.
     """
 
@@ -200,7 +200,8 @@ class ModelRunner:
             self._buffers.addresses,
             max_len,
             graph_lens,
-            # With several steps in flight, lengths are sent when a step is queued, not guessed.
+            # With several steps in flight, lengths are not guessed: they are sent when a step is
+            # queued.
             sends_ahead=config.graph.send_ahead and in_flight == 1,
             watch=self._watch,
             update_wait=UpdateWait(npu.kind == "emulated") if config.profile else None,
@@ -219,7 +220,7 @@ class ModelRunner:
             self._drafts.make_cache(num_blocks, self._dtype)
 
     def cache_tensors(self) -> list[Tensor]:
-        """Return all tensors that contain KV, also those of the drafting module."""
+        """Return all tensors that contain KV, the tensors of the drafting module included."""
         caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
@@ -306,7 +307,7 @@ class ModelRunner:
     # ---- steps
 
     def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
-        """Run one step alone; return its result, without tokens if this rank owns no output."""
+        """Run one step alone and return the result, without tokens if this rank owns no output."""
         results: list[StepResult] = []
         self.launch(plan, dp_rank, rank, results.append)
         return results[-1] if results else self.finish()
@@ -314,7 +315,7 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, dp_rank: int, rank: int, report: Callable[[StepResult], None]
     ) -> None:
-        """Queue a step on the device, after the step that runs, if there is one.
+        """Queue a step on the device, after the running step if there is one.
 
         Args:
             report: called with the results of earlier steps that have ended, and with the result of
@@ -381,8 +382,8 @@ class ModelRunner:
         sampled: Sampled,
         prompts: Sequence[ComingPrompt] = (),
     ) -> _Flight:
-        """Send a step's results to the host before drafting, so that the host continues while the
-        device drafts.
+        """Queue the copy of a step's results to the host before drafting, so that the host
+        continues while the device drafts.
 
         Args:
             prompts: log-probabilities of prompts, whose copies are already queued.
@@ -402,8 +403,8 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
-        The device has executed the step by then, so a fault in it is attributed to this step. A
-        fault in its drafts is attributed to the next step.
+        By then, the device has executed the step without its drafts. So a fault in the step is
+        attributed to this step, but a fault in its drafts is attributed to the next step.
         """
         return self._result(*self._read_oldest())
 
@@ -460,7 +461,8 @@ class ModelRunner:
         self._output.forget()
         with translated("bringing the device back"):
             self._graphs.forget(runtime().current_stream())
-            # This includes tokens of aborted steps, so that later steps report only their increase.
+            # The counts include tokens of aborted steps, so that later steps report only their own
+            # tokens.
             self._num_unplaced = int(self._decoder_tally[1])
         self._npu.synchronize()
 
@@ -543,7 +545,7 @@ class ModelRunner:
         pieces: CapturedPieces | None,
         answer: Callable[[], None],
     ) -> _Flight:
-        """Run any mixture of requests: the decoder in pieces or eagerly, the rest eagerly.
+        """Run any mixture of requests: the decoder piecewise or eagerly, everything else eagerly.
 
         Args:
             answer: called between segments; it reports the previous step if that step has ended.
@@ -590,7 +592,7 @@ class ModelRunner:
         return flight
 
     def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of [n, hidden] at places, also of places on other prefill ranks."""
+        """Return the rows of [n, hidden] at places, even at places on other prefill ranks."""
         rows = hidden.index_select(0, places)
         if shared is None:
             return rows

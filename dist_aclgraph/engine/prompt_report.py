@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts. The logits of a chunk are computed for a few tokens at a time."""
+"""Log-probabilities of prompts. Logits of a chunk are computed for a few tokens at a time."""
 
 from __future__ import annotations
 

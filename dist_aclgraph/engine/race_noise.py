@@ -68,6 +68,6 @@ class RaceNoise:
         """
         h = (keys * self._factors).add_(self._summands)
         h = h.add_(h * h, alpha=2).bitwise_and_(0x7FFFFFFF)
-        # Small numbers decide the race, so u is used, which has 31 bits there; 1 - u has only 24.
+        # Small numbers decide the race. Near 0, u has 31 bits, but 1 - u has only 24: so u is used.
         minus_u = h.float().mul_(-_LESS_THAN_ONE / (1 << 31)).sub_(_SMALLEST)
         return minus_u.log1p_().neg_().log_()

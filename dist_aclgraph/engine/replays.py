@@ -1,4 +1,4 @@
-"""Queues the full graphs of a step; sends attention lengths after the replays or ahead of them."""
+"""Queues the full graphs of a step; sends attention lengths before or after the replays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Replays:
         self._update_wait = update_wait
         self._main_stream = runtime().current_stream()
         self._update_stream: Any = runtime().Stream()
-        self._num_behind = 0  # number of the step's updates that were not sent ahead
+        self._num_behind = 0  # number of the step's updates that are sent after its replays
         self._span: ReplaySpan | None = None  # measures this step
         # Graphs and padded lengths of this step, and guessed ones of the next step.
         self._step: tuple[WholeStep, Lens] | None = None

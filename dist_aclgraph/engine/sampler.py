@@ -1,9 +1,9 @@
 """Chooses token ids from logits, on the device.
 
-With a temperature, a race draws the token (``race_noise``), so only rows with top-k or top-p are
-sorted. The random numbers depend only on (seed, position, token), so a request gets the same tokens
-in any batch, on every rank, and after a resumption. A step sends the keys of the random numbers;
-the sampling parameters are already on the device (``sampling_places``).
+If a row has a temperature, a race draws the token (``race_noise``). So only rows with top-k or
+top-p are sorted. The random numbers depend only on (seed, position, token), so a request gets the
+same tokens in any batch, on every rank, and after a resumption. A step sends the keys of the random
+numbers; the sampling parameters are already on the device (``sampling_places``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _suppress(
 
 
 def _filter(logits: Tensor, places: SamplingPlaces) -> Tensor:
-    """Forbid the tokens outside top-k, top-p and min-p; rows without these settings are unchanged.
+    """Forbid the tokens that top-k, top-p or min-p excludes; other rows stay unchanged.
 
     Top-p counts only tokens that top-k keeps. Top-k keeps or drops tokens of equal logits together.
     """

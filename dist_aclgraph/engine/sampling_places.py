@@ -1,9 +1,10 @@
 """The special places of a step, and their sampling parameters on the device.
 
-At a special place, the token is not simply the most probable one, or log-probabilities are wanted.
-Parameters are sent only when rows or parameters change; until then every step reads the same
-tensors. No tensor on the device is written twice: changes are sent to new tensors, while steps in
-flight read the old tensors. The order of the stream keeps the old memory valid for these steps.
+A place is special if its token is not simply the most probable token, or if the request wants
+log-probabilities. Parameters are sent only when rows or parameters change; until then every step
+reads the same tensors. No tensor on the device is written twice: changes are sent to new tensors,
+while steps in flight read the old tensors. The order of the stream keeps the old memory valid for
+these steps.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Biases:
-    """Places with values to add to their logits, because some tokens are preferred or forbidden.
+    """Places whose logits get an added value, because some tokens are preferred or forbidden.
 
     Attributes:
         where: [m] int64, indices of the places; values: [m, vocab] float32.
@@ -261,13 +262,13 @@ class KnownPlaces:
         self._num_places = num_places
         self._vocab_size = vocab_size
         self._to_device = to_device
-        # Rows and version of the parameters that were sent; None if the device has no valid ones.
+        # Rows and version of the sent parameters; None if the device has no valid parameters.
         self._rows: IntArray | None = None
         self._version = 0
         self._places: StepPlaces | None = None
 
     def find(self, sampled_rows: IntArray) -> StepPlaces | None:
-        """Return a step's special places, after sending changes; None if the step has none.
+        """Send changes, then return a step's special places; None if there are no such places.
 
         Args:
             sampled_rows: [num_samples].

@@ -58,7 +58,7 @@ class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
-        is_plain: [max_rows], whether a row only takes the most probable token.
+        is_plain: [max_rows], whether a row needs nothing but its most probable token.
         may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
             penalties or with bad words of several tokens.
         has_penalties: [max_rows].

@@ -1,4 +1,4 @@
-"""Turns a step's logits into the report for the engine. Only here the host waits for the device."""
+"""Turns a step's logits into the engine's report. The host waits for the device only here."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # Rows with bad words whose last token a step in flight samples, and these tokens.
+        # Rows with bad words if a step in flight samples their last tokens; then these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
@@ -165,7 +165,7 @@ class StepOutput:
             return
         self._find_last(step, token_ids)
         penalised = np.flatnonzero(rows.sampling.has_penalties).astype(np.int32)
-        # A row may have two new tokens, so each pass counts one token of each row.
+        # A row may have two new tokens, so each pass of the loop counts one token of each row.
         while len(late := penalised[self._counted[penalised] < rows.num_tokens[penalised]]):
             self._counts.add(late, self._npu.upload(rows.token_ids[late, self._counted[late]]))
             self._counted[late] += 1
@@ -281,8 +281,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called first, to do other work of the host; its argument returns whether
-                the results have arrived.
+            while_waiting: called first, to do other work of the host. It gets a function that
+                returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

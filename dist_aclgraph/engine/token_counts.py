@@ -75,8 +75,8 @@ class TokenCounts:
     def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
         """Return [n, vocab] logits with repetition, frequency and presence penalties.
 
-        The repetition penalty counts prompt and output; the other two penalties count only the
-        output, as vLLM and the OpenAI API define them.
+        As in vLLM and the OpenAI API, the repetition penalty counts prompt and output; the other
+        two penalties count only the output.
         """
         counts = self._counts.index_select(0, penalties.rows)
         values = logits.index_select(0, penalties.where)

@@ -17,8 +17,8 @@ Forward = Callable[[TaskRecorder | None], None]
 class CapturedGraph:
     """Owns an NPU graph, its task handles and its events.
 
-    Accepts only the numbers of rows and tokens of its capture, and only the buffers whose addresses
-    it contains. It always refuses other inputs.
+    Accepts only inputs with the numbers of rows and tokens of its capture, in the buffers whose
+    addresses it contains. It always refuses other inputs.
 
     Attributes:
         graph: torch_npu's graph.
@@ -84,7 +84,7 @@ class CapturedGraph:
         lens: Lens,
         between: Callable[[], None] = lambda: None,
     ) -> int:
-        """Send a queued replay's lengths to the tasks that did not get these lengths ahead.
+        """Send a queued replay's lengths to the tasks that did not get them before the replay.
 
         Works layer by layer; the host does not wait. Returns the number of these tasks.
 
@@ -100,7 +100,7 @@ class CapturedGraph:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Send the probable lengths of the next replay, which may still get other lengths.
+        """Send the probable lengths of the next replay; the replay may still get other lengths.
 
         May be called after ``update``, several times with the same lengths. Stops between two
         layers as soon as ``is_wanted_elsewhere`` returns true.
@@ -108,7 +108,7 @@ class CapturedGraph:
         self._updates.send_ahead(main_stream, update_stream, lens, is_wanted_elsewhere)
 
     def forget(self, main_stream: Any) -> None:
-        """Reset after an abort of the device, which also dropped updates and replays.
+        """Reset after an abort of the device. The abort also dropped updates and replays.
 
         ``main_stream`` resets the graph's events. The next replay sends all lengths.
         """

@@ -1,4 +1,4 @@
-"""The inputs of a step on the device, for full graphs, graphs in pieces and eager steps."""
+"""The inputs of a step on the device, for full graphs, piecewise graphs and eager steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class DraftInputs(NamedTuple):
         slots: [num_reqs, 3 k] int32, slots of 3 k positions from the first place on; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
             with fewer places repeats its last place.
-        behind: [num_reqs] int32, only in graphs: row of the request, if the device must add the
-            row's accepted drafts to the positions; the spare row if the host knows the positions.
+        behind: [num_reqs] int32, only in graphs. The row of the request, if the device must add the
+            number of the row's accepted drafts to the positions; the spare row if the host knows
+            the positions.
     """
 
     rows: Tensor
@@ -36,8 +37,8 @@ class SharedPlaces(NamedTuple):
 
     Attributes:
         owners: [num_places] int32, padding included.
-        landings: [num_places] int32 of live requests, index of the place's token among this rank's
-            tokens; if another rank runs the token, the index after the padded tokens.
+        landings: [num_places] int32, only places of live requests. Index of the place's token among
+            this rank's tokens; if another rank runs the token, the index after the padded tokens.
     """
 
     owners: Tensor
@@ -52,9 +53,9 @@ class DeviceStep:
     Attributes:
         token_ids, positions, slots: [num_tokens], padding included.
         block_table: [num_reqs, num_blocks]; padding is included only in graphs.
-        places: indices of tokens whose logits are needed. In graphs, [num_reqs] with padding, or
-            all tokens if every request verifies drafts; else [num_samples * (k + 1)], only live
-            requests.
+        places: indices of tokens whose logits are needed. In graphs: [num_reqs], padding included,
+            or all tokens if every request verifies drafts. Outside of graphs: [num_samples * (k +
+            1)], only of live requests.
         drafts: the places from which drafting continues, padding included; None if the step
             verifies no drafts.
         next_tokens: [num_tokens + 1], padding and one spare element included; None in graphs and

@@ -1,4 +1,4 @@
-"""A digest of the captured operators, so that ranks notice different operators before a replay."""
+"""A digest of the captured operators. Ranks compare digests to find differences before a replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hashes every operator that runs inside the context, also collectives.
+    """Hashes every operator that runs inside the context, collectives included.
 
     An operator's name and the types and shapes of its tensors count. Values do not count, because
     weights and addresses differ between ranks.

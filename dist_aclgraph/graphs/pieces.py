@@ -1,4 +1,4 @@
-"""A bucket captured in pieces: one graph for each segment between two attentions.
+"""A bucket as several graphs: one graph (a *piece*) for each segment between two attentions.
 
 Attention runs eagerly between the pieces, with the lengths of the step. So any mixture of prefill
 and decode can replay the same graphs. The values that one piece passes to the next one are in the

@@ -11,7 +11,7 @@ from dist_aclgraph.device.npu import GraphPool, Npu, external_event, runtime, tr
 
 
 class EventPool:
-    """External events that no graph uses, in an unknown state.
+    """External events that no graph uses; the state of each event is unknown.
 
     torch_npu never frees an external event's device memory (4 KiB). So the events of a released
     graph are used again by the next graph.
@@ -78,7 +78,7 @@ class Recording:
 
 
 def _record(graph: Any, body: Callable[[], None], pool_handle: Any) -> None:
-    # Thread-local: threads of Ray and of the controller may continue meanwhile.
+    # Thread-local, so that threads of Ray and of the controller may use the device meanwhile.
     graph.capture_begin(pool=pool_handle, capture_error_mode="thread_local")
     try:
         body()

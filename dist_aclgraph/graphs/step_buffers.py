@@ -1,8 +1,8 @@
 """The persistent inputs and outputs of graphs, allocated once at the largest size.
 
-The integer inputs of a graph are at the front of one buffer, each array at an aligned address:
-tokens, positions, slots, places. So a step sends all of them in one copy. It sends the block table
-in another copy, only if the table has changed. Arrays that the pinned memory already contains are
+The integer inputs of a graph (tokens, positions, slots, places) are at the front of one buffer,
+each array at an aligned address. So a step sends all these inputs in one copy. If the block table
+has changed, the step sends it in another copy. Arrays that the pinned memory already contains are
 not written again. If the graph verifies drafts, the inputs of drafts replace the places, because
 all tokens are sampled. Padding: token 0, position 0, slot -1 (written nowhere), place 0, the spare
 row, no draft accepted, and block 0, the dummy block that no request owns.
@@ -44,8 +44,9 @@ class StepBuffers:
         best: [max_samples], the greatest logit of each sampled place; finite unless its logits
             contain NaN or infinity.
         hidden: [max_samples, hidden], hidden states of the verified tokens; empty without drafts.
-        accepted: [max_reqs] int32, number of accepted drafts. A replay counts them by the most
-            probable tokens; if there are special places, they are counted again.
+        accepted: [max_reqs] int32, number of accepted drafts. A replay compares drafts with the
+            most probable tokens; if there are special places, the drafts are compared again after
+            sampling.
         num_written: number of steps whose inputs have been written.
     """
 
@@ -77,7 +78,7 @@ class StepBuffers:
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
-        # Also used without graphs, because the next step reads its tokens from here.
+        # Eager steps use this, too, because the next step reads its tokens from here.
         num_sampled = max(max_samples, spare_row)
         self.tokens: TokenTable | None = None
         if num_drafts:
@@ -99,7 +100,7 @@ class StepBuffers:
         self.num_written = 0
         # the contents of the block table on the device
         self._table: IntArray = np.zeros((max_reqs, max_blocks), np.int32)
-        # the last step's table, if ``_table`` has the same contents
+        # the block table of the last step; None if ``_table`` differs from it
         self._latest_table: IntArray | None = None
         self._written_rows = 0
         self._stream = runtime().current_stream()
@@ -120,7 +121,7 @@ class StepBuffers:
         layout = self._layouts[graph]
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
-        # A step in pieces may have more places than the array; ``upload_step`` sends all of them.
+        # A piecewise step may have more places than the array; ``upload_step`` sends all places.
         values = step.token_ids, step.positions, step.slots, step.places
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(

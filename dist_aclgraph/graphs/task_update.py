@@ -1,9 +1,9 @@
 """Attention operators inside a captured graph; their lengths are patched for each replay.
 
-A capture makes each attention operator a task group. Before the operator, it puts a wait for an
-external event and the reset of this event. A patch issues the operator again with a step's lengths,
-on the update stream, into the task group. The event, recorded after the patch, lets the graph
-continue. Lengths are sent either
+A capture makes each attention operator a task group. Before the operator, the capture inserts a
+wait for an external event and the reset of this event. A patch issues the operator again with a
+step's lengths, on the update stream, into the task group. The event is recorded after the patch,
+and lets the graph continue. Lengths are sent either
 
 - *after* the replay is queued: patch and record layer by layer, while the device follows; or
 - *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
@@ -71,7 +71,7 @@ class UpdatableTask:
             npu.end_task_update(stream)
 
     def forget(self, stream: Any) -> None:
-        """Forget the lengths of the task, and reset its event on ``stream``."""
+        """Forget the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
             self.arguments[name] = [-1] * len(self.arguments[name])  # lengths that no step uses
         npu.clear_event(self.event, stream)
@@ -151,7 +151,7 @@ class TaskUpdates:
         self._closed: Any = npu.runtime().Event()
 
     def before_replay(self, main_stream: Any, update_stream: Any, lens: Lens) -> None:
-        """Close the open tasks, if they have other lengths than the replay."""
+        """Close the open tasks, if their lengths differ from the replay's lengths."""
         if self._num_open == 0 or lens == self._open_lens:
             return
         for task in self._tasks[: self._num_open]:

@@ -1,4 +1,4 @@
-"""A table of the latest tokens, which only the device has, followed by all token ids.
+"""A table on the device: first the latest tokens, which only the device has; then all token ids.
 
 One gather turns the numbers of a step into token ids: a negative number is a reference
 (``references.py``) and is replaced by its token; any other number is a token id and stays the same.

@@ -1,4 +1,4 @@
-"""BlockPool: which KV blocks are used, which are free, and which free blocks are cached.
+"""BlockPool: knows which KV blocks are used, which are free, and which free blocks are cached.
 
 A full block is identified by a hash of its tokens and of all tokens before it, so prompts with
 equal beginnings share blocks. Every operation needs O(1) time per block.
@@ -42,9 +42,9 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether each reference to a block counts as one used block. Attention on CANN
-            8.5 needs this: it refuses lengths that would need more blocks than the cache has if
-            requests did not share blocks.
+        counts_shared: whether each reference to a block counts as one used block. This is for
+            attention on CANN 8.5, which counts a shared block once for each request: it refuses
+            lengths that together need more blocks, counted in this way, than the cache has.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Request that used or free blocks are cleaned before the next step."""
+        """Let blocks, used or free, be cleaned before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def ref_count(self, block_id: int) -> int:

@@ -16,8 +16,8 @@ MIN_BLOCKS = 2  # the dummy block, and one block for requests
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
     """Return the number of elements that one TP rank keeps for a token in each layer.
 
-    These elements are keys and values of the rank's heads. With latent attention they are the
-    latent and the rotated key, which all heads share and every rank keeps.
+    These elements are keys and values of the rank's heads. With latent attention, they are the
+    latent and the rotated key; all heads share both, and every rank keeps both.
 
     Raises:
         ConfigError: the heads cannot be divided evenly among the ranks.
@@ -94,7 +94,7 @@ class KVCacheSpec:
         )  # The KV of the last token is never written.
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return every rank's number of blocks: the configured one, or all that fit and are useful.
+        """Return every rank's number of blocks: the configured number, or all useful ones that fit.
 
         Args:
             free_bytes: free bytes of the rank with the least free memory.

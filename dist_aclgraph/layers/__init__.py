@@ -1,1 +1,1 @@
-"""Layers that several model families use; each layer is split over the tensor parallel group."""
+"""Layers of several model families; each layer is split over the tensor parallel group."""

@@ -77,8 +77,8 @@ class AttentionMetadata:
 
     Attributes:
         num_tokens: number of live tokens of this rank; activations may have more rows.
-        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots are those
-            of this rank's live tokens in order; if a prompt is split, those of all ranks' tokens.
+        written: [num_written], slots of new KV; for slot -1 nothing is written. The slots belong to
+            this rank's live tokens in order; if a prompt is split, to the tokens of all ranks.
         num_exchanged: if a prompt is split, number of tokens of each rank in ``written``; else 0.
         written_rope: rotary rows of the tokens in ``written``, if the cache write needs them.
         block_table: [num_reqs, max_blocks] int32, of requests that attend directly.

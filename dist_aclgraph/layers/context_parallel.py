@@ -1,12 +1,12 @@
 """Collectives in attention between ranks that share a request's context.
 
 In a DCP group, only one rank keeps the KV of a token. In decoding, the ranks of the group gather
-the queries of all heads. Each rank attends to its shard with all heads, and sends the results of
-each head to the ranks that own the head; these ranks merge the results by the sums of the softmax.
-In prompts, the ranks of the group gather the keys of the request instead. The ranks of a PCP group
-send each other the new keys of their prompt tokens.
+the queries of all heads. Each rank attends to its shard with all heads. It sends the results of
+each head to the ranks that own this head; these ranks merge the results by the sums of the softmax.
+For prompts, the ranks of the group do not gather queries: they gather the keys of the request. The
+ranks of a PCP group send each other the new keys of their prompt tokens.
 
-Shapes and collectives do not depend on the contents of a shard, so all ranks run the same ones.
+Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ContextParallel:
         return merged.view(n, -1, d)
 
     def gather_keys(self, caches: Sequence[Tensor], own: Tensor) -> Tensor:
-        """Return rows of all shards, [shards * m, width], in the order of ``find_keys``.
+        """Return rows of all shards, [shards * m, width]; ``find_keys`` explains their order.
 
         Args:
             caches: [num_slots, ...] each, of this shard; the rows of all caches are joined.

@@ -1,4 +1,4 @@
-"""A layer of experts: a router chooses a few experts for each token; shared experts run for all
+"""A layer of experts. A router chooses a few experts for each token; shared experts run for all
 tokens.
 """
 
@@ -105,8 +105,8 @@ class ExpertLayer:
     ) -> Tensor:
         """Exchange this rank's slice of the tokens, then join the slices of all ranks."""
         tp, n = self.groups.tp, x.shape[0]
-        # All ranks pad, although only the last ranks lack tokens, because all ranks must capture
-        # the same operators.
+        # Only the last ranks lack tokens, but all ranks pad, because they must capture the same
+        # operators.
         missing = -n % tp.size
         if missing:
             x = pad(x, (0, 0, 0, missing))

@@ -59,8 +59,8 @@ class Int8GroupedProduct:
     scale: Tensor
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Multiply as ``GroupedProduct`` does. Each row is quantised with its own scale, also rows
-        without an expert.
+        """Multiply as ``GroupedProduct`` does. Each row, even a row without an expert, is quantised
+        with a scale of its own.
         """
         quantised, row_scale = torch.ops.npu.npu_dynamic_quant(rows)
         return multiply_groups(

@@ -38,8 +38,8 @@ NORM_EPS = 1e-6  # epsilon of the norms inside attention; other norms may have a
 
 @dataclass(frozen=True)
 class LatentCache:
-    """One layer's normalised latents, [num_blocks, block_size, 1, 512], and rotated keys, the same
-    shape with 64 columns.
+    """One layer's normalised latents, [num_blocks, block_size, 1, 512], and rotated keys,
+    [num_blocks, block_size, 1, 64].
     """
 
     latents: Tensor
@@ -87,8 +87,8 @@ class LatentAttention:
     ) -> None:
         """Write latents and rotated keys to the cache, then attend.
 
-        Tokens that attend directly use the latents as keys, because queries are multiplied by the
-        key matrices first. For other tokens (``parts``), keys and values are computed from the
+        For tokens that attend directly, queries are multiplied by the key matrices first; then the
+        latents are the keys. For other tokens (``parts``), keys and values are computed from the
         latents. Rows of ``out`` after the live tokens stay unchanged.
 
         Args:

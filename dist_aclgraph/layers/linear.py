@@ -16,7 +16,7 @@ from dist_aclgraph.comm.groups import CommGroup
 
 
 class Product(Protocol):
-    """A product with any type of weight: floats here, int8 in ``int8_products.py``."""
+    """A product with a weight of any type: float in this file, int8 in ``int8_products.py``."""
 
     @property
     def weight(self) -> Tensor:

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# An entry of a group list is the end of an expert's rows (CUMULATIVE), or their number (COUNTS).
+# An entry of a group list: the end of an expert's rows (CUMULATIVE), or the number of rows
+# (COUNTS).
 CUMULATIVE, COUNTS = 0, 1
 
 
 class ExpertProduct(Protocol):
-    """One product per expert, with any type of weight: floats here, int8 elsewhere."""
+    """One product per expert, with weights of any type: float in this file, int8 elsewhere."""
 
     @property
     def weight(self) -> Tensor:
@@ -57,7 +58,7 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: A
         [weight],
         group_list=counts,
         # The operator refuses a list with one count. So the list contains the end of the only
-        # group, which is the same number.
+        # group; this number equals the count.
         group_list_type=COUNTS if len(counts) > 1 else CUMULATIVE,
         group_type=0,
         split_item=3,

@@ -60,7 +60,7 @@ def attend_parts(
     attend: AttendTo,
     out: Tensor,
 ) -> None:
-    """Compute the rows of ``out`` for the queries of parts. Every rank reads every chunk.
+    """Compute the rows of ``out`` that belong to the parts' queries. Every rank reads every chunk.
 
     Args:
         caches: [num_slots, ...] each.

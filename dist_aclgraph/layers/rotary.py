@@ -1,8 +1,8 @@
 """Rotary position embedding: inverse frequencies and the tables that all layers share.
 
-Formulas: the default, linear, dynamic NTK, Llama 3, YaRN (arXiv 2309.00071) and LongRoPE (arXiv
-2402.13753) schemes, as ``rope_parameters`` of Hugging Face checkpoints select them. The tables are
-built once, outside graph capture; a step gathers rows of the tables by its position buffer.
+``rope_parameters`` of a Hugging Face checkpoint selects one of these schemes: default, linear,
+dynamic NTK, Llama 3, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753). The tables are built
+once, outside graph capture; a step gathers rows of the tables by its position buffer.
 
 The frequencies of dynamic NTK and LongRoPE depend on the length of a request. All requests of a
 deployment use the frequencies of the longest possible request, because cached keys cannot change.
@@ -60,7 +60,7 @@ def rope_tables(
 
 
 class RotaryTables:
-    """Owns cos and sin of every position up to ``max_len`` and the spare ones, on the device."""
+    """Owns cos and sin on the device, for positions up to ``max_len`` and for spare positions."""
 
     def __init__(
         self,

@@ -32,8 +32,8 @@ class Router:
         bias: [num_experts] float32, added to the scores only for the choice of experts.
         num_groups: number of groups of experts.
         top_groups: number of groups from which a token may choose experts.
-        group_score: how groups are compared: "max" by the best score of a group, "top2" by the sum
-            of its two best scores.
+        group_score: how groups are compared. "max" compares the best score of each group; "top2"
+            compares the sum of the two best scores of each group.
         scale: factor of all weights.
     """
 

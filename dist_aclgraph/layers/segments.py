@@ -1,4 +1,4 @@
-"""A forward pass is cut into segments at attention; the caller chooses how to run each segment."""
+"""Cuts a forward pass into segments at attention; the caller chooses how to run each segment."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SideStream:
 
     @contextmanager
     def running(self, work: Callable[[], None]) -> Iterator[None]:
-        """Run ``work`` on this stream. At the end of the context, also after an error, the current
+        """Run ``work`` on this stream. At the end of the context, even after an error, the current
         stream waits for ``work``.
 
         ``work`` begins after all earlier work of the current stream. It must not contain a
@@ -59,7 +59,7 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum, [n, hidden]; it is complete at the context's end."""
+        """Yield this rank's part of the sum, [n, hidden]. The end of the context completes it."""
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)

@@ -28,7 +28,7 @@ class Exchange(Protocol):
     """Runs the tokens of all ranks of an expert parallel group on the group's experts."""
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, tally: Tensor | None) -> Tensor:
-        """Return the weighted sum over each token's experts: [m, hidden], zero for padding.
+        """Return for each token the weighted sum over its experts: [m, hidden], zero for padding.
 
         Args:
             x: [m, hidden], this rank's slice of the tokens; ``m`` must be equal on all ranks.
@@ -53,7 +53,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Every rank gets once each token that chose one of its experts, if there is room for it.
+    """Each token is sent once to every rank that has an expert of the token, if there is room.
 
     Each rank has the same room for tokens of each other rank, so all parts have equal size. Tokens
     without room are counted, and their result is wrong; then the step must run again.
@@ -118,7 +118,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """The operators send each token to each of its experts: exact counts, no unused places.
+    """The operators send each token to each of its experts; no place is reserved without use.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``.
     Their limits are checked when the deployment is planned. If the operators take no mask, padding

@@ -1,4 +1,4 @@
-"""The interface of a kind of attention: one layer's part, and the part that all layers share."""
+"""The interface of a kind of attention: state of one layer, and state that all layers share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Cache = Any  # cache of one layer; only its kind of attention knows the type
 
 
 class LayerAttention(Protocol):
-    """The attention of one layer, in three parts. Graphs in pieces contain the first and the last
+    """The attention of one layer, in three parts. Piecewise graphs contain the first and the last
     part.
     """
 
@@ -25,8 +25,8 @@ class LayerAttention(Protocol):
     def attend(
         self, inputs: tuple[Tensor, ...], rope: Rope, cache: Cache, metadata: AttentionMetadata
     ) -> None:
-        """Write the live tokens to the cache, and their results to ``inputs[-1]``; padding rows of
-        it stay unchanged.
+        """Write the live tokens to the cache, and their results to ``inputs[-1]``, whose padding
+        rows stay unchanged.
         """
 
     def output(self, attended: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class AttentionKind(Protocol):
 
     Attributes:
         slot_dtype: type of the slots for the cache write.
-        takes_long_queries: whether requests with any number of queries may attend directly, if the
+        takes_long_queries: whether a request may attend directly with any number of queries, if the
             cache is not sharded.
         ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
     """

@@ -3,7 +3,7 @@
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
 slices. A slice is converted (to another dtype, to int8, or to floats) on the device. FP8 is
 converted on the host, because not every chip supports FP8. Weights in FP8 or int8 are multiplied by
-their scales while they are read, except int8 matrices of products that run in int8.
+their scales while they are read; only int8 matrices of products that run in int8 are not.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SCALED = ("F8_E4M3", "I8")  # safetensors' names of the types that have scales
 class Checkpoint:
     """The tensors of a directory of safetensors files.
 
-    Owns the open files, and one buffer for pieces, because a new buffer for each piece would need
-    new memory pages each time. Knows names and shapes, but nothing about layers or ranks.
+    Owns the open files, and one buffer for all pieces, because a new buffer for each piece would
+    need new memory pages. Knows names and shapes, but nothing about layers or ranks.
 
     Attributes:
         dtype: type of all floats that are read; the files may store another type.
@@ -98,7 +98,7 @@ class Checkpoint:
     ) -> None:
         """Write to ``out`` the result that ``read_part`` would return.
 
-        The part is sent in pieces, so the device needs memory for one piece in addition to ``out``.
+        The part is sent piece by piece, so the device needs memory for ``out`` and one piece.
 
         Args:
             out: tensor on the device, with the part's shape and any strides.
@@ -144,7 +144,7 @@ class Checkpoint:
         """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, as ``read_part`` does.
 
         The result is int8 if the checkpoint stores int8, or if this object quantises. The scale of
-        an output depends on all of its inputs, so inputs outside the part are also read.
+        an output depends on all inputs of this output, so inputs outside the part are also read.
 
         Raises:
             ConfigError: the weight is int8 and ``dtype`` is float32; no operator accepts this.

@@ -22,7 +22,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads of a rank. If there are fewer KV heads than ranks, several ranks have the same KV
+    """The heads of a rank. If there are fewer KV heads than ranks, several ranks share the same KV
     head.
     """
 

@@ -1,7 +1,7 @@
-"""Matrices in int8 with one scale for each output, from the checkpoint or quantised at load.
+"""Matrices in int8 with one scale per output, stored so in the checkpoint or quantised at load.
 
-A scale depends on all inputs of an output, not only on the inputs that one rank loads. So the ranks
-have parts of the same matrix, for any number of ranks.
+A scale depends on all inputs of an output, not only on the inputs that one rank loads. So for any
+number of ranks, the ranks have parts of the same int8 matrix.
 """
 
 from __future__ import annotations

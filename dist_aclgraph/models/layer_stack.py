@@ -1,8 +1,8 @@
-"""A sequence of decoder layers: norms, residual stream, any kind of attention, feed-forward part.
+"""A sequence of decoder layers, with any kind of attention.
 
 The forward pass is a sequence of segments, cut at attention (``before_attention`` and
-``after_attention`` of each layer). So one graph can be captured for the whole pass, or one graph
-for each segment.
+``after_attention`` of each layer). So the whole pass can be captured as one graph, or each segment
+as one graph.
 """
 
 from __future__ import annotations

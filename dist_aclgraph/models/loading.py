@@ -129,7 +129,7 @@ class WeightSlices:
         return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
 
     def _dtype_of(self, parts: Iterable[MatrixPart]) -> torch.dtype:
-        """Return the type in which one operator gets its matrices: int8 if all of them are int8.
+        """Return the type in which one operator gets its matrices: int8 if all matrices are int8.
 
         Otherwise the type is floats, because matrices that a checkpoint stores in floats must not
         be quantised.
@@ -138,7 +138,7 @@ class WeightSlices:
         return torch.int8 if are_int8 else self.checkpoint.dtype
 
     def _read(self, parts: Sequence[MatrixPart], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Return concatenated matrices, [in, outputs of all], and their scales if they are int8."""
+        """Return concatenated matrices, [in, all outputs], with scales if they are int8."""
         weight = torch.empty(_sizes(parts), dtype=dtype, device=self.device)
         return weight, self._fill(weight, parts)
 

@@ -147,7 +147,7 @@ class MultiHeadLatent:
     def _paired(self, weight: Tensor, width: int) -> Tensor:
         """Move the columns that are rotated together next to each other.
 
-        These columns are the last ones of each ``width`` columns.
+        In each group of ``width`` columns, these columns are the last columns.
         """
         if self._sizes.interleaves:
             return weight

@@ -40,7 +40,7 @@ class NextTokenModule:
     head: VocabularyHead
 
     def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
-        """Return the layer's KV cache, which uses the same block ids as the decoder's layers."""
+        """Return the layer's KV cache; it uses the same block ids as the decoder's layers."""
         return self.stack.kind.make_cache(num_blocks, block_size, dtype)
 
     def forward(

@@ -30,9 +30,9 @@ class Autoscaler:
     """Owns the times at which the load became too high or too low.
 
     One group is added if more than ``target_waiting`` requests per group have been waiting for
-    ``up_s`` without a break. One group is removed if, for ``down_s`` without a break, no request
-    has been waiting and the running requests would have filled at most half of the other groups. So
-    after the removal the other groups have room, and no request must wait.
+    ``up_s`` without a break. One group is removed if two conditions have been true for ``down_s``
+    without a break: no request was waiting, and the running requests would have filled at most half
+    of the other groups. So the other groups have room after the removal, and no request must wait.
     """
 
     config: AutoscaleConfig
@@ -51,7 +51,7 @@ class Autoscaler:
         elif self._idle_since_s is not None and now_s - self._idle_since_s >= config.down_s:
             groups, self._idle_since_s = groups - 1, None
         wanted = min(max(groups, config.min_groups), config.max_groups)
-        # Lost groups are replaced as often as their budget allows; do not request them twice.
+        # Lost groups are replaced as long as the restart budget allows; do not request them twice.
         is_missing = demand.groups < wanted <= demand.groups + demand.missing
         return demand.groups if is_missing else wanted
 

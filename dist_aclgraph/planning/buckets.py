@@ -23,8 +23,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
         query_len: tokens of each request; 0 accepts any mixture of prefill and decode.
         buckets: sizes in tokens, ascending.
         refused: sizes that some rank could not capture; they are not tried again.
-        max_buckets: the largest number of buckets that every rank could capture together; None
-            before a capture has failed.
+        max_buckets: the largest number of captured buckets that every rank could have at the same
+            time; None before a capture has failed.
     """
 
     run_mode: RunMode
@@ -159,7 +159,7 @@ def buffer_sizes(graphs: Iterable[BatchDescriptor], max_num_seqs: int) -> Buffer
     tokens = reqs = samples = 1
     for graph in graphs:
         tokens = max(tokens, graph.num_tokens)
-        # Pieces contain no attention, so they fit any numbers of requests and samples.
+        # Piecewise graphs contain no attention, so they fit any number of requests and samples.
         reqs = max(reqs, graph.num_reqs or min(graph.num_tokens, max_num_seqs))
         samples = max(samples, graph.num_tokens if graph.query_len else graph.num_reqs)
     return BufferSizes(tokens, reqs, samples)
@@ -176,7 +176,7 @@ def pad_to_bucket(num_tokens: int, buckets: Sequence[int]) -> int | None:
 
 
 def trim_sizes(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return at most ``limit`` of the sizes, chosen evenly by index, with the first and the last.
+    """Return at most ``limit`` sizes, chosen evenly by index; the first and the last are included.
 
     If the limit is one or less, only the last size is returned, because only this size is large
     enough for every batch.

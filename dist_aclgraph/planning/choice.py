@@ -1,4 +1,4 @@
-"""Chooses the sizes to capture: the set with the lowest cost for the traffic, found exactly."""
+"""Chooses the sizes to capture: finds exactly the set with the lowest cost for the traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Choices:
             0 is infinite.
         counts: [max_buckets + 1]; entry k is the smallest number of buckets that has ``costs[k]``.
         previous: [max_buckets + 1, sizes]; for the best k buckets whose last bucket is size j,
-            entry [k, j] is the index in ``sizes`` of the bucket before the last one, plus one.
+            entry [k, j] is 1 plus the index in ``sizes`` of the bucket before the last bucket.
     """
 
     sizes: tuple[int, ...]
@@ -81,7 +81,7 @@ def choices(
 def expected_cost(
     buckets: Sequence[int], weights: Mapping[int, float], costs: Mapping[int, float]
 ) -> float:
-    """Return the expected cost, as ``choices`` defines it, of all batches that fit in a bucket."""
+    """Return the expected cost of all batches that fit in a bucket; see ``choices``."""
     padded = ((weight, pad_to_bucket(tokens, buckets)) for tokens, weight in weights.items())
     return sum(weight * costs[bucket] for weight, bucket in padded if bucket is not None)
 
@@ -95,7 +95,7 @@ def padding_share(buckets: Sequence[int], weights: Mapping[int, float]) -> float
 
 
 def step_costs(sizes: Sequence[int], seconds: Mapping[int, float]) -> list[float]:
-    """Return the cost of a step at each size: padded tokens, or seconds if any time was measured.
+    """Return a step's cost at each size: seconds if any time was measured, else padded tokens.
 
     Between two measured sizes, time is interpolated linearly; outside the measured sizes, it is
     proportional to the tokens.

@@ -1,4 +1,4 @@
-"""The messages of the transaction that changes a group's graphs: commands, and ranks' answers.
+"""The commands and the answers of the transaction that changes a group's graphs.
 
 The messages are plain MessagePack, like steps. Before serving, commands are sent as actor calls;
 while serving, the same commands are sent between steps.

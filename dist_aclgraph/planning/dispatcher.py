@@ -131,7 +131,8 @@ class GraphDispatcher:
         """Return the counters: replays and padding by graph, misses by reason.
 
         Any thread may call this, because each copy is atomic; the engine's thread may add keys at
-        the same time. The engine counts a replay before its padding, so padding is copied first.
+        the same time. The engine counts a replay before the replay's padding, so padding is copied
+        first.
         """
         padding, replays = dict(self.padding), dict(self.replays)
         return {

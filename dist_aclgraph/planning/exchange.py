@@ -18,8 +18,8 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import ExchangeKind
 
 # Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
-# all_gather: a link of 20 GB/s sends them in the time of two dozen small operators. This was not
-# measured on an NPU.
+# all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators. This
+# was not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
 MIN_CAPACITY = 16  # rows for one rank; few tokens are distributed less evenly than many
 
@@ -67,8 +67,8 @@ class ExchangeRule:
 
     Attributes:
         tp: number of ranks of a tensor parallel group.
-        mc2: MC2 in this deployment, and the numbers of experts; None if every tensor parallel group
-            has all experts.
+        mc2: MC2 in this deployment, with the numbers of experts; None if every tensor parallel
+            group has all experts.
         setting: the configured exchange.
         capacity_factor: see ``expert_capacity``.
         max_tokens: maximum number of tokens of one batch.

@@ -21,7 +21,7 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class LazyChange:
-    """A decision to capture ``graph``, and to release ``victim`` before if it is not None."""
+    """A decision to release ``victim`` (unless it is None), and then to capture ``graph``."""
 
     graph: BatchDescriptor
     victim: BatchDescriptor | None = None

@@ -30,7 +30,7 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return prediction and measurement in words, and the part closest to their difference.
+        """Return prediction and measurement in words, and the part closest to the difference.
 
         The part is only a guess at the cause: devices report how many streams are free, but not
         the owners of used streams.

@@ -70,7 +70,7 @@ class Mc2Operators:
         buffer_bytes: returns the necessary bytes of HCCL's buffer.
         pays_from_ep: smallest number of ranks for which other projects use MC2.
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
-        takes_scales: whether the weights of experts are sent with the tokens, and back.
+        takes_scales: whether the weights of experts are sent with the tokens in both directions.
         takes_mask: whether the operators can leave out rows.
     """
 
@@ -149,8 +149,8 @@ class Mc2:
 
     @cached_property
     def operators(self) -> Mc2Operators | None:
-        """The operators with the best algorithm for this number of ranks; None if the chip has no
-        MC2, or not the configured algorithm.
+        """The operators with the best algorithm for this number of ranks; None if the chip does not
+        have MC2 or does not have the configured algorithm.
         """
         found = [p for p in self._known_operators if self.algorithm in ("auto", p.algorithm)]
         return next((p for p in found if self.ep in p.ep_sizes), found[-1] if found else None)

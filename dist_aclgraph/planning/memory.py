@@ -2,8 +2,8 @@
 
 The sizes of weights and step buffers are exactly the runtime's allocations. The sizes of HCCL's
 buffers come from the vendor's document of HCCL_BUFFSIZE: each communicator has an input buffer and
-an output buffer of this size; they were not measured. The sizes of activations are estimates that
-are too high rather than too low.
+an output buffer of this size. We did not measure these sizes. The sizes of activations are
+estimates; they may be too high, but should not be too low.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _how_to_shrink(part: MemoryPart, config: Config) -> str:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Return the parts for a rank's communication domains; all ranks have as many domains."""
+    """Return the parts for a rank's communication domains; the number is equal on all ranks."""
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()

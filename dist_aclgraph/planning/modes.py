@@ -1,4 +1,4 @@
-"""Chooses a graph mode that model and device support, and gives reasons for changes of the mode."""
+"""Chooses a graph mode that model and device support, and says why the mode was changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GraphSupport:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Unsupported modes, the mode that replaces each of them, and the reason as a sentence."""
+    """Unsupported modes, the mode that replaces them, and the reason as a sentence."""
 
     modes: tuple[GraphMode, ...]
     applies: Callable[[GraphSupport], bool]
@@ -41,7 +41,7 @@ class _Rule:
 
 _FULL: tuple[GraphMode, ...] = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
-# The first rule that applies to the mode replaces it; this repeats until no rule applies.
+# The first applicable rule replaces the mode; this repeats until no rule is applicable.
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         _FULL,
@@ -93,8 +93,8 @@ def normalise_mode(
             the device.
 
     Raises:
-        ConfigError: the mode has graphs and launches wait for the device; a capture would wait for
-            ever.
+        ConfigError: the mode has graphs, and launches wait for the device; so a capture would never
+            end.
     """
     mode, reasons = wanted, []
     while True:

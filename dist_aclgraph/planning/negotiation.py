@@ -39,7 +39,7 @@ NAMED_RANKS = 8  # An error message names at most 8 ranks, and counts the others
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The smallest of all ranks' limits on one resource, and its owner: a rank, or the group."""
+    """The smallest of all ranks' limits on one resource; its owner is a rank or the group."""
 
     limit: Limit
     owner: str
@@ -144,7 +144,7 @@ def tightest_limits(
     families: Sequence[GraphFamily],
     budget_model: BudgetModel,
 ) -> list[RankLimit]:
-    """Return the limits of all ranks; of limits with equal prices, only the smallest amount."""
+    """Return the limits of all ranks; if limits have equal prices, return only the smallest one."""
     found: dict[tuple[str, tuple[int, ...]], RankLimit] = {}
     for offer in offers:
         for limit in budget_model.limits(families, offer):
@@ -221,8 +221,8 @@ def _cheapest(limits: Sequence[Limit], menus: Sequence[_Menu]) -> tuple[int, ...
 
 
 def _maximal(limits: Sequence[Limit], most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield numbers of buckets within all limits: all combinations for the first families, each
-    with the largest possible number for the last family.
+    """Yield numbers of buckets within all limits: all combinations for the families except the last
+    one, and for each combination the largest possible number for the last family.
     """
     *head, last = most
     for counts in product(*(range(n + 1) for n in head)):

@@ -64,12 +64,12 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shrink(self, failed: BatchDescriptor, cause: FailureCause, rank: int) -> GraphPlan:
-        """Return the next version of the plan, with as many graphs as ranks were able to capture.
+        """Return the next version of the plan, with the number of graphs that ranks could capture.
 
         If an operator failed, only the failed graph is removed. If streams or memory ran out, the
-        family of the failed graph keeps as many buckets as it had captured, the smallest and the
-        largest size among them if possible. If this family had captured no bucket, the family with
-        the most captured buckets has used the resources, and loses one bucket.
+        family of the failed graph keeps as many buckets as it had captured; if possible, it keeps
+        the smallest and the largest size. If this family had captured no bucket, the family with
+        the most captured buckets loses one bucket, because that family has used the resources.
 
         Raises:
             GraphError: the graph is not part of the plan.
@@ -159,13 +159,13 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
 
 class Shrink(msgspec.Struct, frozen=True):
-    """The decision to roll back, release graphs that are not in ``plan``, and continue with it."""
+    """The decision to roll back, release graphs outside ``plan``, and continue with ``plan``."""
 
     plan: GraphPlan
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The decision to capture no more graphs: the epoch ends, or serving continues without them."""
+    """The decision to capture no more graphs. The epoch ends, or serving continues without them."""
 
     reason: str
 

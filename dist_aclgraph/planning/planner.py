@@ -140,7 +140,7 @@ class Planner:
         Args:
             offers: all offers from which the plan was chosen.
         """
-        # Lazy graphs that do not fit now get no memory; otherwise the cache would get none.
+        # Lazy graphs that do not fit now get no memory; otherwise the cache would get no memory.
         lazy, _ = fit_memory(self.lazy_families if plan.families else (), offers, self.budget_model)
         everything = msgspec.structs.replace(plan, families=(*plan.families, *lazy))
         return {offer.rank: pool_bytes(everything, offer, self.budget_model) for offer in offers}
@@ -170,7 +170,7 @@ class Planner:
         )
 
     def _reach(self) -> list[str]:
-        """Return sentences about decode batches that are larger than any graph and run eagerly.
+        """Return sentences about decode batches that run eagerly because no graph is large enough.
 
         Mixed batches are not mentioned, because users expect that prompts run eagerly.
         """

@@ -1,4 +1,4 @@
-"""Adapts a plan to its traffic while serving: when to change it, and by which single actions."""
+"""Adapts a plan to its traffic while serving: decides when to change it, and by which actions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def choose_again(
 def _timed(offer: StreamOffer, step_seconds: Mapping[BatchDescriptor, float]) -> StreamOffer:
     """Return the offer with step times as additional probes; prices come from the first probes.
 
-    Only kinds of graphs that have a probe get an additional one. Otherwise a kind without a probe
+    A kind of graph gets an additional probe only if it already has a probe. Otherwise the kind
     would get the price 0.
     """
     probed = {(probe.graph.mode, probe.graph.query_len) for probe in offer.probes}
@@ -146,9 +146,9 @@ def transition(
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
     Captures come before releases, and the largest graph is captured first. Only if there is no room
-    for the next capture, a graph that is not in the new plan is released before it. After each
-    action, every limit that both plans obey is obeyed, and the largest bucket of each family
-    exists.
+    for the next capture, a graph that is not in the new plan is released before this capture. After
+    each action, every limit that both plans obey is still obeyed, and the largest bucket of each
+    family exists.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.

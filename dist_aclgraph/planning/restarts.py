@@ -1,4 +1,4 @@
-"""Decides when a failed action is tried again, and how often a lost process is started again."""
+"""Decides when to try a failed action again, and how often to start a lost process again."""
 
 from __future__ import annotations
 

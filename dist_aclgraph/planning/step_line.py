@@ -1,5 +1,5 @@
-"""Models the time of a step without a graph as a linear function of its tokens, fitted to measured
-steps.
+"""Models the time of an eager step as a linear function of the step's tokens. The function is
+fitted to measured steps.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import msgspec
 from dist_aclgraph.config import GraphConfig
 from dist_aclgraph.planning.buckets import GraphFamily
 
-PRIOR_SHARE = 0.02  # weight of the prior, as a share, so that sizes not seen yet can get a bucket
+PRIOR_SHARE = 0.02  # share of the prior in all weights, so that unseen sizes can get a bucket
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

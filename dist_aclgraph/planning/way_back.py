@@ -1,11 +1,11 @@
 """Chooses the recovery of a lockstep group after a failure, by one pure function.
 
-RESUME keeps all processes: the work of their devices is aborted, communicators are resumed, and the
-interrupted steps run again; weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
+RESUME keeps all processes: their devices' work is aborted, their communicators are resumed, and the
+interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
 is lost: requests are computed again from their first token. REJOIN keeps the running processes and
 their weights: lost processes are started again in the same places, and all processes join a new
-group; KV and graphs are lost. REBUILD replaces the group by another one, in any places. If RESUME,
-RECOMPUTE or REJOIN fails, REBUILD follows.
+group; KV and graphs are lost. REBUILD replaces the group by another group, which may run in other
+places. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dist_aclgraph.topology import GroupRank
 
 Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 
-# After 100 steps without a failure, the next failure counts as the first one in a row.
+# After 100 steps without a failure, the count of consecutive failures begins again.
 SOUND_STEPS = 100
 
-# How often in a row a group resumes after each kind of failure; 0 means never. If a failure follows
-# directly after another one, resuming has not fixed the cause.
+# The maximum number of consecutive times that a group resumes, for each kind of failure; 0 means
+# that it never resumes. If a failure follows directly after another one, resuming has not removed
+# the cause.
 TRIES: dict[DeviceFault, int] = {
     "stopped": 2,  # reported by peers of a failed rank; the failed rank's fault sets the limit
     "link": 2,  # A link may fail only for a moment.
@@ -40,9 +41,9 @@ TRIES: dict[DeviceFault, int] = {
 # Faults after which the KV cache may have lost its values.
 LOSES_KV: frozenset[DeviceFault | None] = frozenset({"uce_kv"})
 
-# Faults after which a process may join another group, because its weights are intact, or because
-# the faulty part of its memory is known and can be released. After an unknown error, a process may
-# not join another group.
+# Faults after which a process may join another group: its weights are intact, or the faulty part of
+# its memory is known and can be released. After an unknown error, a process must not join another
+# group.
 MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )

@@ -24,9 +24,9 @@ class StepOutputs:
 
     Attributes:
         requests: [num_reqs].
-        keys: [num_reqs], ``Request.key`` of each request.
+        keys: [num_reqs], the attribute ``key`` of each request.
         token_ids: [num_new], request by request.
-        ends: [num_reqs], end of each request's tokens; None means one token each.
+        ends: [num_reqs], end of each request's tokens; None means that each request has one token.
         firsts: [n], indices of requests that got their first tokens.
         finish_reasons: the finish reason of each finished request, by its index.
         logprobs: [num_new], or empty if no request wants log-probabilities.
@@ -71,12 +71,12 @@ class StepOutputs:
 
     @property
     def each_end(self) -> IntArray:
-        """[num_reqs], end of each request's tokens, also if ``ends`` is None."""
+        """[num_reqs], end of each request's tokens, even if ``ends`` is None."""
         return np.arange(1, len(self) + 1, dtype=np.int32) if self.ends is None else self.ends
 
     @property
     def each_logprobs(self) -> tuple[RowLogprobs | None, ...]:
-        """[num_new], a report or None for each token, also if ``logprobs`` is empty."""
+        """[num_new], a report or None for each token, even if ``logprobs`` is empty."""
         return self.logprobs or (None,) * self.num_tokens
 
     def __len__(self) -> int:

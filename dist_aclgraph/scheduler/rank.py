@@ -1,9 +1,10 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
-There are no phases: a request runs known tokens until all of them are computed. Known tokens are
-the prompt, which runs in chunks, the last sampled tokens, or, after a preemption, prompt and
-output. Requests that decode are scheduled first; a step always has room for all of them. The other
-requests share the rest of the step in the order of their deadlines.
+There are no phases: a request runs known tokens until all known tokens are computed. For a new
+request, known tokens are the prompt, which runs in chunks. For a request that decodes, they are the
+last sampled tokens. After a preemption, they are the prompt and the output. Requests that decode
+are scheduled first; a step always has room for all of them. The other requests share the rest of
+the step in the order of their deadlines.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class RankScheduler:
         index: index of this data-parallel rank in the group.
         num_drafts: number of drafts that workers have for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether existing output of a request is computed again token by token in decode
-            steps, because it was also sampled in decode steps.
+        exact: whether existing output of a request is computed again in decode steps, token by
+            token, as when it was sampled.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RankScheduler:
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
         # for each stop id, the number of running requests that stop at it
         self._stop_ids: Counter[int] = Counter()
-        self._knows_nothing = False  # Workers have lost all rows, and the next step sends them.
+        self._knows_nothing = False  # Whether workers have lost all rows.
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
@@ -140,8 +141,8 @@ class RankScheduler:
     ) -> tuple[StepBuilder, list[Request]]:
         """Begin a step; return its builder, and the requests that were preempted for the step.
 
-        Unless the step is one of prompts, all requests that decode run in it. The caller may drop
-        a builder without work, because beginning such a step has changed nothing.
+        All requests that decode run in the step, unless the kind of the step is "prompt". If the
+        builder has no work, the caller may drop it, because then ``begin`` has changed nothing.
         """
         is_open = kind != "decode"
         if kind == "prompt":
@@ -175,7 +176,7 @@ class RankScheduler:
 
     @property
     def _decodes(self) -> npt.NDArray[np.bool_]:
-        """[num_requests], whether a request has a sampled token and may get another one."""
+        """[num_requests], whether a request has a sampled token and may get another token."""
         rows = self.rows
         is_open: npt.NDArray[np.bool_] = (rows.known > rows.started) & (rows.known < rows.limit)
         return is_open
@@ -207,8 +208,8 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Whether the step may start the request.
 
-        True if a row and tokens are free, unless blocks were missing at the last try and no further
-        block has become free.
+        False if no row or no tokens are free. Also False if blocks were missing at the last try and
+        no further block has become free since then.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -309,8 +310,8 @@ class RankScheduler:
     def rewind(self) -> None:
         """Undo the steps in flight, because workers have lost the state of these steps.
 
-        Requests keep their blocks. Later steps write the KV of the undone steps again before it is
-        read.
+        Requests keep their blocks. Later steps write the KV of the undone steps again before any
+        step reads it.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -322,7 +323,7 @@ class RankScheduler:
         self._knows_nothing = True
 
     def lose_kv(self) -> list[Request]:
-        """Forget all blocks, also cached ones; return the running requests, which wait again."""
+        """Forget all blocks, even cached blocks; return the running requests, which wait again."""
         victims = self.running
         self._release(victims)
         self.pool.clear()
@@ -358,7 +359,7 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
         """Whether the cache has enough blocks for a full graph's padding.
 
-        All padding is in the dummy block, but attention may count it like other blocks
+        All padding is in the dummy block, but attention may count padding like other blocks
         (``counts_shared`` of ``BlockPool``).
         """
         pool = self.pool
@@ -435,13 +436,13 @@ class RankScheduler:
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether the next step has the same requests, and none of them can reach its maximum
-        length, fill a block or need a block.
+        """Whether the next step has the same requests, and no request can reach its maximum length,
+        fill a block or need a block.
         """
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return the number of tokens that every request can get before one of them reaches its
+        """Return the number of tokens that every request can get before any request reaches its
         maximum length, fills a block or needs a block.
         """
         rows = self.rows
@@ -517,7 +518,7 @@ class RankScheduler:
     # ---- blocks
 
     def _make_room(self, lack: Lack) -> tuple[list[int], list[Request]]:
-        """Give blocks to the requests that decode and lack blocks for their next tokens.
+        """Give blocks to the decoding requests that lack blocks for their next tokens.
 
         If too few blocks are free, the requests that are last in the order of service are
         preempted. Drafts beyond the last possible token of a request get no block.

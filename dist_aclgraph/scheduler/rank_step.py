@@ -1,4 +1,4 @@
-"""A step of one data-parallel rank. It is mutable until it is decided, and fixed afterwards."""
+"""A step of one data-parallel rank. A step is mutable until it is decided, and fixed afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class NewTokens(NamedTuple):
 
     Attributes:
         token_ids: [num_new], request by request.
-        counts: [num_samples], number of tokens of each sampled request; None means one each.
+        counts: [num_samples], number of tokens of each sampled request; None means that each
+            request has one token.
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
@@ -60,8 +61,8 @@ class _Chunk:
 
     index: int  # index among the running requests
     length: int
-    left: int  # number of tokens directly after the chunk that may run in the same step
-    replayed: int  # number of known tokens after them; each runs in its own step
+    left: int  # how many tokens directly after the chunk may still be added to the same step
+    replayed: int  # number of known tokens after ``left`` tokens; each runs in a step of its own
 
     @property
     def samples(self) -> bool:
@@ -80,8 +81,8 @@ class StepBuilder:
         is_open: whether waiting requests may be started.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.
-        kind: the work that the step may contain: "mixed" allows anything, "decode" only requests
-            whose prompt is computed, "prompt" only a chunk of one prompt.
+        kind: the work that the step may contain. "mixed" allows any work; "decode" allows only
+            requests whose prompt is computed; "prompt" allows only a chunk of one prompt.
     """
 
     rows: RunningRows
@@ -175,8 +176,8 @@ class RankStep:
         num_decoding: number of requests that decode; they come first.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
-        is_uniform: whether the other requests run like requests that decode, because they compute
-            existing output again.
+        is_uniform: whether the other requests run in the same way as requests that decode, because
+            the other requests compute existing output again.
         reports_prompts: whether a request wants logits of its prompt, which no full graph computes.
     """
 
@@ -205,11 +206,11 @@ class RankStep:
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
-        """Return three numbers: the tokens of the prefill rank with the largest share, the
-        requests, and the query length if all requests have the same one, else 0.
+        """Return three numbers: number of tokens of the prefill rank with the largest share; number
+        of requests; query length if it is the same for all requests, else 0.
 
-        Prompts of one token, or of ``decode_len`` tokens, also give 0: they sample at other places
-        than a decode step.
+        If a prompt has one token or ``decode_len`` tokens, the query length is also 0, because
+        prompts sample at other places than a decode step.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])
@@ -284,7 +285,7 @@ class Flight:
 
     @property
     def places(self) -> Places:
-        """[num_reqs], current index of each request, also if ``indices`` is a slice."""
+        """[num_reqs], current index of each request, even if ``indices`` is a slice."""
         at = self.indices
         return np.arange(self.step.num_reqs) if isinstance(at, slice) else at
 

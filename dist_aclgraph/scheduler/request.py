@@ -19,22 +19,25 @@ class Request:
 
     Attributes:
         tokens: prompt and output. While the request runs, ``RunningRows`` has the newest tokens.
-        max_tokens: maximum length of the output; None means up to the end of the context.
+        max_tokens: maximum length of the output; None means that only the context limits the
+            output.
         stop_ids: all ids that end the output.
         key: a number by which the request's owner finds its results; the owner sets it before the
             request is scheduled.
         arrival: order of arrival; the scheduler sets ``arrival``, ``deadline`` and
             ``max_total_tokens``.
-        deadline: the step by which the prompt should have run: the current step plus one for each
-            ``SchedulerConfig.prompt_share`` tokens. The earliest deadline is served first, so short
-            prompts overtake a long one, until it has waited as long as its computation takes.
+        deadline: the step by which the prompt should have run. At arrival, it is set to the current
+            step plus one step for each ``SchedulerConfig.prompt_share`` tokens. The earliest
+            deadline is served first. So short prompts overtake a long prompt, until the long prompt
+            has waited as long as its computation takes.
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         block_ids: the block table.
-        hashes: hashes of the first full blocks, as many as were needed; a preemption keeps them.
+        hashes: hashes of the first full blocks; only hashes that were needed are computed. A
+            preemption keeps the hashes.
         prompt_end: position where the output begins. If a request was submitted again, the last
-            part of its prompt is existing output.
+            part of its submitted prompt is existing output.
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
             admission.
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
@@ -110,7 +113,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The order of service: the earliest deadline, then the earliest arrival."""
+        """The order of service: by deadline; if deadlines are equal, by arrival."""
         return self.deadline, self.arrival
 
     def start(self, dp_rank: int, row: int) -> RowStart:
@@ -124,7 +127,7 @@ class Request:
         self.block_ids = []
 
     def num_until_stop(self, num_known: int, new: Sequence[int]) -> int | None:
-        """Return how many of the new tokens the request gets if a stop token ends it, else None.
+        """Return how many new tokens the request gets if a stop token ends the request; else None.
 
         Args:
             num_known: number of the request's tokens before the new ones.

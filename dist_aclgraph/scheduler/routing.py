@@ -1,8 +1,8 @@
 """Chooses the lockstep group of a request, by the cached prefix and the waiting work.
 
-An ingress does not see the caches of the groups. It remembers the prefixes that it has sent to each
-group, up to the size of the group's cache. Replicas of the ingress tell each other only one number
-per group: how many tokens of their requests wait there.
+An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
+that it has sent there, up to the size of the group's cache. Replicas of the ingress tell each other
+only one number per group: how many tokens of their requests wait there.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 
 
 class PrefixMemory:
-    """The hashes of blocks that were sent to a group, as many as its cache has blocks.
+    """The hashes of blocks that were sent to a group; at most one per block of the group's cache.
 
-    If there are more, the least recently used hashes are dropped. Does not know the real contents
-    of the group's cache.
+    If there would be more hashes, the least recently used hashes are dropped. Does not know the
+    real contents of the group's cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -122,7 +122,7 @@ class RoutedCounts:
 
 @dataclass
 class RequestRouter:
-    """Owns one ingress's knowledge of the groups, by name, and of its open requests.
+    """Owns one ingress's open requests, and its knowledge about each group, by the group's name.
 
     Args:
         first: index of the preferred group among equal ones; replicas have different values, so

@@ -31,7 +31,7 @@ class RunningRows:
         key: ``Request.key``.
         computed: number of tokens whose KV is in the cache; it grows up to ``known``.
         known: number of existing tokens, prompt and output.
-        slack: number of drafts in steps in flight, which may all be accepted.
+        slack: number of drafts in steps in flight; all these drafts may be accepted.
         flying: number of tokens in ``computed`` that steps in flight compute.
         received: number of tokens in ``known`` that the host has.
         started: number of tokens at the start of the row; later tokens were sampled in this row.
@@ -116,7 +116,7 @@ class RunningRows:
         return list(map(self.requests.__getitem__, indices.tolist()))
 
     def remove(self, indices: list[int]) -> Places:
-        """Remove requests, after updating their token lists; later requests get smaller indices.
+        """Update the token lists of requests, then remove them; later requests get smaller indices.
 
         Returns:
             The new index of each request that existed before; -1 if the request was removed.
@@ -178,7 +178,8 @@ class RunningRows:
         Args:
             indices: [n], indices of the requests that get tokens.
             tokens: [num_new], request by request.
-            counts: [n], number of new tokens of each request; None means one each.
+            counts: [n], number of new tokens of each request; None means that each request has one
+                token.
         """
         rows, recent = self.row[indices], self.num_recent[indices]
         if counts is None:

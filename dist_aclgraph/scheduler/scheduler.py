@@ -1,8 +1,8 @@
-"""Scheduler: makes one decision per step, for all ranks of a lockstep group: which requests run.
+"""Scheduler: decides for each step which requests run on the ranks of a lockstep group.
 
 Requests wait in one queue, in the order of their deadlines. When a request is admitted, it is given
-to one data-parallel rank. All ranks run the same steps, also ranks without work, and replay the
-graph that the largest batch needs.
+to one data-parallel rank. All ranks run the same steps, even ranks without work. All ranks replay
+the graph that the largest batch needs.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Scheduler:
     about devices, channels or time.
 
     ``schedule()`` decides a step, ``update()`` applies its results. The next step may be decided
-    before ``update()``. If the end of a request is noticed one step late, the request has run one
-    step too many; the result of this step is dropped. At most two steps are in flight, because
-    workers keep only the tokens of the last step.
+    before ``update()``. So the end of a request may be noticed one step late. Then the request has
+    run one step too many, and its result of this step is dropped. At most two steps are in flight,
+    because workers keep only the tokens of the last step.
 
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
@@ -96,7 +96,7 @@ class Scheduler:
             RankScheduler(index, config, pool, num_drafts, pcp, exact=exact)
             for index, pool in enumerate(pools)
         ]
-        # Kinds of steps, in the order in which they are tried; the first one with work is chosen.
+        # Kinds of steps, in the order in which they are tried; the first kind with work is chosen.
         self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
         self.waiting: deque[Request] = deque()  # in the order of deadlines
         self._ranks_per_batch = tp * pcp
@@ -155,8 +155,8 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestDelta | None:
         """End a request at once, even while a step runs it.
 
-        Results of steps in flight for the request are dropped. Returns None if the request is
-        unknown or finished.
+        The request's results of steps in flight are dropped. Returns None if the request is unknown
+        or finished.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -194,7 +194,8 @@ class Scheduler:
         for kind in self._kinds:
             builders = self._build(kind, lacks)
             if any(builder.has_work for builder in builders):
-                # The chosen kind is tried last next time, so that the kinds take turns.
+                # The chosen kind is tried last in the next decision, so that no kind waits for
+                # ever.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
         return None
@@ -396,7 +397,7 @@ class Scheduler:
         return self._is_void
 
     def _run_again(self) -> StepPlan | None:
-        """Issue the step in flight again, with an exchange that has room for all tokens.
+        """Send the step in flight again, with an exchange that has room for all tokens.
 
         The step writes the same KV again. Returns None if all requests of the step have left.
         """

@@ -44,8 +44,8 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
     """Build the application for ``state``.
 
     Args:
-        access: which requests are allowed; by default all.
-        names_requests: whether to answer with X-Request-Id; off if a proxy does that.
+        access: which requests are allowed; None allows all requests.
+        names_requests: whether answers get the header X-Request-Id; false if a proxy adds it.
     """
     access = access or Access()
     document = openapi.document(
@@ -72,8 +72,8 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
             Exception: _our_error,
         },
     )
-    # Outside of Starlette, because Starlette's own layers cost as much as all other work of a
-    # refusal.
+    # ``Edge`` is outside of Starlette, because Starlette's own layers take as long as all other
+    # work of a refusal.
     return Edge(api, access, state, names_requests=names_requests)
 
 

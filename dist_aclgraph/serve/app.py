@@ -44,8 +44,8 @@ STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
     """The application cannot be served.
 
-    ``serve run`` prints click's errors as one sentence, and ``serve status`` prints Serve's errors
-    as one sentence; both print other errors with a traceback.
+    ``serve run`` prints click's errors as one sentence; ``serve status`` prints Serve's errors as
+    one sentence. Both commands print other errors with a traceback.
     """
 
 
@@ -79,7 +79,7 @@ class GroupsReplica:
         return await asyncio.to_thread(self._deployment.reach)
 
     async def outlook(self) -> Outlook:
-        """Return the deployment's status, for clients that know of no serving group."""
+        """Return the deployment's status, for clients that know no serving group."""
         return await asyncio.to_thread(self._deployment.outlook)
 
     async def stay(self) -> None:
@@ -99,7 +99,7 @@ class GroupsReplica:
 @serve.deployment(name="ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS)
 @serve.ingress()
 class Ingress:
-    """Owns a client of the deployment; the routes are those of ``make_api``.
+    """Owns a client of the deployment; ``make_api`` defines the routes.
 
     Replicas share nothing.
     """
@@ -139,7 +139,7 @@ class Ingress:
         if hasattr(self, "_state"):
             await asyncio.to_thread(self._leave)
             self._stay.cancel()
-            # This process ends now, so the groups must have got the cancellation.
+            # This process ends now, so the cancellation must have reached the groups.
             await asyncio.wait([self._stay])
 
     def _leave(self) -> None:
@@ -148,7 +148,7 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return how long a version may take to end: first its ingresses, then its groups."""
+    """Return how many seconds a version may take to end its ingresses and then its groups."""
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 
 
@@ -195,7 +195,7 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
     }
     ingress: Any = Ingress  # the decorators turned the classes into Serve deployments
     groups: Any = GroupsReplica
-    # The groups outlive the ingresses, which finish the requests that they have admitted.
+    # The groups end after the ingresses, because ingresses finish the requests that they admitted.
     owner = groups.options(
         num_replicas=1,
         graceful_shutdown_timeout_s=_leave_s(config),
@@ -211,7 +211,7 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
 def app(args: AppArgs) -> serve.Application:
     """Application builder for ``serve run dist_aclgraph:app [config=FILE] [key=value ...]``.
 
-    The model must be readable where the application is built.
+    The process that builds the application must be able to read the model.
 
     Raises:
         RefusedError: the configuration or the model cannot be served.

@@ -1,7 +1,7 @@
 """The results of a step, as the engine sends them to a client.
 
-An engine sends the results of all requests of a client in one message, as columns; the client gives
-each request its part.
+An engine sends the results of all requests of a client in one message. The message contains columns
+with one entry per request or per token; the client splits the columns by request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class RequestDelta(msgspec.Struct, frozen=True):
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """Further results of a request, sent with its first tokens and with its last tokens.
 
-    ``index`` is the request's index in ``StepDeltas.numbers``; other fields as in ``RequestDelta``.
+    ``index`` is the request's index in ``StepDeltas.numbers``; ``RequestDelta`` explains the
+    others.
     """
 
     index: int
@@ -70,10 +71,10 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new]; empty if not requested
 
     def check_columns(self) -> None:
-        """Check that the lengths of the columns fit each other.
+        """Check that the columns have consistent lengths.
 
         Raises:
-            NotAMessageError: the lengths do not fit.
+            NotAMessageError: the lengths are not consistent.
         """
         if any(len(column) % INT_BYTES for column in (self.numbers, self.token_ids, self.ends)):
             raise NotAMessageError("a column is no array of int32")

@@ -1,7 +1,7 @@
 """Pure functions for the rows of a step that attend directly to the paged cache.
 
-A row is usually a request. If the cache is sharded, a row is a token; otherwise, if prompts are
-split between ranks, a row is a piece of a request.
+If the cache is sharded, a row is a token. If the cache is not sharded but prompts are split between
+ranks, a row is a piece of a request. In all other cases, a row is a request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dist_aclgraph.steps.padding import shard_lens
 
 @dataclass(frozen=True)
 class DirectRows:
-    """The direct rows of a rank. They consist of the first tokens of the rank's share.
+    """The direct rows of a rank. They contain the first tokens of the rank's share.
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
@@ -74,7 +74,7 @@ def _pieces(step: HostStep, split: PromptSplit, rank: int) -> DirectRows:
     ends, kv_lens = step.query_ends, step.kv_lens
     owners = np.array([piece.request for piece in pieces], np.int32)
     lens = np.array([piece.stop - piece.start for piece in pieces], np.int32)
-    # For each piece, the number of the request's keys after the last key that the piece sees.
+    # For each piece: how many keys of the request come after the last key that the piece sees.
     behind = ends[owners] - np.array([piece.stop for piece in pieces], np.int32)
     return DirectRows(
         ends[:count].tolist() + (split.num_whole_tokens + np.cumsum(lens)).tolist(),

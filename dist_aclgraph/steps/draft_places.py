@@ -1,4 +1,4 @@
-"""The places where drafting continues, as far as the host knows them before a step.
+"""The places where drafting continues, by the facts that the host has before a step.
 
 See ``device_step.DraftInputs``.
 """
@@ -21,8 +21,9 @@ class DraftPlaces:
     Attributes:
         rows, most, num_logits: [S].
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
-        behind: [S], row of the request, if the device must add its accepted drafts of the previous
-            step to the positions, because only the device knows their number; else -1.
+        behind: [S]. If only the device knows how many drafts of the request were accepted in the
+            previous step, the row of the request: the device adds this number to the positions.
+            Else -1.
     """
 
     rows: IntArray

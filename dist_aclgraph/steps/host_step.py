@@ -34,12 +34,12 @@ class HostStep:
         num_logits: [num_samples], number of sampled places of each request.
         places: [num_samples * (k + 1)], indices of the sampled tokens among the step's tokens; a
             request with fewer places repeats its last place.
-        next_tokens: [num_tokens], the token after each of the step's tokens, 0 if the host does not
-            know it; empty without drafts.
+        next_tokens: [num_tokens], the token after each of the step's tokens; 0 if the host does not
+            know that token. Empty without drafts.
         drafts: places where drafting continues; None without drafts.
         prompts: the work of the other prefill ranks, if prompts are split between ranks; else None.
-            With a split, tokens and places are those of this rank, but requests are those of the
-            whole step.
+            If prompts are split, tokens and places are those of this rank, but requests are those
+            of the whole step.
     """
 
     rows: IntArray

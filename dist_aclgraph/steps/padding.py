@@ -23,8 +23,9 @@ class Lens(NamedTuple):
 
     Attributes:
         query_ends: [num_rows], cumulative query lengths.
-        kv_lens: one list [num_rows] for the decoder and the first iteration of drafting, then one
-            list for each later iteration; each iteration makes all requests one token longer.
+        kv_lens: lists [num_rows]. The decoder and the first iteration of drafting use the first
+            list; each later iteration has its own list. Each iteration makes all requests one token
+            longer.
     """
 
     query_ends: list[int]
@@ -35,7 +36,7 @@ class GraphLens:
     """Pads the lengths of steps to graphs.
 
     The same lengths are often padded twice: when they are guessed, and when the step arrives. So
-    the last result is kept.
+    this object keeps the last result.
 
     Args:
         place: place of the rank; KV lengths count the keys that this rank keeps.
@@ -76,7 +77,7 @@ class GraphLens:
         return ends
 
     def _pad_tokens(self, graph: BatchDescriptor, kv_lens: IntArray) -> Lens:
-        """Return lengths with one row per token, which sees this shard's keys up to its position.
+        """Return lengths with one row per token. A token sees this shard's keys up to its position.
 
         A row without keys still has length one; its result is discarded.
         """

@@ -18,8 +18,8 @@ class PromptShare:
 
     Attributes:
         rank: the rank that uses this share.
-        written: [ranks * num_tokens], for the tokens of all ranks, slots of new KV in this rank's
-            cache. A token that all ranks run has a slot only in this rank's part.
+        written: [ranks * num_tokens], slots in this rank's cache for the new KV of the tokens of
+            all ranks. A token that all ranks run has a slot only in this rank's part of the array.
         positions: [ranks * num_tokens], positions of the same tokens.
         owners: [num_places], the rank that runs the token at each place.
         landings: [num_places], index of the token at each place among the owner's tokens.
@@ -36,8 +36,8 @@ class PromptShare:
 def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     """Return one rank's share of a step, or the step itself if no prompt is long enough.
 
-    The requests are those of the whole step. Tokens and places are those of this rank; a place that
-    another rank runs is 0.
+    The share contains the requests of the whole step, but only the tokens and places of this rank.
+    A place that another rank runs is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

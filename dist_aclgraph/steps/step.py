@@ -1,10 +1,10 @@
 """The messages between engine and workers: the engine sends one StepPlan per step, and each worker
 answers with one StepResult.
 
-Messages are plain MessagePack (msgspec encodes them, any MessagePack library reads them); integer
-arrays are sent as little-endian int32 bytes. Only changes are sent, because workers keep the
-running batch. It has one *row* for each running request; the scheduler chooses the row from
-[0, max_num_seqs).
+Messages are plain MessagePack: msgspec encodes them, and any MessagePack library can read them.
+Integer arrays are sent as little-endian int32 bytes. Workers keep the running batch, so the engine
+sends only changes. The batch has one *row* for each running request; the scheduler chooses the row
+from [0, max_num_seqs).
 """
 
 from __future__ import annotations
@@ -73,12 +73,13 @@ class RankBatch(msgspec.Struct, frozen=True):
     """The work of a data-parallel rank in this step.
 
     ``scheduled`` has one record per request: row, num_computed_tokens, num_scheduled_tokens,
-    num_logits. The order of the records is the batch order, which token and output arrays follow. A
-    token is sampled after each of the last ``num_logits`` tokens of a request: ``num_logits`` is 0
-    in the middle of a prompt, 1 at its end, and k + 1 if the device verifies the row's k drafts.
-    ``appended`` and ``blocks`` update the rows before the step. The blocks of ``cleaned`` are set
-    to zero before the step, because they may contain NaN, and attention reads whole blocks. A
-    data-parallel rank without work gets an empty batch, and runs the step on padding.
+    num_logits. The order of the records is the batch order; token arrays and output arrays use the
+    same order. A token is sampled after each of the last ``num_logits`` tokens of a request:
+    ``num_logits`` is 0 in the middle of a prompt, 1 at its end, and k + 1 if the device verifies
+    the row's k drafts. ``appended`` and ``blocks`` update the rows before the step. The blocks of
+    ``cleaned`` are set to zero before the step, because they may contain NaN, and attention reads
+    whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
+    padding.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
@@ -91,8 +92,8 @@ class RankBatch(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, tag="step"):
     """The decision of one step, for every rank of a lockstep group.
 
-    ``graph`` is the graph that every rank replays, also a rank without work; if it is None, the
-    step runs eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread.
+    Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
+    eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread.
     """
 
     epoch: int
@@ -151,9 +152,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
     step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
     ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN or
-    infinite. If the worker measures, ``timings_us`` is its host time by stage, from plan to result,
-    and ``overlapped_us`` is its host time while the device worked or between two steps. ``counted``
-    contains the number and the bytes of the step's collectives, if the device counts them.
+    infinite. If the worker measures its host time, ``timings_us`` contains the host time of each
+    stage, from plan to result. ``overlapped_us`` contains the host time during which the device
+    worked, and the host time between two steps. ``counted`` contains the number and the bytes of
+    the step's collectives, if the device counts them.
     """
 
     epoch: int
@@ -170,13 +172,13 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     overlapped_us: dict[str, float] = {}
     counted: dict[str, int] = {}
     error: str = ""  # not empty if the step failed on this rank; then the epoch is over
-    fault: DeviceFault | None = None  # why the device stopped, if the error is a known one
+    fault: DeviceFault | None = None  # the known error that stopped the device; else None
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """Tells workers that no step follows for now, so that they answer the step in flight.
 
-    Otherwise, with two steps in flight, workers answer a step only after the next one is queued.
+    Without a pause, workers with two steps in flight answer a step only after the next is queued.
     """
 
     epoch: int

@@ -1,1 +1,1 @@
-"""Capture in lockstep: one transaction on all ranks of a group; changes of graphs while serving."""
+"""Capture in lockstep, as one transaction on all ranks; changes of graphs while serving."""

@@ -1,4 +1,4 @@
-"""Changes of a group's graphs while it serves: between two steps, one graph at a time.
+"""Changes the graphs of a serving group: one graph at a time, between two steps.
 
 There are two kinds of changes. The graphs of a new plan version are captured one by one in quiet
 steps; after that, the graphs that the new plan does not contain are released. Lazy graphs are
@@ -24,8 +24,8 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
-STEPS_BETWEEN = 16  # the distance of two captures, so that they do not delay the same tokens
-MAX_FAILURES = 100  # failures that are reported; a shape that always fails is tried again and again
+STEPS_BETWEEN = 16  # steps between two captures, so that both do not delay the same token
+MAX_FAILURES = 100  # reported failures; there may be more, as failed shapes are tried again
 PATIENCE_STEPS = 200  # after so many steps, graphs are changed even if the group is never quiet
 
 
@@ -35,7 +35,7 @@ class ChannelRanks:
 
     Attributes:
         epoch: returns the group's current epoch.
-        pool_bytes: bytes of all graphs of one rank together; the maximum over the ranks.
+        pool_bytes: bytes that all graphs of a rank use together; the maximum over the ranks.
     """
 
     channel: StepSender
@@ -97,11 +97,11 @@ class GraphChanges:
     # ---- the loop's thread
 
     def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
-        """Return whether there may be a change to make, and now is a good moment.
+        """Return whether there may be a change to make, and whether now is a good moment for it.
 
         Args:
-            is_idle: there is no request, so no client waits.
-            is_quiet: no request is about to start.
+            is_idle: whether there is no request, so that no client waits.
+            is_quiet: whether no request is about to start.
         """
         lazy = self.dispatcher.lazy
         if not self.is_changing and (lazy is None or not lazy.has_change):
@@ -143,7 +143,7 @@ class GraphChanges:
             return
         victim = change.victim
         if victim is not None:
-            # Before the capture, because streams are reserved for a fixed number of graphs.
+            # Release before the capture, because streams are reserved for a fixed number of graphs.
             self._release(victim)
         is_captured = self._capture(change.graph) is None
         if is_captured:

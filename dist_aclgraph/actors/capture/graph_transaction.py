@@ -1,10 +1,11 @@
-"""Changes of a lockstep group's graphs: on all ranks or on none, one graph at a time.
+"""Changes a lockstep group's graphs: one graph at a time, on all ranks or on no rank.
 
 The order is: prepare, vote, capture, vote, commit. Each action has a deadline. A rank's vote after
 the capture contains a digest of the recorded operators. If the digests differ, the graph is
 refused, because ranks with different graphs would hang in the first replay. A capture that fails on
-one rank is undone on all ranks. Then every rank proves that the pool has as many bytes as before,
-and the device as many free streams, if the device counts streams.
+one rank is undone on all ranks. Then every rank proves that the pool has as many bytes as before.
+If the device counts streams, the rank also proves that the device has as many free streams as
+before.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class GraphTransaction:
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.
-            CaptureError: a rank did not get back its streams or bytes.
+            CaptureError: after a capture was undone, a rank did not get back its streams or bytes.
             WorkerError: a rank could not commit the graph, or could not undo its capture.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)

@@ -1,4 +1,4 @@
-"""Capturing a plan in lockstep: graph by graph, the largest first, on all ranks or on none.
+"""Captures a plan in lockstep: the largest graph first, each graph on all ranks or on no rank.
 
 A graph that fails on one rank is undone on all ranks. Then the plan shrinks to the graphs that the
 ranks have proved to have resources for, and every rank adopts the new plan before the next capture.
@@ -41,7 +41,7 @@ class CaptureRecord:
     rollbacks: list[str] = field(default_factory=list)
 
 
-# Called with the record so far, and the graph that is captured next (None at the end).
+# Arguments: the record so far, and the graph that is captured next (None at the end).
 OnCapture = Callable[[CaptureRecord, BatchDescriptor | None], None]
 
 

@@ -1,1 +1,1 @@
-"""The client of all groups: it routes requests, and continues them after an engine was lost."""
+"""The client of all groups: routes requests; after the loss of an engine, continues requests."""

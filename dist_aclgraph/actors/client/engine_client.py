@@ -1,14 +1,14 @@
-"""EngineClient: how an ingress, or an LLM object, talks to the engines of a deployment.
+"""EngineClient: connects an ingress, or an LLM object, to the engines of a deployment.
 
 One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link; the
 client gives these requests to another engine, which continues after the tokens that each request
-already has (``token_log.py``). If there is no other engine, the requests wait for one
-(``outage.py``), or end with an error if no engine will come: no request hangs. The client opens
-another link to the lost engine, and uses that engine again after it has answered.
+already has (``token_log.py``). If there is no other engine, the requests wait for another engine
+(``outage.py``). If no engine will be started, the requests end with an error. So no request hangs.
+The client opens another link to the lost engine, and uses that engine again after it has answered.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
-client closes its link to that engine after the last of the client's requests there has ended.
+client closes its link to that engine as soon as no request of this client runs there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 # Assumed sizes of an engine's cache, until the engine has told the real sizes.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
-NUMBERS = 1 << 31  # request numbers of one engine; after the last one they start at 0 again
+NUMBERS = 1 << 31  # request numbers of one engine; after the last number, 0 follows again
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class EngineClient:
             0, 1, ... until an engine tells their real names.
         node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
-        link_s: an engine that is silent for longer counts as dead: ``timeouts.link_s``.
+        link_s: seconds; an engine that is silent for longer counts as dead. The value of
+            ``timeouts.link_s``.
         recovery: how requests wait while no group accepts any; None if they do not wait.
     """
 
@@ -113,7 +114,8 @@ class EngineClient:
         self._engines: dict[str, KnownEngine] = {}  # the key is the engine's URL, as in the router
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
-        # Groups that run requests. Only the I/O thread writes it, so a reader needs no lock.
+        # Groups that run requests. Only the I/O thread changes this value, so a reader needs no
+        # lock.
         self.num_groups = len(self._engines)
         self._beat_s = beat_s(link_s)
         # By request id: the engine, and the request's number there.
@@ -232,7 +234,7 @@ class EngineClient:
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
         """Return the answer of each living engine; the keys are the names of the groups.
 
-        The result leaves out an engine that drains away, dies, or does not answer in time.
+        Engines that have drained, have died, or do not answer in time are left out.
 
         Raises:
             EngineDeadError: no engine has answered.
@@ -275,7 +277,7 @@ class EngineClient:
                 raise EngineDeadError(self._why_dead())
 
     def outage(self) -> str:
-        """Say why no group accepts or runs requests, and how far the start of another group is.
+        """Return why no group accepts or runs requests, and how far the start of another group is.
 
         Returns "" while a group both accepts and runs requests.
         """
@@ -479,7 +481,7 @@ class EngineClient:
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
-        """Follow another deployment if the token is new; that deployment counts versions anew."""
+        """If the token is new, follow its deployment; the versions of group lists begin again."""
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:
@@ -534,7 +536,7 @@ class EngineClient:
         """Hand out the deltas of a step.
 
         Raises:
-            EngineDeadError: the engine has ended; all its other requests are still open.
+            EngineDeadError: the engine has ended. All other requests of this engine are still open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         death = ""

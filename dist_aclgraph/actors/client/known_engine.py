@@ -1,4 +1,4 @@
-"""How a client sees the deployment's engines and their capacity."""
+"""A client's view of the deployment's engines and of their capacity."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class KnownEngine:
 
     Attributes:
         name: name of the engine's group.
-        is_draining: the engine accepts no new requests.
-        is_listed: the deployment's last group list contains the engine.
+        is_draining: whether the engine accepts no new requests.
+        is_listed: whether the deployment's last group list contains the engine.
         names: request ids, by the number of the request on this engine.
     """
 

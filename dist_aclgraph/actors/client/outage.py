@@ -27,7 +27,7 @@ class Outlook:
 
     Attributes:
         groups: all groups of the deployment.
-        failure: why no group will accept requests again; "" if a group may.
+        failure: why no group will accept requests again; "" if a group may accept requests again.
         progress: how far the start of the next group is, e.g. ``LOADING 3 of 9``.
         token: token of the deployment that has the groups; "" for an unchanged token.
         node_id: the id that this deployment's Ray gives to the client's node; "" for an unchanged
@@ -121,7 +121,7 @@ class Outage:
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests: those with the most tokens first, then the oldest."""
+        """Remove and return all requests, sorted: most tokens first; if equal, the oldest first."""
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
         return sorted(requests, key=lambda request: -request.num_output_tokens)

@@ -1,9 +1,9 @@
 """The token log: what a client stores about a request, so that another engine can continue it.
 
 Sampling is a function of seed, position and token. So if a request is submitted again with the
-tokens it already has, it gets the same tokens as without the loss (except for rounding, unless
-``recovery.exact`` is set). The output follows the prompt; ``sampling`` says where the output
-begins.
+tokens that it already has, it gets the same further tokens as without the loss. Only rounding may
+change them, unless ``recovery.exact`` is set. The output follows the prompt; ``sampling`` says
+where the output begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
-# If so many engines in a row died while they ran one request, the request may be the cause.
+# If so many consecutive engines of a request died while they ran it, it may be the cause.
 MAX_LOSSES = 3
 
 OnDelta = Callable[[RequestDelta], None]
@@ -31,7 +31,7 @@ class OpenRequest:
     Attributes:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client asked.
-        losses: number of engines in a row that died while they ran this request.
+        losses: number of consecutive engines that died while they ran this request.
         is_resumed: whether the request has lost an engine, or the link to an engine.
     """
 

@@ -114,7 +114,8 @@ class LocalRay:
 def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay | None:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares as many NPUs as a node has, or more if needed.
+    If NPUs are emulated, a local Ray declares the number of NPUs of a node, or more if more are
+    needed.
 
     Args:
         starter: starts the processes of a Ray that is started here; this Ray then owns it.
@@ -128,14 +129,15 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
     address = ray_address()
     prepare_ray_environment(is_local=address is None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
-        # Ray computed it when it was imported, before we could set that Ray is for one machine.
+        # Ray computed this value during its import, before we could set that Ray is for one
+        # machine.
         importlib.reload(ray_constants)
     try:
         if address is not None:
             _init(address)
             return None
         is_emulated = resolve_kind(config.device.kind) == "emulated"
-        # As many as a node has, so that a second deployment of this process has NPUs, too.
+        # As many NPUs as a node has, so that a second deployment of this process has NPUs, too.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)
@@ -179,7 +181,7 @@ def start_daemons(**options: Any) -> set[int]:
 
 
 def join_ray(local_address: str | None) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, or the one that a service started here.
+    """Join the Ray cluster that RAY_ADDRESS names, or the cluster that a service started here.
 
     Args:
         local_address: address of the service's Ray; it has priority over RAY_ADDRESS.
@@ -195,7 +197,7 @@ def join_ray(local_address: str | None) -> None:
         # token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
-        # ``_init`` sets the same level, but a moment too late
+        # ``_init`` sets the same log level, but a moment too late
         logging.getLogger("ray").setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -227,7 +229,7 @@ def _only_ray() -> str:
     """Return the address with which Ray finds the only Ray on this machine.
 
     Raises:
-        PlacementError: several Rays run, and Ray would choose any of them.
+        PlacementError: several Rays run, so Ray would choose an arbitrary one.
     """
     found = sorted(find_gcs_addresses())
     if len(found) > 1:

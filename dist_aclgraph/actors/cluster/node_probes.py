@@ -1,4 +1,4 @@
-"""Questions to all nodes of a Ray cluster: one short-lived actor per node, one common time limit.
+"""Asks all nodes of a Ray cluster, by one short-lived actor per node; all answers share one limit.
 
 A node that does not answer is left out of later questions, so that no question waits for it.
 """
@@ -27,7 +27,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """Ports of a node: the ports on which the probe listens, and the ports that are in use."""
+    """The ports that a probe has tried: it listens on some; the others are in use already."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]

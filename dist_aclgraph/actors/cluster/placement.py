@@ -1,4 +1,4 @@
-"""Finding NPUs: one placement group per lockstep group, one bundle for ranks that share a node.
+"""Finds NPUs. Each lockstep group has one placement group; each bundle has ranks of one node.
 
 The ranks of a tensor parallel group share a node: they are one bundle, which Ray never splits. The
 pure functions decide what to request from Ray, and how ranks are numbered after placement. The
@@ -42,8 +42,8 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: number of declared NPUs, used or not; in the result of ``free_nodes``, unused NPUs
-            only.
+        npus: number of declared NPUs, used and unused; in the result of ``free_nodes``, only unused
+            NPUs.
     """
 
     node_id: str
@@ -61,7 +61,8 @@ class BundleRequest:
 
     Attributes:
         rank: resources of each rank.
-        num_bundles, ranks_of_bundle: number of bundles; ranks in each bundle, which is on one node.
+        num_bundles, ranks_of_bundle: number of bundles; number of ranks in each bundle. A bundle is
+            on one node.
         labels: the labels that a node must have.
     """
 
@@ -106,8 +107,8 @@ def plan_bundles(
         labels: labels that a node must have.
         tp_across_nodes: whether a tensor parallel group may span several nodes if it is too large
             for every node.
-        may_be_undeclared: whether NPUs may be emulated; if so and no node declares NPUs, groups may
-            be placed on any node.
+        may_be_undeclared: whether NPUs may be emulated. If NPUs may be emulated and no node
+            declares NPUs, groups may be placed on any node.
 
     Raises:
         PlacementError: the cluster has too few NPUs, or they are spread over too many nodes.
@@ -154,7 +155,7 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether this many groups fit on these nodes, in whatever order Ray uses the nodes."""
+    """Return whether so many groups fit on these nodes, for any order in which Ray uses them."""
     if "NPU" not in request.rank:
         return True  # NPUs are emulated, so any node can be used
     unit = request.ranks_of_node
@@ -231,7 +232,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
 
 
 def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
-    """Return a text: the NPUs of the nodes that a group may use, and how many NPUs it needs."""
+    """Return a text: the NPUs that a group may use, by node, and how many NPUs the group needs."""
     nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
         f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
@@ -326,7 +327,7 @@ def _is_actor(name: str) -> bool:
 
 
 def actor_options(group: PlacementGroup, request: BundleRequest, bundle: int) -> dict[str, Any]:
-    """Return the Ray options that put a worker into a bundle, with one rank's share of it."""
+    """Return the Ray options that start a worker with one rank's share of a bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {

@@ -1,4 +1,4 @@
-"""Errors of Ray and Ray Serve as our errors: one sentence that says what to do.
+"""Converts errors of Ray and Ray Serve to our errors: one sentence that says what to do.
 
 Used wherever Ray is called and a user may see the error: in the command line, the ingress, and LLM.
 """
@@ -28,7 +28,7 @@ from dist_aclgraph.errors import (
 
 LOGS = "/tmp/ray/session_latest/logs"
 MAX_CHARS = 500
-# Lines to leave out: frames of C++ and of Ray, the actor's coordinates, lines around a traceback.
+# Lines to omit: frames of C++ and Ray, lines that identify the actor, lines around a traceback.
 NOISE = re.compile(
     r"^(frame #|\[ERROR\]|ray::|Traceback|File \"|class_name:|actor_id:|pid:|name:|namespace:|ip:"
     r"|Worker exit|The actor (died|is dead)|\x1b)"
@@ -80,7 +80,7 @@ def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
 
 
 def death_of(error: BaseException) -> str:
-    """Say why a process has died, as far as Ray knows, and where to read more."""
+    """Return the reason of a process's death that Ray knows, and where to read more."""
     text = str(error)
     pid = re.search(r"\bpid: (\d+)", text)
     who = f"the process {pid[1]} died" if pid else "the process died"

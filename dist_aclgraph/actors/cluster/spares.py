@@ -1,4 +1,4 @@
-"""Places that are kept free for groups that lose their places, e.g. when a node dies."""
+"""Places that stay free for groups that lose their places, e.g. when a node dies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dist_aclgraph.errors import PlacementError
 class Spares:
     """Owns empty placement groups.
 
-    After a place was used, ``refill`` requests another one. Ray places it when there is room, e.g.
-    when a node comes back.
+    After a place was used, ``refill`` requests another place. Ray places it when there is room,
+    e.g. when a node comes back.
 
     Args:
         deployment: name of the deployment; names of the placement groups begin with it.
@@ -57,7 +57,7 @@ class Spares:
         return False
 
     def refill(self, request: BundleRequest) -> None:
-        """Request new places in exchange for those that were released."""
+        """Request one new place for each place that was released."""
         while len(self._held) < self._count:
             self._held.append(placement.ask_for(request, self._name))
 

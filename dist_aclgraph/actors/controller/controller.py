@@ -3,8 +3,8 @@
 A deployment's states are PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING,
 STOPPED (``state.py``). A failure before SERVING stops the whole deployment in order
 (``startup.py``). A later failure stops only the lockstep group in which it happened
-(``group_watch.py``). If all groups are lost, the deployment is RECOVERING for as long as groups may
-be started again (``upkeep.py``).
+(``group_watch.py``). If all groups are lost, the deployment is RECOVERING while groups may be
+started again (``upkeep.py``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class Progress:
-    """What the user sees while groups start or drain; ``BYTES`` as ``detail`` is the unit."""
+    """The progress of a start or a drain. If ``detail`` is ``BYTES``, the numbers are bytes."""
 
     state: str
     done: int = 0
@@ -67,8 +67,8 @@ class Controller:
 
     Args:
         name: name of the deployment; the names of its placement groups begin with this name.
-        starter: starts the deployment's workers; None for the result of ``choose_starter`` in this
-            process.
+        starter: starts the deployment's workers; None means that this process calls
+            ``choose_starter``.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return what the next controller would need; the answer is also a sign of life."""
+        """Return the values for the next controller; the answer is also a sign of life."""
         if self._serving is None:
             return Handover(self._config, self._term.num_groups)
         return Handover(self._serving.config, self._serving.num_wanted)
 
     def outlook(self) -> Outlook:
-        """Tell the state of the deployment to clients that know of no serving group."""
+        """Tell the state of the deployment to clients that know no serving group."""
         serving = self._open_groups(State.RECOVERING)
         progress = str(self.progress())
         if self._upkeep is not None and self._upkeep.trouble:
@@ -126,13 +126,13 @@ class Controller:
     def report(self) -> dict[str, Any]:
         """Return the plan, the ranks and every engine's counters; unknown values are left out.
 
-        ``groups`` has the groups after the first; ``lost_groups`` names lost groups with their
-        reasons.
+        ``groups`` contains all groups except the first one; ``lost_groups`` contains the name of
+        each lost group and the reason of its loss.
         """
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Read at the same moment as the groups, because dying engines answer late or never.
+        # Read losses and groups at the same moment, because dying engines answer late or never.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}
@@ -194,7 +194,7 @@ class Controller:
             raise WorkerError(f"{type(e).__name__}: {e}", phase=phase) from e
 
     def _enter(self, state: State, *, only_from: Collection[State] = frozenset(State)) -> bool:
-        """Enter ``state`` if the current state is in ``only_from``; return whether it is."""
+        """If the current state is in ``only_from``, enter ``state`` and return True."""
         with self._entering:
             if self._state not in only_from:
                 return False
@@ -203,7 +203,7 @@ class Controller:
             return True
 
     def _show_phase(self, phase: State) -> None:
-        """Show the phase of groups that are started or drained while other groups serve."""
+        """Show the phase of groups that start or drain while other groups serve."""
         self._progress = Progress(phase.value)
 
     def _show(self, done: int, total: int, detail: str) -> None:
@@ -227,7 +227,7 @@ class Controller:
         return self.reach()
 
     def _see_service(self, serves: bool) -> None:
-        """Enter RECOVERING from SERVING, or SERVING from RECOVERING."""
+        """Change from SERVING to RECOVERING, or from RECOVERING to SERVING."""
         if serves and self._enter(State.SERVING, only_from={State.RECOVERING}):
             logger.warning("a group serves again")
         elif not serves and self._enter(State.RECOVERING, only_from={State.SERVING}):

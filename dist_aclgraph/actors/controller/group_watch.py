@@ -22,7 +22,7 @@ WATCH_S = 0.2
 
 
 class _Heartbeat:
-    """Repeatedly asks one actor, on the actor's control thread, for a sign of life.
+    """Repeatedly asks one actor for a sign of life; the actor's control thread answers.
 
     Args:
         ask: sends the heartbeat question with the given number.
@@ -39,7 +39,8 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # If the actor is dead, the end of its running call shows that, not this answer.
+            # The end of the actor's running call shows that the actor is dead; this answer does
+            # not.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
@@ -47,7 +48,7 @@ class _Heartbeat:
 
 
 class GroupWatch:
-    """Finds lost groups and the reasons, ends their other processes, and watches the other groups.
+    """Finds lost groups and the reasons, ends the other processes of these groups, and continues.
 
     Args:
         link_s: an engine or a worker counts as lost if it is silent for longer:
@@ -59,7 +60,7 @@ class GroupWatch:
         self._groups: list[LockstepGroup] = []
         self._link_s = link_s
         self._beat_s = beat_s(link_s)
-        # By call: the group, and the rank; None for the engine.
+        # By call: the group, and the rank; the rank is None for the engine's call.
         self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
         self._heartbeats: list[tuple[LockstepGroup, WorldRank | None, _Heartbeat]] = []
         self._stopping = threading.Event()
@@ -108,7 +109,7 @@ class GroupWatch:
         self._stopping.set()
 
     def failure(self) -> str:
-        """Return why no watched group serves; "" while at least one serves."""
+        """Return why no watched group serves; "" while at least one watched group serves."""
         with self._lock:
             groups = list(self._groups)
         lost = [group.lost_because for group in groups if group.is_lost]
@@ -116,7 +117,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Why the death of a group would not be found; "" if it would be found."""
+        """Why this watch would not find a group's death; "" while the watch works."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"
@@ -180,11 +181,11 @@ class GroupWatch:
                 self._lose(group, f"rank {rank} in SERVING: {reason}", rank)
             else:
                 self._lose(group, f"the engine in SERVING: {reason}")
-                # The engine cannot tell its clients, and must not continue later.
+                # The engine cannot tell its clients about the loss, and must not continue later.
                 ray.kill(group.engine)
 
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
-        """End the epoch of a group, and give the reason to its requests.
+        """End the epoch of a group, and send the reason to the clients of its requests.
 
         The group's workers are killed, unless some may join another group (``survivors.py``).
 

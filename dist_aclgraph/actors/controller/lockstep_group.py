@@ -27,7 +27,7 @@ class LockstepGroup:
     """What the controller stores about one lockstep group.
 
     Attributes:
-        planner: planner of this group's configuration, which may differ from that of other groups.
+        planner: planner of this group's configuration; groups may have different configurations.
     """
 
     workers: WorkerGroup
@@ -42,14 +42,14 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
-    number: int = 0  # the group's name for clients; never used for another group
+    number: int = 0  # the group's name for clients; no other group ever has this name
     opened_at: Address | None = None  # where clients reach its engine
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # when the group started to serve
     is_rejoined: bool = False  # whether survivors of another group are part of this group
     lost_because: str = ""  # why the group is lost; "" before that
     lost_s: float = 0.0  # when the loss was noticed
-    lost_ranks: set[GroupRank] = field(default_factory=set)  # the lost ranks that are known
+    lost_ranks: set[GroupRank] = field(default_factory=set)  # the known lost ranks
     _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
 
     @property
@@ -58,7 +58,7 @@ class LockstepGroup:
         return self.state in (GroupState.LOST, GroupState.DETACHED, GroupState.ABANDONED)
 
     def enter(self, to: GroupState) -> bool:
-        """Enter a state if the table allows the transition; return whether it does.
+        """If the table allows the transition, enter a state; return whether the state was entered.
 
         The watch's thread may find a group lost after another thread has read the state.
         """
@@ -76,7 +76,7 @@ class LockstepGroup:
 
     @property
     def entry(self) -> GroupEntry:
-        """What clients are told about the group."""
+        """The facts about the group that clients get."""
         return GroupEntry(
             str(self.number),
             self.address,
@@ -102,7 +102,7 @@ class LockstepGroup:
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
 
     def way_back(self) -> Way:
-        """Return how the lost group can come back, as far as is known now."""
+        """Return how the lost group can be recovered, by the facts that are known now."""
         if self.state is GroupState.ABANDONED:
             return "REBUILD"
         recovery = self.planner.config.recovery
@@ -118,7 +118,7 @@ class LockstepGroup:
         )
 
     def give_up(self) -> None:
-        """Kill the workers of a lost group to free its NPUs: the group does not come back."""
+        """Kill the workers of a lost group to free its NPUs; the group will not be recovered."""
         if self.enter(GroupState.ABANDONED):
             self.workers.kill()
 

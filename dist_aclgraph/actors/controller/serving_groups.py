@@ -1,8 +1,8 @@
-"""The groups of a serving deployment: opened, added, drained and replaced while others serve.
+"""Opens, adds, drains and replaces groups of a deployment while other groups serve.
 
 The controller tells engines about each change, and engines tell their clients (``GroupList``). A
-draining group gets no new requests, and finishes its running ones; then its NPUs are freed. Only
-one change runs at a time.
+draining group gets no new requests, and finishes its running requests; then its NPUs are freed.
+Only one change runs at a time.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from dist_aclgraph.topology import Ranks, WorldRank
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 10.0  # seconds to wait in addition to the time that the engine has for the work
-OF_THE_INGRESS = ("model", "name", "seed")  # what ingress replicas have read at their start
+ANSWER_S = 10.0  # seconds to wait for an answer after the engine's time limit has passed
+OF_THE_INGRESS = ("model", "name", "seed")  # keys that ingress replicas read at their start
 
 
 class ServingGroups:
-    """Owns the groups of a deployment from the moment when they start to serve.
+    """Owns the groups of a deployment as soon as these groups start to serve.
 
     Args:
         deployment: name of the deployment; the names of placement groups begin with it.
-        term: what this controller takes over from the previous controllers.
+        term: the values that this controller takes over from previous controllers.
         planner: planner of the first groups.
         spares: reserved places, for groups that lose their own places.
         starter: starts the processes of groups.
@@ -137,7 +137,7 @@ class ServingGroups:
     # ---- changes
 
     def open(self, planner: Planner, scopes: Sequence[list[LockstepGroup]]) -> None:
-        """Start the step loops of groups that have captured their graphs, and tell clients.
+        """Start the step loops of groups with captured graphs; tell clients about the groups.
 
         Raises:
             ConfigError: the caches are too small for the longest requests that clients were
@@ -234,13 +234,14 @@ class ServingGroups:
     def roll(self, config: Config) -> None:
         """Replace all groups by groups with another configuration, one after the other.
 
-        If there is room for both, a new group starts before the old one is drained; otherwise it
-        starts after that. If a previous roll to the same configuration ended early, this call
-        continues it with the groups that still have the old configuration.
+        If there is room for both groups, a new group starts before the old group is drained;
+        otherwise the new group starts after the old group has drained. If a previous roll to the
+        same configuration ended early, this call continues it with the groups that still have the
+        old configuration.
 
         Raises:
-            ConfigError: only a new service can change one of the changed keys, or the new groups
-                could not run the longest requests that clients were promised.
+            ConfigError: one of the changed keys can be changed only by a new service; or the new
+                groups could not run the longest requests that clients were promised.
             PlacementError: there is one group only, and no room for a second group.
             EngineUnavailableError: another change is running.
             RollError: the roll ended early; the message says which group runs which configuration.
@@ -287,7 +288,7 @@ class ServingGroups:
             )
 
     def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
-        """Return which groups run which configuration after a roll that failed."""
+        """Return an error: after a failed roll, which groups run which configuration."""
         new = [g.number for g in self.taking if g.planner is planner]
         old = [g.number for g in self.taking if g.planner is not planner]
         missing = f", {self.num_missing} of {self.num_wanted} groups are missing"
@@ -328,7 +329,7 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find a place for a missing group: a lost group's place with survivors, or a free place.
+        """Find a place for a missing group: a free place, or the place of survivors.
 
         Other changes may start while this one waits for free NPUs.
 
@@ -447,7 +448,7 @@ class ServingGroups:
     # ---- one group
 
     def _open(self, group: LockstepGroup) -> None:
-        """Start the step loops of a group's workers, and learn where clients reach its engine."""
+        """Start the step loops of a group's workers; store the engine's address for clients."""
         planner = group.planner
         timeout_s = planner.config.timeouts.join_s
         asking = group.engine.channel_addresses.remote(group.workers.node_ids)
@@ -476,7 +477,7 @@ class ServingGroups:
             report=report,
         )
         serving: Any = group.engine.serve.remote(settings)
-        # If a worker dies before it is in its step loop, we must not wait for the whole timeout.
+        # If a worker dies before its step loop starts, we must not wait for the whole timeout.
         ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
         if not ready:
             raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
@@ -521,7 +522,7 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
         if ray.get(ref):
             return ""
         return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
-    except RayError as e:  # the engine died: its requests have ended, or other groups continue them
+    except RayError as e:  # the engine died: other groups continue its requests, or they have ended
         return str(ours(e, f"draining group {group.number}"))
 
 

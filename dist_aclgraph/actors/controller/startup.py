@@ -1,7 +1,7 @@
 """The phases from configuration to captured graphs, for all groups of a start in parallel.
 
-A lockstep group does not wait for other groups until one plan is made for all of them. Each phase
-has a deadline; an error names the rank and the phase.
+A lockstep group does not wait for other groups before the common plan of all groups is made. Each
+phase has a deadline; an error names the rank and the phase.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.topology import GroupRank, Ranks
 
-# The first epoch of a group; each time the group comes back in place, the number grows by 1.
+# The first epoch of a group. Each time that the group resumes in place, the epoch grows by 1.
 EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # enough for a cache that only padding rows use: they use the dummy block
+TRIAL_BLOCKS = 2  # enough for trials, in which only padding rows use the cache (dummy block)
 
 T = TypeVar("T")
 Job = TypeVar("Job")
@@ -54,7 +54,7 @@ OnGraph = Callable[[int, int, str], None]  # captured graphs, total graphs, the 
 
 
 class Startup:
-    """Runs the phases. Appends the groups that it starts to ``groups``, owned by the controller."""
+    """Runs the phases. Appends each started group to ``groups``, which the controller owns."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class Startup:
         self._show = on_graph
         self._phase = State.PLACING
         self._moving = threading.Lock()
-        # Starts processes in place of Ray's own command; None for Ray's own.
+        # The command that starts processes in place of Ray's own command; None for Ray's own
+        # command.
         self._python: str | None = None
 
     @property
@@ -97,8 +98,8 @@ class Startup:
         """Run all phases for one group of survivors; new workers take the places of lost ranks.
 
         Args:
-            left: the workers of the lost group, by rank; all except the ``lost`` ranks have left
-                it.
+            left: the workers of the lost group, by rank. All workers except the ``lost`` ranks have
+                left the group.
 
         Raises:
             DistAclGraphError: the first error.
@@ -184,7 +185,7 @@ class Startup:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # A fork server may first load libraries, which other processes load only while they join.
+        # A fork server may load libraries now; other processes load their libraries when they join.
         timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         self._each(lambda group: group.workers.find_out(timeout_s))
 
@@ -214,7 +215,7 @@ class Startup:
         group.device = devices[0]
 
     def _engine_at(self, node_id: str) -> Any:
-        """Start an engine on the node of the group's first worker; ranks meet on the same node."""
+        """Start an engine on the node of the group's first worker; the ranks meet there."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = ray.remote(
@@ -249,7 +250,7 @@ class Startup:
         # Run one eager step if no graph will be captured.
         smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
         largest = self._planner.largest_graphs or [smallest]
-        # Padding rows, too, have a length of one, and CANN 8.5 needs a block for each request.
+        # Even padding rows have a length of one, and CANN 8.5 needs a block for each request.
         num_blocks = max(TRIAL_BLOCKS, *(graph.num_reqs for graph in largest))
         group.workers.call(
             "make_runner",
@@ -273,7 +274,7 @@ class Startup:
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
-        """Negotiate one plan for ``groups``, use the other memory for caches, capture the plan."""
+        """Negotiate a plan for ``groups``, use the other memory for caches, capture the plan."""
         config, planner = self._config, self._planner
         negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
         plan = negotiated.plan
@@ -350,7 +351,7 @@ def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
 
 
 def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available: int) -> str:
-    """Return the next graph, the free streams of the tightest rank, and the bytes that are used."""
+    """Return a text: the next graph, the fewest free streams of any rank, and the used bytes."""
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
     return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"

@@ -32,8 +32,8 @@ class State(Enum):
     STOPPED = "STOPPED"
 
 
-# An error may end every state; no state follows STOPPED. The table does not cover the phases of
-# groups that are started in SERVING or RECOVERING.
+# An error may end every state. No state follows STOPPED. Groups that are started in SERVING or
+# RECOVERING also run through phases; the table does not contain these phases.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),

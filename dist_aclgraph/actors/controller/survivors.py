@@ -1,8 +1,8 @@
-"""Which workers of a lost group may join another group, with the weights that they have loaded.
+"""Finds the workers of a lost group that may join another group with their loaded weights.
 
-A worker survives if its process answers, its step loop ended in order or because the engine died,
-its device can be stopped and recovers, and the failure has not damaged its memory. All other
-workers are killed here, and their bundles are free when this returns.
+A worker survives under four conditions: its process answers; its step loop ended in order or
+because the engine died; its device can be stopped and recovers; the failure has not damaged its
+memory. All other workers are killed here. Their bundles are free when ``gather_survivors`` returns.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     """Kill workers; return whether all of them have ended.
 
-    Ray counts an actor as dead as soon as Ray was asked to kill it, and notices the death of a node
-    late. So the survivors on a node end the other processes of that node.
+    Ray counts an actor as dead as soon as somebody asks Ray to kill it, and Ray notices the death
+    of a node late. So the survivors on a node end the killed workers' processes on that node.
     """
     workers, infos = group.workers.workers, group.workers.infos
     ending = []

@@ -1,4 +1,4 @@
-"""What each controller of a deployment takes over from the previous ones."""
+"""The values that each controller of a deployment takes over from previous controllers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
 
-# More than a controller ever uses, so that two terms never share a number.
+# More numbers than one controller ever uses, so that two terms never share a number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
 @dataclass(frozen=True)
 class Term:
-    """What a controller takes over from the previous controllers, which are dead.
+    """The values that a controller takes over from the previous controllers, which are dead.
 
     Attributes:
         number: how many previous controllers there were.
@@ -39,7 +39,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Handover:
-    """What the next controller would start with if this controller died now."""
+    """The values with which the next controller would start if this controller died now."""
 
     config: Config
     num_groups: int

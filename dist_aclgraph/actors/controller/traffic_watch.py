@@ -1,4 +1,4 @@
-"""Chooses a deployment's buckets again while it serves, for the traffic that was seen."""
+"""While a deployment serves, chooses its buckets again for the observed traffic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# After this time, the answers of other groups are used without those of a silent group.
+# After this time, the answers are used even if a silent group's answer is missing.
 ANSWER_S = 10.0
 
 
@@ -50,7 +50,7 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add new groups; at the next look they get the plan of the others. For any thread."""
+        """Add new groups; the next look gives them the plan of the other groups. Any thread."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:
@@ -61,7 +61,7 @@ class TrafficWatch:
         """If it is time, read the traffic, and change to a better plan if there is one.
 
         Groups that are still changing their plan are left alone. If the groups have different
-        plans, because a capture failed in some, all groups get one common plan again.
+        plans, because a capture failed in some groups, all groups get one common plan again.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]

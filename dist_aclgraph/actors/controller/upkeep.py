@@ -1,4 +1,4 @@
-"""What a deployment does by itself while it serves, on a private thread.
+"""The work that a serving deployment does by itself, on a private thread.
 
 It replaces lost groups, adds and drains groups for the load (``serve.autoscale``), chooses graphs
 for the traffic, and removes the directories of dead engines on this node. It never waits for an
@@ -50,10 +50,11 @@ class Upkeep:
     """Owns the times of the last tries, and the restart budget.
 
     Args:
-        on_service: called at every look with whether a group serves.
+        on_service: called at every look; the argument says whether a group serves.
         clock: monotonic, in seconds.
         begin: starts a change, and does not wait for its end.
-        count_requests: returns how many requests run and how many wait; None: ask the engines.
+        count_requests: returns how many requests run and how many wait; None means that the engines
+            are asked.
 
     Attributes:
         trouble: why the last try to replace a missing group failed; "" if no group is missing.
@@ -115,7 +116,7 @@ class Upkeep:
 
     @property
     def ends_recovery(self) -> str:
-        """Why no lost group will be replaced; "" while one is being started or may be started."""
+        """Why no lost group will be replaced; "" while a group is starting or may be started."""
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
         return (
@@ -127,7 +128,7 @@ class Upkeep:
     def failure(self) -> str:
         """Why the deployment has ended; "" while a group serves or may serve again."""
         watch = self._serving.watch
-        # The order matters: a group serves for a moment before it is watched.
+        # Keep this order, because a group serves for a moment before it is watched.
         if self._serving.serves or watch.trouble:
             return watch.trouble
         failure, end = watch.failure(), self.ends_recovery
@@ -228,7 +229,7 @@ class Demands:
         self._said: dict[int, tuple[int, int]] = {}
 
     def look(self, groups: Sequence[LockstepGroup]) -> tuple[int, int]:
-        """Ask again the engines that have answered; return the total numbers (running, waiting)."""
+        """Ask each engine whose last answer has arrived; return the totals (running, waiting)."""
         numbers = {group.number for group in groups}
         self._asked = {n: ref for n, ref in self._asked.items() if n in numbers}
         self._said = {n: said for n, said in self._said.items() if n in numbers}
@@ -245,5 +246,5 @@ class Demands:
             try:
                 self._said[group.number] = ray.get(ref)
             except RayError:
-                return  # the watch over the groups will notice it, too
+                return  # the group watch will notice the death, too
         self._asked[group.number] = group.engine.demand.remote()

@@ -1,1 +1,1 @@
-"""A whole deployment: starting it, finding it, and replacing its controller if it dies."""
+"""Starts a whole deployment, finds a running deployment, and replaces a dead controller."""

@@ -1,4 +1,4 @@
-"""Keeping a controller alive: the driver checks that it answers, and replaces a dead controller.
+"""The driver checks that the controller answers, and replaces a dead controller.
 
 When a controller dies, Ray ends all actors that it has started. So the next controller starts the
 same number of groups with the latest configuration. In the meantime, the requests of lost groups
@@ -35,7 +35,7 @@ POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # longer than any wait for an answer
 NAME_S = 30.0  # how long Ray may take to free the name of a dead controller
-LEASES = 2  # a controller must answer within this many times the engines' lease time
+LEASES = 2  # a controller must answer within 2 times the lease time of engines
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ def make_controller(
     """Start a controller's process on this node, so that no other node's death can end it.
 
     Args:
-        starter: starts the controller and its workers; None on a cluster that others have started;
-            there the controller chooses a starter for its workers.
+        starter: starts the controller and its workers. None on a cluster that other processes have
+            started: there the controller chooses a starter for its workers.
 
     Raises:
         RayError: the process cannot be started.
@@ -90,7 +90,7 @@ def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
 
 
 class ControllerKeeper:
-    """Owns a deployment's controller from the moment when the deployment serves.
+    """Owns a deployment's controller as soon as the deployment serves.
 
     Args:
         controller: the first controller, which serves.
@@ -101,8 +101,10 @@ class ControllerKeeper:
 
     Attributes:
         controller: the current controller; it may be dead already.
-        progress: how far the start of another controller is; "" while none is being started.
-        failure: why no other controller will be started; "" while one may be.
+        progress: how far the start of another controller is; "" while no controller is being
+            started.
+        failure: why no other controller will be started; "" while another controller may be
+            started.
     """
 
     def __init__(
@@ -143,15 +145,15 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # If Ray has not started a process itself, Ray only asks it to end; a stopped process does
-        # not react.
+        # If Ray did not start a process, Ray can only ask the process to end, and a stopped process
+        # does not react.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S) and not self.failure:
             try:
                 death = self._look()
-                if death and self._has_ray():  # without Ray, any question hangs
+                if death and self._has_ray():  # without Ray, every call of Ray hangs
                     self._replace(death)
             except RayError as e:  # errors of Ray itself: Ray's owner watches Ray
                 logger.debug("asking the controller failed: %s", e)

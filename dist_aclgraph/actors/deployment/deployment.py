@@ -40,7 +40,7 @@ from dist_aclgraph.topology import NO_RANK
 
 ANSWER_S, STOP_S = 10.0, 60.0  # seconds to wait for the controller's answers
 
-# The controller has not answered: it may be dead or busy; its keeper will find out.
+# The controller has not answered. It may be dead or busy; its keeper will find the reason.
 UNKNOWN = (ActorDiedError, GetTimeoutError)
 
 
@@ -166,7 +166,7 @@ class RayDeployment(Deployment):
 
 
 def check_startable(config: Config) -> None:
-    """Check that no file that this process can read makes the deployment impossible.
+    """Check the files that this process can read: none of them may make the deployment impossible.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not with this configuration.

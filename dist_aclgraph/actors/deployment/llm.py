@@ -59,9 +59,10 @@ class LLM:
     """Owns a deployment from construction to ``close``; a context manager.
 
     Args:
-        model: directory or name of a model; or a configuration; or the path of a configuration.
+        model: one of these: directory of a model, name of a model, a configuration, path of a
+            configuration file.
         overrides: dotted keys that replace all other values, e.g. ``{"parallel.tp": 2}``.
-        start: starts the deployment; by default on Ray.
+        start: starts the deployment; the default starts it on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.
 
@@ -128,12 +129,12 @@ class LLM:
         Args:
             prompts: one or more; each is a text, token ids, ``{"prompt": text}`` or
                 ``{"prompt_token_ids": ids}``.
-            sampling_params: one object for all prompts, or one for each prompt; by default those
-                that the model recommends.
+            sampling_params: one object for all prompts, or one object for each prompt; the default
+                is the model's recommended parameters.
             use_tqdm: show the progress on stderr, if stderr is a terminal.
 
         Raises:
-            InvalidParameterError: a prompt is neither text nor token ids.
+            InvalidParameterError: a prompt has neither text nor token ids.
             RequestTooLongError: the prompt and ``max_tokens`` together exceed the context.
             DistAclGraphError: a request failed; the other requests are aborted.
         """
@@ -152,7 +153,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return the answers to one conversation, or to each of several; see ``generate``.
+        """Return the answers to a conversation, or to several conversations; see ``generate``.
 
         Args:
             chat_template: name of one of the checkpoint's templates.
@@ -228,8 +229,8 @@ class LLM:
         try:
             with _progress(len(waiting), shows_progress) as show:
                 while waiting or running:
-                    # No more than the engine's queue accepts; further requests follow when others
-                    # end.
+                    # Submit no more requests than the engine's queue accepts; submit more when
+                    # others end.
                     while waiting and len(running) < self.config.scheduler.max_waiting:
                         choice = waiting.popleft()
                         running[choice.engine_id] = choice
@@ -246,12 +247,12 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # Has an effect only if a stop string ended the choice.
+                        # The abort has an effect only if a stop string ended the choice.
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
             if self._deployment is not None:
-                self._deployment.raise_if_dead()  # the deployment may know the cause
+                self._deployment.raise_if_dead()  # raises the cause if the deployment knows it
             raise
         finally:
             for engine_id in running:
@@ -283,7 +284,7 @@ class LLM:
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
             if index:
-                own = replace(own, prompt_logprobs=None)  # the first choice has them
+                own = replace(own, prompt_logprobs=None)  # only the first choice needs them
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
             choices.append(_Choice(request, output, own, OutputText(self.tokenizer, ids, own)))
@@ -323,7 +324,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
-    """Return text and token ids of a prompt; None for the one that was not given."""
+    """Return text and token ids of a prompt; None for a form that was not given."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, Mapping):

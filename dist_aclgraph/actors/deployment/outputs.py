@@ -1,4 +1,4 @@
-"""What ``LLM`` returns; the classes have the fields of vLLM's outputs."""
+"""The results of ``LLM``; the classes have the fields of vLLM's outputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class CompletionOutput:
         logprobs: for each generated token, the log-probabilities of this token and of the most
             probable tokens; None if not requested.
         finish_reason: "stop" or "length".
-        stop_reason: the requested stop string or stop token that ended the text, if any.
+        stop_reason: the requested stop string or stop token that ended the text; None if neither
+            ended it.
     """
 
     index: int
@@ -69,8 +70,8 @@ class RequestOutput:
 
     Attributes:
         prompt: text of the prompt; None if the prompt was given as token ids.
-        prompt_logprobs: None for the first token; for later tokens like
-            ``CompletionOutput.logprobs``. None if not requested.
+        prompt_logprobs: one entry per token of the prompt: None for the first token; for later
+            tokens an entry as in ``CompletionOutput.logprobs``. None if not requested.
         outputs: the ``SamplingParams.n`` answers.
         num_cached_tokens: number of prompt tokens that were in the prefix cache.
     """

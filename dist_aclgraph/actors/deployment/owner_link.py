@@ -1,7 +1,8 @@
-"""How an ingress asks the process that owns its deployment: over a Unix socket, in MessagePack.
+"""An ingress asks the process that owns its deployment, over a Unix socket in MessagePack.
 
-The supervisor of both processes holds the listening socket, so either process may die. Its
-successor continues with the other process, and the ingress repeats a question that got no answer.
+The supervisor of both processes holds the listening socket, so either process may die. A new
+process replaces the dead process and continues with the other process. The ingress repeats a
+question that got no answer.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # waiting connections; most of them are from questions that were given up
+WAITING = 64  # waiting connections; for most of them, the ingress no longer waits
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that the owner knows already
-# For an answer for which the owner asks Ray; longer than the deployment's own limits.
+# Seconds to wait if the owner must ask Ray; longer than the deployment's own limits.
 SEARCH_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Admission(msgspec.Struct, frozen=True):
     """Whether the ingress may admit requests.
 
     Attributes:
-        end: why the ingress must admit no more requests; "" while it may.
+        end: why the ingress must admit no more requests; "" while it may admit requests.
         drain_s: how long the running requests may take to end.
     """
 
@@ -77,7 +78,7 @@ def listen_for_ingress(path: str) -> socket.socket:
 
 
 class OwnerLink:
-    """The owner's end, as a context: one thread accepts, and each connection has one thread.
+    """The link's end at the owner, as a context. One thread accepts; each connection has a thread.
 
     Args:
         listener: a socket from ``listen_for_ingress``; the caller keeps owning it.
@@ -100,7 +101,7 @@ class OwnerLink:
         self._thread.join()
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until no ingress is connected; return whether none is."""
+        """Wait at most ``seconds`` until no ingress is connected; return whether all have left."""
         until_s = time.monotonic() + seconds
         while self._num_linked and time.monotonic() < until_s:
             time.sleep(LOOK_S)
@@ -146,14 +147,14 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The ingress's end, for one thread. It asks the current owner, also after a replacement."""
+    """The link's end at the ingress, for one thread. After a replacement, it asks the new owner."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Tell whether this ingress is open; return the owner's answer, None if there is none."""
+        """Tell whether this ingress is open; return the owner's answer. None without an answer."""
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
@@ -165,13 +166,13 @@ class OwnerClient:
         return found or Outlook(progress="the deployment is being started again")
 
     def close(self) -> None:
-        """Disconnect. Any thread; a question that is being asked gets no answer. Idempotent."""
+        """Disconnect. A question in progress gets no answer. Any thread. Idempotent."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()
 
     def _ask(self, question: Question, kind: type[T], limit_s: float) -> T | None:
-        """Return the answer; None if it did not arrive in time."""
+        """Return the answer; None if no answer arrived in time."""
         try:
             peer = self._peer = self._peer or self._connect()
             peer.send_bytes(encode(question))

@@ -1,4 +1,4 @@
-"""Finding a deployment that another process of this cluster has started."""
+"""Finds a deployment that another process of this cluster has started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dist_aclgraph.topology import NO_RANK
 
 
 class RunningDeployment:
-    """The controller of a deployment; another process has started it, and will stop it."""
+    """The controller of a deployment that another process has started and will stop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,10 +54,11 @@ def running_deployment(
 
     Args:
         name: name of the controller; needed if several deployments run.
-        local_ray: address of a Ray that a service started; needed if there are several of them.
+        local_ray: address of a Ray that a service started; needed if several such Rays run.
 
     Raises:
-        PlacementError: there is no cluster, no such deployment, or more than one of either.
+        PlacementError: there is no cluster or no such deployment; or there are several clusters or
+            several deployments.
     """
     with joined_ray(local_ray):
         try:
@@ -68,7 +69,7 @@ def running_deployment(
 
 
 def choose_deployment(names: list[str], wanted: str | None) -> str:
-    """Return the deployment with the wanted name, or the only one.
+    """Return the deployment with the wanted name; without a name, return the only deployment.
 
     Raises:
         PlacementError: there is no such deployment, or there are several and no name is given.

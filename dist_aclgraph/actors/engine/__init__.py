@@ -1,1 +1,1 @@
-"""The actor of a group's engine: its loop, its messages to clients, and how it is resumed."""
+"""The actor of a group's engine: loop, messages to clients, resumption of the group."""

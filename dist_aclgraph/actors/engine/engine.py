@@ -69,7 +69,7 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory.
 
-    The engine's process starts at the same time as the workers; ``open`` names the workers to it.
+    The engine's process starts at the same time as the workers; ``open`` tells it the workers.
     """
 
     def __init__(self, config: Config) -> None:
@@ -89,10 +89,10 @@ class Engine:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:
-        """Answer the controller with a sign of life; the question renews the lease."""
+        """Answer the controller's question with a sign of life; the question renews the lease."""
         self._lease.renew(number)
 
-    # ---- from its start to its end
+    # ---- from the start of the engine to its end
 
     def open(
         self,
@@ -182,7 +182,7 @@ class Engine:
             resumption=self._resumption,
             report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
         )
-        # Existing objects live as long as the engine, so garbage collections need not visit them.
+        # Existing objects stay until the engine ends, so garbage collections need not visit them.
         gc.collect()
         gc.freeze()
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)

@@ -1,4 +1,4 @@
-"""The loop of one lockstep group: admit requests, decide a step, send it, hand out its tokens.
+"""The loop of one lockstep group: admits requests; decides and sends steps; hands out tokens.
 
 The loop runs on one thread of the engine actor, and owns the scheduler and the step channel.
 Another thread serves the clients (``client_links.py``). The loop hands out the tokens of step n
@@ -48,8 +48,8 @@ NON_FINITE = (
     "too large for the dtype (bfloat16 holds numbers that are infinite in float16)"
 )
 IDLE_S = 0.1  # seconds between two checks while there is no work
-UNHELD_S = 0.01  # seconds between two checks whether the lease is held again
-MEAN_FROM, MEAN_OF = 16, 200  # steps: before a mean is reported, in a running mean
+UNHELD_S = 0.01  # seconds between two checks of the lease, while it is not held
+MEAN_FROM, MEAN_OF = 16, 200  # number of steps before a mean is reported; in a running mean
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _Sent:
     """A step in flight.
 
     Attributes:
-        num_tokens: number of its tokens on the rank with the most tokens.
+        num_tokens: number of the step's tokens on the rank with the most tokens.
         schedule_s, send_s: how long deciding and sending the step took.
         at_s: when the step was sent.
     """
@@ -89,7 +89,7 @@ class EngineLoop:
         changes: the changes of the group's graphs while it serves.
         resumption: makes the group run again after a fault of a device or a link.
         report: returns the facts about the ranks, which are part of every report.
-        steps_in_flight: how many steps are sent before the first of them is answered.
+        steps_in_flight: maximum number of steps that are sent and not answered yet.
         step_timeout_s: a step that takes longer ends the epoch.
         turn_timeout_s: if the host works longer than this between two waits, the loop counts as
             stuck. Waits have their own limits.
@@ -143,20 +143,20 @@ class EngineLoop:
     # ---- any thread
 
     def fail(self, reason: str) -> None:
-        """End all requests, and all later ones, with the reason why a worker is lost."""
+        """End all requests, and refuse all later requests, with the reason why a worker is lost."""
         self._failure = self._failure or reason
         self._links.wake()
 
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # If the whole process was stopped, the loop is not to blame, and the lease is not held.
+        # If the whole process was stopped, the lease is not held, and the loop is not stuck.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why no step runs while the group recovers; "" if it does not, or only briefly."""
+        """Return why no step runs during a recovery; "" if steps run or the pause is short."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -173,9 +173,10 @@ class EngineLoop:
         self._links.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all clients route by this version of the group list, and requests have ended.
+        """Wait until all requests ended and all clients route by this version of the group list.
 
-        By that version, clients send no request here. Returns False if the wait takes too long.
+        Clients that route by this version send no request here. Returns False if the wait takes too
+        long.
         """
         self._drains_from = version
         return self._drained.wait(timeout_s)
@@ -217,7 +218,7 @@ class EngineLoop:
     # ---- the loop's thread
 
     def run(self) -> None:
-        """Serve until stopped. After the epoch has failed, the loop answers clients with errors."""
+        """Serve until the loop is stopped. If the epoch fails, answer clients with errors."""
         outputs = StepOutputs()
         self._links.start(self)
         try:
@@ -299,7 +300,7 @@ class EngineLoop:
         return outputs
 
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
-        """Try to make the group run again; return no outputs, because its steps are run again."""
+        """Try to make the group run again; return no outputs, because the steps will run again."""
         try:
             comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
@@ -331,7 +332,7 @@ class EngineLoop:
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": sent.schedule_s * 1e6,
-            # A worker begins a step before the previous step is answered.
+            # A worker begins a step before it answers the previous step.
             "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,
@@ -389,7 +390,7 @@ class EngineLoop:
             self._links.send(link, deltas)
 
     def _dismiss_workers(self) -> None:
-        """Tell workers, only once, to leave their step loops: no step follows."""
+        """Tell workers to leave their step loops, because no step follows; tell them only once."""
         if not self._has_dismissed:
             self._has_dismissed = True
             self._channel.close(self._scheduler.epoch)

@@ -27,11 +27,11 @@ class LoopCounts:
 def group_metrics(
     scheduler: Scheduler, counts: LoopCounts, costs: Costs, ranks_report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a group's counters and gauges; an object value has one number per key.
+    """Return a group's counters and gauges; if a value is an object, each key has a number.
 
     Args:
         costs: costs of all graphs that exist.
-        ranks_report: what the controller knows about the ranks.
+        ranks_report: facts about the ranks, from the controller.
     """
     stats = scheduler.stats()
     return {
@@ -75,7 +75,7 @@ def group_metrics(
 
 
 def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
-    """Replace the keys, ranks in the group, by world ranks."""
+    """Replace the keys, which are ranks in the group, by world ranks."""
     world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
     return {
         str(world_ranks[place] if world_ranks else place): count

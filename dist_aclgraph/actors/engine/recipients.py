@@ -1,4 +1,4 @@
-"""The clients that get a step's outputs: one for each request, in arrays by the request's key."""
+"""The client of each request, which gets the request's outputs; stored by the request's key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Recipients:
     def __init__(self) -> None:
         self._key_of: dict[str, int] = {}
         self._links: list[ClientLink] = []
-        # By key: index in _links, NOBODY if the key is not used.
+        # By key: index in _links; NOBODY if no request has the key.
         self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)
         # By key: the number that the client gave to the request.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
@@ -70,7 +70,7 @@ class Recipients:
         return requests
 
     def remove_all(self) -> Iterator[tuple[ClientLink, int]]:
-        """Remove all requests; yield each request's link, and the client's number of it."""
+        """Remove all requests; yield for each request its link and the client's number for it."""
         for request_id in list(self._key_of):
             yield self.pop(request_id)
 

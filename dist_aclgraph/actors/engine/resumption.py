@@ -1,11 +1,11 @@
-"""Making a group run again in place after a device or link fault, if all processes are alive.
+"""If all processes are alive after a fault of a device or link, makes the group run again.
 
 All ranks abort the work on their devices. They do this on their control threads, because the
 thread that runs steps may be waiting for the device. After the last rank has aborted, each rank
-resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay,
-and no request starts again: the engine decides the interrupted steps again. If KV was in faulty
-memory, requests are computed again from their first token. If resuming fails, or if a rank takes
-too long, the group's epoch ends, as after a worker's death.
+resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
+valid. No request starts again, because the engine decides the interrupted steps again. If KV was in
+faulty memory, requests are computed again from their first token. If resuming fails, or if a rank
+takes too long, the group's epoch ends, as after a worker's death.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from dist_aclgraph.planning.way_back import SOUND_STEPS, Failure, way_back
 from dist_aclgraph.steps.step import Resume
 from dist_aclgraph.topology import GroupRank, WorldRank
 
-# Stops the devices of all ranks within the given seconds; returns the reason for each rank whose
-# device did not stop; calls the given function several times a second while it waits.
+# A function that stops the devices of all ranks within the given seconds. It returns the reason for
+# each rank whose device did not stop. While it waits, it calls the given function several times a
+# second.
 StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
 
 MOMENT_S = 1.0  # a pause of more than this many seconds is reported
@@ -67,7 +68,7 @@ class Resumption:
         self._timeout_s = timeout_s
         self._in_a_row = 0
         self._num_sound = 0  # steps without a failure since the last failure
-        # When the group stopped, and why; None while it runs.
+        # The time when the group stopped, and the reason; None while the group runs.
         self._begun: tuple[float, str] | None = None
         self.counts: Counter[DeviceFault] = Counter()
 
@@ -85,7 +86,7 @@ class Resumption:
             self._in_a_row = 0
 
     def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
-        """Resume the group in its next epoch, in which workers know no rows.
+        """Resume the group in its next epoch; workers have lost all rows by then.
 
         Args:
             error: the report of the first rank that failed.

@@ -1,1 +1,1 @@
-"""The fork server, which loads torch_npu once if a machine has fewer cores than processes."""
+"""The fork server: loads torch_npu once, for machines with fewer cores than processes."""

@@ -1,4 +1,4 @@
-"""The program that Ray starts in place of Python for a forked worker: a client of the fork server.
+"""A client of the fork server: Ray starts it in place of Python, to get a forked worker.
 
 Ray runs this file by its path; it needs only the standard library. If the server does not answer,
 this program becomes the Python that Ray wanted, which loads all libraries itself.

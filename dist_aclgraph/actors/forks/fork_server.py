@@ -1,11 +1,12 @@
-"""Forking workers from one process that has imported their libraries.
+"""Forks workers from one process that has imported the libraries of workers.
 
 Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. If a machine has
 fewer cores than starting processes, the processes wait for each other. On such a machine, one
 process imports the libraries once, and all workers are forked from it, at the start and at each
-replacement. This process opens no device and has no threads, so a forked process is like a new one.
-Ray starts workers with ``fork_client.py`` (``py_executable`` of their runtime environment), which
-sends arguments, environment and output streams to the server. Ray does everything else.
+replacement. This process opens no device and has no threads, so a forked process is like a new
+process. Ray starts workers with ``fork_client.py`` (``py_executable`` of their runtime
+environment), which sends arguments, environment and output streams to the server. Ray does
+everything else.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from dist_aclgraph.environment import (
 CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request: seconds, bytes
 STOP_S, LOOK_S = 5.0, 0.02
-# Ray's native part reads both variables once, when it is loaded; Ray may not run yet at that time.
-# Therefore only processes of a Ray's first job may be forked. Forked processes watch their raylets
-# themselves: the server gets the id of a process that never ends.
+# Ray's native part reads both variables once, when it is loaded. At that time, Ray may not run yet.
+# Therefore only processes of a Ray's first job may be forked. The second variable is the id of a
+# process that never ends, because forked processes watch their raylets themselves.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -166,12 +167,13 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
     """Fork a process for each client.
 
     Args:
-        parent: handle of the process that started the server; the server ends when it ends.
+        parent: handle of the process that started the server; the server ends when this process
+            ends.
         job: id of a Ray job; processes of other jobs are not forked.
 
     Returns:
-        In each forked process, its request and its standard streams. In the server, None after the
-        parent has ended.
+        In each forked process: the client's request and standard streams. In the server: None,
+        after the parent has ended.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forked processes do not become zombies
     poll = select.poll()
@@ -184,7 +186,7 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
             try:
                 request, streams = _receive(connection)
             except (OSError, ValueError):
-                continue  # without an answer, the client becomes Python itself
+                continue  # a client that gets no answer becomes Python itself
             is_ours = request.environment.get(JOB_VARIABLE, job) == job
             # A client that has waited for too long has become Python itself.
             pid = _fork() if is_ours and not _has_left(connection) else -1
@@ -209,7 +211,7 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _fork() -> int:
-    """Like ``os.fork``; -1 if the system refuses to fork: then the client becomes Python itself."""
+    """Like ``os.fork``; returns -1 if the system refuses. Then the client becomes Python itself."""
     try:
         return os.fork()
     except OSError as e:
@@ -232,7 +234,7 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
 
 
 def become(request: ForkRequest, streams: list[int]) -> None:
-    """Run the program for which the client was started, as if Python had been started with it."""
+    """Run the client's program, as if Python had been started with this program."""
     os.setpgid(0, 0)
     for target, fd in enumerate(streams):
         os.dup2(fd, target)
@@ -247,7 +249,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Let Ray's native part read its variables again: it has read those of the server."""
+    """Let Ray's native part read the variables again; it has read the server's values."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
 
     Config.initialize("")
@@ -262,7 +264,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:
-            return  # a library has started a thread, which a forked process would not have
+            return  # a library has started a thread; a forked process would not have this thread
         gc.collect()
         gc.freeze()  # so that garbage collections in forked processes do not copy shared memory
         forked = serve(listener, parent, sys.argv[3])

@@ -1,4 +1,4 @@
-"""Starting processes with the fork server, in place of Ray's own way."""
+"""Starts processes with the fork server, in place of Ray's own way."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 class ForkingStarter(ProcessStarter):
     """Owns a fork server from the first command until ``close``. All methods: any thread.
 
-    If this object is sent to another process, it borrows there the server of the last command.
+    If this object is sent to another process, the copy uses the server of the last command.
 
     Args:
-        lent: a server of another process. That process outlives this one, and may have forked it.
-            The server is used while it serves; after that, this object starts its own server.
+        lent: a server of another process, which ends later than this process and may have forked
+            it. The server is used while it serves; after that, this object starts a server of its
+            own.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:
@@ -49,7 +50,7 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Not None: otherwise Ray would start children of a forked process with that process's
+        # Do not return None: Ray would start children of a forked process with the process's
         # command.
         return shlex.quote(sys.executable)
 
@@ -74,10 +75,11 @@ class ForkingStarter(ProcessStarter):
     def ray_settings(self) -> Iterator[dict[str, Any]]:
         """Let Ray start workers with our setup program in place of Ray's own."""
         name = ray_constants.SETUP_WORKER_FILENAME
-        # Ray appends this name to a folder; because the path is absolute, the result is this path.
+        # Ray appends this name to a folder. The name is an absolute path, so the result is this
+        # path.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
-            # Workers that Ray starts in advance are not forked, and would only use CPU time.
+            # Workers that Ray starts in advance are not forked; they would only use CPU time.
             yield {"prestart_worker_first_driver": False}
         finally:
             ray_constants.SETUP_WORKER_FILENAME = name

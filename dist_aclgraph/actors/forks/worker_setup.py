@@ -1,4 +1,4 @@
-"""The first program in each worker's process, in place of Ray's own, if we started Ray.
+"""If we started Ray: the first program in each worker's process, in place of Ray's own program.
 
 Ray's own program imports all of Ray to set a few variables. Then the process becomes the worker and
 imports all of Ray again. Ray runs this file by its path; it needs only the standard library.
@@ -22,7 +22,7 @@ UNKNOWN_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
-    """Return the shell command for a Python worker; None if only Ray's own program can make it.
+    """Return the shell command for a Python worker; None if only Ray's program can make one.
 
     Args:
         context: Ray's ``RuntimeEnvContext``.

@@ -1,9 +1,10 @@
-"""Whether other processes are alive: all waits for a sign of life, and all watches of processes.
+"""Finds out whether other processes are alive: waits for signs of life, watches of processes.
 
 There are four mechanisms. A *silence* measures how long a peer has sent no sign of life over a
 link. A *heartbeat* is the sign of life of a child process, in memory that it shares with its
 parent. A *process watch* learns at once from the kernel that a process has ended. A *lease* is the
-counterpart of a silence: a process may act only while it is regularly asked for its sign of life.
+counterpart of a silence: a process may act only while another process regularly asks it for a sign
+of life.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 
 from dist_aclgraph.environment import raylet_pid
 
-BEATS_OF_A_SILENCE = 20  # number of missed signs of life after which a peer counts as dead
+BEATS_OF_A_SILENCE = 20  # a peer counts as dead after this number of missed signs of life
 WATCH_MS = 1000  # milliseconds between two checks whether the watch should stop
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,9 @@ def beat_s(limit_s: float) -> float:
 
 
 class Silence:
-    """Measures how long a peer has been silent, without the time when we did not listen.
+    """Measures how long a peer has been silent; does not count the time when we did not listen.
 
-    A process that was stopped, or that got no CPU time, must not blame its peers for that time.
+    If this process was stopped or got no CPU time, it must not blame its peers for that time.
 
     Args:
         limit_s: a longer silence is too long.
@@ -42,7 +43,7 @@ class Silence:
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
-        self._turn_s = 2 * beat_s(limit_s)  # the most that one turn of the listener may count
+        self._turn_s = 2 * beat_s(limit_s)  # the maximum that one call of ``listen`` may count
         self._clock = clock
         self.heard()
 
@@ -60,7 +61,7 @@ class Silence:
 
 
 class SharedHeartbeat:
-    """A byte in memory that a child process shares with its parent; the child keeps changing it.
+    """A byte in memory that a child process shares with its parent; the child changes it regularly.
 
     The parent makes this object before it forks the child. Only the parent calls ``begin`` and
     ``listen``.
@@ -73,7 +74,7 @@ class SharedHeartbeat:
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no sign of life is expected
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shared = mmap.mmap(-1, 2)  # the byte, and whether the process serves
+        self._shared = mmap.mmap(-1, 2)  # the byte; a second byte: whether the process serves
         self._seen = self.REST
         self._silence = Silence(limit_s, clock)
 
@@ -84,7 +85,7 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Give signs of life from a thread within this context; its work has its own limits."""
+        """Within this context, a thread gives signs of life; the work has its own time limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -106,7 +107,7 @@ class SharedHeartbeat:
         self._shared[0] = self.REST
 
     def begin(self) -> None:
-        """Prepare for a process that is forked next. Its first sign of life is expected at once."""
+        """Prepare for the next forked process. Its first sign of life is expected at once."""
         self._shared[:] = bytes([self.FIRST, False])
         self._seen = self.REST
         self._silence.heard()
@@ -126,14 +127,14 @@ class SharedHeartbeat:
 
 
 class Lease:
-    """Whether the holder of a place may act. All methods may be called on any thread.
+    """Says whether the holder of a place may act. All methods may be called on any thread.
 
     The process that gave the place (the giver) renews the lease with numbered questions; it sends
     the next question after the previous one was answered. The lease begins with the first question.
     After ``limit_s`` without a question, the lease is not held, and the holder does nothing. After
     twice that time, the lease is over. A holder that was stopped cannot know whether its place was
-    given away in the meantime. The next question may have been sent before that, so only the
-    question after it renews the lease.
+    given to another process in the meantime. The next question may have been sent before the place
+    was given away, so only the question after the next one renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
@@ -152,7 +153,7 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Stops of the holder do not end the lease; the giver decides about that.
+        # The lease does not end because the holder was stopped; the giver decides about its end.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
@@ -170,7 +171,7 @@ class Lease:
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
     def give_back(self) -> None:
-        """End the lease: the holder stops acting by it; ``leave_with`` does not end the process."""
+        """End the lease: the holder no longer acts, and ``leave_with`` does not end the process."""
         self.is_given_back = True
 
     def look(self) -> bool:
@@ -182,7 +183,7 @@ class Lease:
             return self._silence.listen()
 
     def _see(self) -> float:
-        """Return the time, and check whether this process was stopped until now."""
+        """Return the time; also notice if this process was stopped since the last call."""
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
             # The next question may have been sent before the stop ended.
@@ -192,7 +193,7 @@ class Lease:
 
 
 def leave_with(lease: Lease, who: str) -> None:
-    """End this process when the lease is over; a thread checks that."""
+    """End this process when the lease is over; a thread checks the lease."""
 
     def watch() -> None:
         while not lease.look():
@@ -206,7 +207,7 @@ def leave_with(lease: Lease, who: str) -> None:
 
 
 def leave_with_raylet() -> None:
-    """End this process at once when its raylet ends; without a raylet, when its parent ends."""
+    """End this process at once when its raylet ends; if it has no raylet, when its parent ends."""
 
     def leave(name: str) -> None:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""How Ray starts the processes of a deployment on this machine."""
+"""Starts the processes of a deployment on this machine with Ray."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dist_aclgraph.config import Config
 
 
 class ProcessStarter:
-    """Ray's own way: each process is a new Python that loads its libraries, and that Ray can end.
+    """Ray's own way: each process is a new Python, loads its libraries, and can be ended by Ray.
 
-    Subclasses are other ways to start processes; ``choose_starter`` chooses one. A starter may be
+    Subclasses start processes in other ways; ``choose_starter`` chooses the class. A starter may be
     sent to another process. In a forked process, call ``disown`` first.
     """
 
@@ -26,7 +26,7 @@ class ProcessStarter:
         yield {}
 
     def open_handles(self, pid: int) -> list[int]:
-        """Return a handle of a process that Ray cannot kill because Ray has not started it.
+        """Return a handle of a process; empty if Ray itself started the process and can kill it.
 
         The result is for ``processes.kill_handles``.
         """

@@ -16,13 +16,13 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl
 def set_name(name: str) -> None:
     """Set the name of this process, which ``name_of`` and ``ps`` show.
 
-    The kernel keeps 15 bytes of it.
+    The kernel keeps only 15 bytes of the name.
     """
     _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 
 def signal_with_parent(number: signal.Signals, parent: int) -> None:
-    """Let this process get a signal when its parent ends, or now if the parent has ended."""
+    """Let this process get a signal when its parent ends; if the parent has ended, now."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)

@@ -1,12 +1,12 @@
-"""A private directory for socket files: only this user may enter it; its path is short enough.
+"""A private directory for socket files. Only this user may enter it; its path is short.
 
 The owner holds a lock in the directory for as long as it lives. A process id would not tell whether
 the owner is alive: several containers may share one temporary folder, and each container has its
 own process ids.
 
-A directory has a hidden name while it is made and removed. An unlocked directory with a hidden name
-belongs to a process that was killed, or it is just being made. In both cases it is swept; in the
-second case its maker makes another directory.
+A directory has a hidden name while it is made and while it is removed. An unlocked directory with a
+hidden name belongs to a process that was killed, or it is just being made. In both cases the
+directory is swept. If it was being made, the process that made it makes another directory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """In a forked process: leave the directory to the parent; the parent's life counts."""
+        """In a forked process: leave the directory to the parent, which remains its owner."""
         os.close(self._lock)
         self._lock = -1
 
@@ -73,7 +73,7 @@ def sweep() -> None:
 
 
 def directories(folder: Path) -> list[Path]:
-    """Return the directories of all owners in a temporary folder, also unfinished directories."""
+    """Return the directories of all owners in a temporary folder, even unfinished directories."""
     return [path for prefix in (PREFIX, UNFINISHED) for path in folder.glob(f"{prefix}*")]
 
 
@@ -86,7 +86,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Yield whether a directory is ours and its owner has ended; hold its lock in this context."""
+    """Yield whether a directory is ours and its owner has ended; hold the lock in this context."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):
         flags |= os.O_CREAT  # the lock file may not exist yet, or may have been removed

@@ -1,1 +1,1 @@
-"""Messages between processes: sockets and keys, messages, steps, and links that notice silence."""
+"""Communication between processes: sockets, keys, messages, steps, links that notice silence."""

@@ -1,4 +1,4 @@
-"""Where the sockets of channels listen: one rule for all channels.
+"""Decides where the sockets of channels listen, by one rule for all channels.
 
 Peers on the engine's node connect to a socket file in a directory that only this user may enter.
 Peers on other nodes connect over TCP with CURVE keys, which Ray hands to them. The engine listens
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # pauses before another try if all ports are in use
+FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # if all ports are in use: first and longest pause
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 
 
@@ -83,12 +83,12 @@ class Address:
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """Where clients reach a deployment now, and what they must know about it.
+    """Where clients reach a deployment now, and the facts that clients need.
 
     Attributes:
         addresses: addresses of the engines of all groups.
         token: the secret that a client must send to be accepted.
-        max_model_len: the longest request that clients may send, in tokens.
+        max_model_len: maximum length of a client's request, in tokens.
         node_id: Ray's id of the node of the deployment's owner.
     """
 
@@ -99,7 +99,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node if the engine expects peers on its node only."""
+    """Return the error for a peer on another node, if the engine expects only peers on its node."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"
@@ -124,7 +124,7 @@ class Place:
 
 
 class Listener:
-    """Binds the sockets of one channel, which share one server key pair and one client key pair.
+    """Binds the sockets of one channel; they share one server key pair and one client key pair.
 
     Owns the thread that checks the keys of connecting peers.
     """
@@ -136,8 +136,7 @@ class Listener:
         self._keys = PeerKeys(self._server_public, client_public, client_secret)
         self._authenticator: ThreadAuthenticator | None = None
         if place.host is not None:
-            # CURVE alone only proves that a client has some key; the authenticator checks which
-            # key.
+            # CURVE alone proves only that a client has some key; the authenticator checks this key.
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.configure_curve_callback(DOMAIN, self)
             self._authenticator.start()
@@ -163,9 +162,9 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # Only for TCP: options apply to addresses that are bound after they are set.
+        # ZeroMQ applies options only to addresses that are bound later, so these apply only to TCP.
         owned.curve_server = True
-        # Without this, any key is accepted if the authenticator does not run.
+        # Without this option, any key would be accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         owned.zap_domain = DOMAIN.encode()
         owned.curve_publickey = self._server_public
@@ -185,8 +184,8 @@ class Listener:
 def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.socket:
     """Return a socket that listens at ``host``, where the ranks of a group meet.
 
-    If all ports are in use, they may be free a moment later, so they are tried again until
-    ``timeout_s`` has passed.
+    If all ports are in use, one of them may become free a moment later. So all ports are tried
+    again until ``timeout_s`` has passed.
 
     Raises:
         PlacementError: no port became free.
@@ -208,7 +207,7 @@ def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.soc
 
 
 def bind_to_one(ports: range | None, host: str, bind: Callable[[int], object]) -> None:
-    """Call ``bind`` with one port after the other until one is free; port 0 means any port.
+    """Call ``bind`` with one port after another until a port is free; port 0 means any port.
 
     Raises:
         PlacementError: no port is free.

@@ -1,7 +1,7 @@
-"""What the ranks that do not answer are doing, and which of them is to blame.
+"""Finds out what the silent ranks are doing, and which of these ranks is to blame.
 
 If a rank waits for its device, it may be waiting for other ranks in a collective. The rank to blame
-is the one that is stuck on its host, or that does not answer at all.
+is the rank that is stuck on its host or does not answer at all.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which rank is to blame, and what the silent ranks are doing.
+    """The rank to blame, and the operations of the silent ranks.
 
     Attributes:
-        rank: the rank to blame, or NO_RANK if it may be one of several.
+        rank: the rank to blame; NO_RANK if several ranks may be to blame.
         silent: the ranks that did not answer, e.g. ``rank 4, 5``.
         where: what each of these ranks waits for.
-        doing: the operation that these ranks were doing; "" if no rank tells it.
+        doing: the operation that these ranks were doing; "" if no rank reports its operation.
     """
 
     rank: WorldRank

@@ -1,9 +1,9 @@
-"""The engine's end of the links to its clients: one I/O thread that never runs a step.
+"""The engine's end of the links to its clients, on one I/O thread that never runs a step.
 
-The thread reads the clients' messages, answers their heartbeats while a step runs, and numbers the
-messages to them. A link ends if its client says goodbye, connects again, sends junk, is silent for
-too long, or stops reading. The loop gets the end of a link as an event, and aborts the client's
-requests.
+The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
+numbers the messages to clients. A link ends if its client says goodbye, connects again, sends junk,
+is silent for too long, or stops reading. The loop gets the end of a link as an event, and aborts
+the client's requests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dist_aclgraph.steps.delta import StepDeltas
 MAX_QUEUED_FRAMES = 1 << 16
 FRAMES_A_TURN = 256  # limited, so that a flood of frames delays no heartbeat
 LAST_WORDS_MS = 200
-UNHELD_S = 0.01  # seconds between two checks whether clients may be answered again
+UNHELD_S = 0.01  # seconds between two checks of the lease, while clients may not be answered
 
 
 class LoopAnswers(Protocol):
@@ -72,7 +72,8 @@ class ClientLink:
 
     Attributes:
         unread: number and size in bytes of each message that the client has not confirmed.
-        waiting_tokens: tokens of the client's requests that wait here, as the client counts them.
+        waiting_tokens: tokens of the client's requests that wait at this engine; the client counts
+            the tokens.
         groups_version: version of the group list by which the client routes.
     """
 
@@ -95,7 +96,7 @@ class ClientLink:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-# None as the second value: the link has ended, so all requests of its client end.
+# If the second value is None, the link has ended, so all requests of its client end.
 ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
@@ -124,7 +125,8 @@ class ClientLinks:
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        # If a frame cannot be sent, this raises an error; without it, the frame is lost silently.
+        # With this option, a frame that cannot be sent raises an error; otherwise it is lost
+        # silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
@@ -134,7 +136,7 @@ class ClientLinks:
         self._outgoing: deque[tuple[ClientLink, StepDeltas]] = deque()
         self._wakeup = Wakeup()
         self._closing = threading.Event()
-        self._told = "", ""  # the failure and the pause that clients were told
+        self._told = "", ""  # the failure and the pause that were last sent to clients
         self._setting = threading.Lock()
         self._groups = GroupList(0, ())
         self._told_groups = self._groups
@@ -171,14 +173,14 @@ class ClientLinks:
     def set_groups(self, groups: GroupList) -> None:
         """Send the list of groups to all clients. Any thread.
 
-        Calls may arrive out of order: the list with the latest version is used.
+        Calls may arrive in any order: the list with the latest version is used.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)
         self._wakeup.wake()
 
     def have_confirmed(self, version: int) -> bool:
-        """Return whether all clients route by this version of the list, or a later one. Any thread.
+        """Return whether all clients route by this or a later version of the list. Any thread.
 
         Then the loop's ``next_events`` has all requests that clients routed by earlier versions.
         """
@@ -260,8 +262,8 @@ class ClientLinks:
                 self._end(link)
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
-        # Sent before the status: the client sends requests after the status, and the list may say
-        # that a group drains.
+        # The list is sent before the status. The client sends requests as soon as it has the
+        # status, and the list may say that a group drains.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

@@ -40,7 +40,7 @@ REFUSALS = (
 
 
 class EngineLink:
-    """One connection. It cannot be used after an error: close it, and open another one.
+    """One connection. After an error it cannot be used: close it, and open another connection.
 
     Args:
         link_s: an engine that is silent for longer counts as dead.
@@ -49,10 +49,10 @@ class EngineLink:
         is_welcome: whether the engine has answered on this connection, and serves.
         is_lost: whether this connection has ended; set by the code that catches its error.
         loss_kind: why the connection was lost; set when an error is raised.
-        others_tokens: tokens of other clients' requests that wait at the engine, by its last
-            status.
-        pause: why the engine runs no step at the moment, by its last status; "" while it runs
-            steps.
+        others_tokens: tokens of other clients' requests that wait at the engine, from the engine's
+            last status.
+        pause: why the engine runs no step at the moment, from the engine's last status; "" while it
+            runs steps.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # No limit that drops messages or blocks: the number of open requests limits what we send.
+        # No limit, because a limit would drop messages or block. The number of open requests limits
+        # what we send.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)
@@ -119,7 +120,7 @@ class EngineLink:
                 self._check(message)
             yield message
         else:
-            # There may be more messages; they are read even if the connection has ended since.
+            # More messages may have arrived; they are read even if the connection has ended by now.
             return
         if has_message(self._monitor):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:
@@ -141,7 +142,7 @@ class EngineLink:
         if not has_message(self._socket) and self._silence.listen():
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
-        if self.is_welcome:  # otherwise the Hello is still waiting for an engine
+        if self.is_welcome:  # otherwise the engine has not answered Hello
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:

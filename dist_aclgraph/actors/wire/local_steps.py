@@ -29,7 +29,7 @@ CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 @dataclass(frozen=True)
 class SocketFile:
-    """Where workers on the engine's node connect, and the token that they must send first."""
+    """The place where workers on the engine's node connect, and the token that they send first."""
 
     path: str
     token: str = field(repr=False)
@@ -47,7 +47,7 @@ class FrameReader:
         Raises:
             NotAMessageError: a frame is longer than MAX_MESSAGE_BYTES.
         """
-        # Nearly always: exactly one frame.
+        # In almost all cases, there is exactly one frame.
         if not self._received and 0 < self._end(data) == len(data):
             return [data[LENGTH.size :]]
         self._received += data
@@ -130,7 +130,7 @@ class LocalPeers:
                 self._send(peer, data)
 
     def close(self) -> None:
-        """Send unsent bytes to workers that read them soon; end all connections."""
+        """Send unsent bytes to workers that read without delay; then end all connections."""
         for peer in list(self._peers.values()):
             if peer.unsent:
                 peer.connection.settimeout(FAREWELL_S)
@@ -194,12 +194,12 @@ class LocalPeers:
 
     @staticmethod
     def _sent(peer: _Peer, data: bytes | bytearray) -> int:
-        """Send; return the number of bytes that were sent, or dropped at a closed connection."""
+        """Send bytes; return how many were sent. If the connection is closed, all are dropped."""
         try:
             return peer.connection.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # reading reports the error, after the worker's last frames
+        except OSError:  # the next read reports the error, after the worker's last frames
             return len(data)
 
     def _cut(self, peer: _Peer) -> None:

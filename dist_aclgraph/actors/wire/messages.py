@@ -1,11 +1,11 @@
 """The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
-Messages are plain MessagePack, like those between engine and workers (``steps/step.py``); each
-message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine answers both
-with an ``EngineStatus``, and a wrong token with ``Refused``. The engine ignores a peer that has not
-sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends the ``GroupList``.
-If a link fails at one end, its requests end: the client gives them to another engine or ends them
-with an error, and the engine aborts them.
+Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
+Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine answers
+both with an ``EngineStatus``, and a wrong token with ``Refused``. The engine ignores a peer that
+has not sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends the
+``GroupList``. If a link fails, both ends end its requests: the client gives the requests to another
+engine or ends them with an error; the engine aborts them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# Sent to a client but not confirmed by it. If there are more bytes, the client has stopped reading.
+# Limit of the bytes that a client has not confirmed. With more bytes, the client does not read.
 MAX_UNREAD_BYTES = 128 << 20
 
 
@@ -98,8 +98,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     Attributes:
         failure: why the engine has ended; "" while it serves.
         pause: why no step runs at the moment, if the group will continue; "" while steps run.
-        others_tokens: tokens of other clients' requests that wait here, as those clients count
-            them.
+        others_tokens: tokens of other clients' requests that wait at this engine; those clients
+            count the tokens.
     """
 
     failure: str = ""
@@ -113,9 +113,9 @@ class GroupEntry(msgspec.Struct, frozen=True):
     Attributes:
         name: a number that no other group of the deployment ever has.
         address: address of the group's engine.
-        cache_blocks: number of KV blocks of all the group's data-parallel ranks together.
+        cache_blocks: number of KV blocks, summed over the group's data-parallel ranks.
         tokens_per_block: number of tokens in each of these blocks.
-        is_draining: the group accepts no new requests.
+        is_draining: whether the group accepts no new requests.
     """
 
     name: str
@@ -126,9 +126,9 @@ class GroupEntry(msgspec.Struct, frozen=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, tag="groups"):
-    """All groups of the deployment; every engine sends it to clients. The latest version counts.
+    """All groups of the deployment. Every engine sends this list; the latest version counts.
 
-    A group that is not in the list gets no new requests; its running requests end in that group.
+    A group that is not in the list gets no new requests, but continues its running requests.
     """
 
     version: int
@@ -143,7 +143,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine does not serve this client (any more). This is the last message to the client."""
+    """The engine refuses the client, or no longer serves it. This is the last message to it."""
 
     reason: str
 

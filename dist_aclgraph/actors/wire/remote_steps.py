@@ -1,7 +1,7 @@
 """Steps between an engine and workers on other nodes.
 
-The channel uses ZeroMQ with CURVE keys: PUB/SUB for plans, PUSH/PULL for results; for addresses see
-``addresses.py``.
+The channel uses ZeroMQ with CURVE keys: PUB/SUB sends plans, and PUSH/PULL sends results.
+``addresses.py`` explains the addresses.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dist_aclgraph.errors import EngineDeadError
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
 # Frames of XPUB: subscription to all topics, and its end.
 WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}
-FAREWELL_MS = 200  # milliseconds for the last frame; a dead worker must not delay us longer
+FAREWELL_MS = 200  # time limit of the last frame, because a worker may be dead
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where workers on other nodes connect to their engine: one endpoint for each direction."""
+    """The endpoints, one for each direction, to which workers on other nodes connect."""
 
     plans: Endpoint
     results: Endpoint
@@ -61,7 +61,7 @@ class RemotePeers:
         return Endpoints(self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id))
 
     def wait(self, timeout_s: float, beside: int | None = None) -> bool:
-        """Wait until this end or the file ``beside`` is readable; return whether one of them is."""
+        """Wait until this end or the file ``beside`` is readable; return False after a timeout."""
         if beside is not None and beside not in self._poller:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # ZeroMQ closes the connection of a peer that announces a longer frame.
 MAX_MESSAGE_BYTES = 64 << 20
-DRAINED_BYTES = 4096  # bytes of wake-ups that are read at once
+DRAINED_BYTES = 4096  # maximum number of bytes of wake-ups in one read
 
 
 def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:

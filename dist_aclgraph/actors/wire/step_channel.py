@@ -1,8 +1,8 @@
-"""The hot path between an engine and its workers: plans go to all, results come back from all.
+"""The hot path: an engine sends plans to all its workers, and gets results from all workers.
 
-Workers on the engine's node use Unix sockets (``local_steps.py``), workers on other nodes ZeroMQ
-(``remote_steps.py``); messages are MessagePack. Every message contains epoch and step; messages of
-old epochs or steps are dropped.
+Workers on the engine's node use Unix sockets (``local_steps.py``). Workers on other nodes use
+ZeroMQ (``remote_steps.py``). Messages are MessagePack. Every message contains epoch and step;
+messages of old epochs or steps are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 POLL_S = 0.1  # seconds between two checks whether a wait should end
-# After a worker's connection has ended, seconds to wait for other workers' reports of its failure.
+# Seconds to wait for other workers' reports after a worker's connection has ended.
 GONE_S = 1.0
 SOCKET_FILE = "steps"
 
@@ -78,7 +78,7 @@ class StepSender:
         """Bind the sockets.
 
         Args:
-            world_ranks: world ranks of the group's workers; their answers contain their group
+            world_ranks: world ranks of the group's workers; the workers' answers contain group
                 ranks.
             place: where the sockets listen.
             ask: returns the statuses of ranks that did not answer in time.
@@ -170,7 +170,7 @@ class StepSender:
     def receive_resumed(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Return the reason of each rank that could not be resumed in this epoch; usually empty.
+        """Return, for each rank that could not be resumed in this epoch, the reason; usually empty.
 
         Raises:
             WorkerLostError: a worker did not answer in time; names the rank.

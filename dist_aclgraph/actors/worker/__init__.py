@@ -1,1 +1,1 @@
-"""The actor of one rank, and all ranks of a group as one object."""
+"""The actor of one rank, and an object for all ranks of a group."""

@@ -1,9 +1,9 @@
 """The stages of a rank's start: each stage is a value, and the next stage is made from it.
 
-``join_rank`` returns a ``JoinedRank``, its ``load`` a ``LoadedRank``, its ``make_runner`` a
-``RunningRank``. ``RunningRank.leave`` returns a ``LoadedRank``, which may join another group. Heavy
-imports are inside the functions, after Ray has set the process's environment: torch_npu reads the
-environment once, when it is imported.
+``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
+``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
+``LoadedRank``, which may join another group. Heavy imports are inside the functions, after Ray has
+set the process's environment: torch_npu reads the environment once, when it is imported.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def join_rank(
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # Checked here: the environment of this process decides, and no other process can read it.
+    # Checked here, because it depends on this process's environment, which only this process reads.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
-    # Before torch_npu starts its threads, because they inherit the cores.
+    # Bind the cores before torch_npu starts its threads, because the threads inherit the cores.
     cores = _bind_cores(config, rank)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
     check_partition(config.graph.mode, is_soft=is_soft_partition())
@@ -86,7 +86,7 @@ def join_rank(
 
 
 def _bind_cores(config: Config, rank: WorldRank) -> frozenset[int]:
-    """Bind this process to its NPU's cores; return the cores, or an empty set if not bound."""
+    """Bind this process to its NPU's cores; return the cores. Empty if the process is not bound."""
     if resolve_kind(config.device.kind) != "npu":
         return frozenset()
     try:
@@ -137,7 +137,7 @@ def _check_chip(
 
 @contextmanager
 def _host_threads(num_processes: int) -> Iterator[None]:
-    """Let torch use this process's share of the cores; ``num_processes`` processes share them."""
+    """Let torch use this process's share of the cores, which ``num_processes`` processes share."""
     import torch
 
     before = torch.get_num_threads()
@@ -151,8 +151,9 @@ def _host_threads(num_processes: int) -> Iterator[None]:
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
     """Return whether collectives must give the same sum in every run and on every rank.
 
-    Ranks with the same tokens route the tokens to experts, and accept drafts, independently of each
-    other. If their sums differed in the last bit, ranks might decide differently.
+    Ranks with the same tokens decide independently of each other which experts the tokens use and
+    which drafts are accepted. If the sums of two ranks differed in the last bit, the ranks might
+    decide differently.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic
@@ -205,7 +206,8 @@ class JoinedRank:
         """Load this rank's weights.
 
         Args:
-            num_neighbours: number of ranks on this node that load at the same time, with this rank.
+            num_neighbours: number of ranks on this node that load at the same time, this rank
+                included.
 
         Raises:
             ConfigError: the device memory is too small for the weights and the KV cache.
@@ -246,19 +248,19 @@ class JoinedRank:
                 experts=self._make_expert_setup(),
             )
         self.npu.synchronize()
-        self.npu.give_back()  # memory from which the weights were cut out
+        self.npu.give_back()  # temporary memory from which weights were copied
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
         return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
 
     def _check_needs(self, free_bytes: int) -> RankMemory:
-        """Refuse weights that are missing or cannot fit, before reading any of them.
+        """Before any weight is read, refuse weights that are missing or cannot fit.
 
         Returns:
             The memory account of this rank.
         """
         config, spec = self.config, self.spec
-        # The size of HCCL's buffers is documented but not measured, so it is no reason to refuse.
+        # The size of HCCL's buffers is documented but not measured, so do not refuse because of it.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
@@ -334,7 +336,7 @@ class RunningRank:
         return self.loaded.joined
 
     def leave(self) -> LoadedRank:
-        """Leave the group, in which other ranks may be dead. The device must have been stopped.
+        """Leave the group. Other ranks may be dead. The device must have been stopped before.
 
         Frees graphs, caches and communicators, and keeps the weights.
 
@@ -344,7 +346,7 @@ class RunningRank:
         from dist_aclgraph.comm.groups import leave_lockstep_group
 
         self.joined.npu.restart(resumes_groups=False)
-        # Before leaving the group, because graphs contain addresses of communicators.
+        # Free graphs before leaving the group, because graphs contain communicators' addresses.
         self.runner.close()
         leave_lockstep_group()
         return self.loaded
@@ -393,12 +395,12 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Called after eager steps, because these create the HCCL domains and side streams. Called
-        before any capture, because with software queues the count of free streams does not rise
-        again when graphs are released.
+        Called after eager steps, because eager steps create the HCCL domains and side streams.
+        Called before any capture, because with software queues the count of free streams stays low
+        after graphs are released.
         """
         joined = self.joined
-        joined.npu.give_back()  # the temporary memory of eager steps is in their estimate already
+        joined.npu.give_back()  # temporary memory of eager steps, which their estimate contains
         free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(

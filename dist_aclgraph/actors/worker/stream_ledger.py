@@ -1,4 +1,4 @@
-"""The users of a rank's streams; the offer lists them next to the number of free streams."""
+"""Counts a rank's streams by user; the offer contains these counts and the free streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class StreamLedger:
     """Counts the device's free streams after each operation that may take streams.
 
     Attributes:
-        taken: number of streams by the name of their user; repeated operations of one name add up.
+        taken: number of streams by the name of their user; the streams of operations with the same
+            name are added.
     """
 
     def __init__(self, npu: Npu) -> None:

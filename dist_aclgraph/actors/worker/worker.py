@@ -56,12 +56,12 @@ class WorkerInfo:
     pid: int
     npu_ids: tuple[int, ...]
     kind: DeviceKind = "emulated"
-    # Whether it still has the weights that it loaded for a previous group.
+    # Whether the worker still has the weights that it loaded for a previous group.
     has_weights: bool = False
 
 
 class Worker:
-    """State of one rank, from placement to death. A worker is never restarted.
+    """State of one rank, from its placement to its end. A worker is never restarted.
 
     A worker may outlive its group: it leaves the group, and joins the next one with its weights.
     """
@@ -76,7 +76,7 @@ class Worker:
         self._neighbours: dict[int, int] = {}  # process handles of other ranks, by process id
         self._progress = (0, 0)  # bytes of weights loaded so far, total bytes
         self._doing = ""
-        self._is_told_to_stop = False  # if so, steps fail, with any error
+        self._is_told_to_stop = False  # if true, steps may fail with any error
         self._leaving = threading.Lock()
         self._is_sound = True  # whether device memory, except KV and _bad_memory, is intact
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
@@ -105,8 +105,8 @@ class Worker:
         ``waits`` says whether the worker's host thread waits for the device.
 
         Args:
-            number: number of the controller's question; while this worker serves, it renews the
-                lease.
+            number: number of the controller's question; while this worker serves, the question
+                renews the lease.
         """
         if number is not None:
             self._lease.renew(number)
@@ -131,7 +131,7 @@ class Worker:
         """
         with self._leaving:
             if not isinstance(self._stage, RunningRank):
-                return  # it has left the group that the caller meant
+                return  # the worker has left the group that the caller meant
             self._is_told_to_stop = True
             self._stage.joined.npu.stop(timeout_s)
 
@@ -150,7 +150,7 @@ class Worker:
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
-        """Return this worker's place. After this call, the worker ends when its raylet ends."""
+        """Return this worker's place. From this call on, the worker ends when its raylet ends."""
         if self._stage is None:
             leave_with_raylet()
         context = ray.get_runtime_context()
@@ -172,7 +172,7 @@ class Worker:
         """
         self._meet_neighbours(pids)
         if self._stage is not None:
-            return  # it was in a group before
+            return  # the worker was in a group before, so it is prepared
         self._neighbour = neighbour
         if self._config.weights != "dummy":
             read_ahead(weight_files(self._config.model), neighbour)
@@ -202,7 +202,7 @@ class Worker:
     def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> str:
         """Open the device and join the lockstep group; return the device's description.
 
-        A worker with weights keeps the weights, its device and its ranks.
+        If the worker already has weights, it keeps its weights, its device and its ranks.
 
         Args:
             group_rank: index in the lockstep group; the worker's answers contain it.
@@ -250,12 +250,12 @@ class Worker:
             raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
-        with self._leaving:  # the device may be stopped before this block, but not during it
+        with self._leaving:  # the device may be stopped before this block, but not inside it
             self._stage = self._running.leave()
         gc.unfreeze()
         self._give_back()
         if self._is_bad_memory_held():
-            self._stage = self._stage.joined  # weights are in the faulty memory or next to it
+            self._stage = self._stage.joined  # drops weights, which are in or near faulty memory
             self._give_back()
             if self._is_bad_memory_held():
                 raise DeviceError(f"rank {self._rank} cannot give back memory that was faulty")
@@ -264,7 +264,7 @@ class Worker:
         self._is_told_to_stop = False
 
     def _knows_bad_memory(self) -> bool:
-        """Record all faulty memory; return whether there is none, or all of it held tensors."""
+        """Record all faulty memory; return whether tensors used all of it, or none was found."""
         memory = self._running.joined.npu.bad_memory()
         self._bad_memory.update(memory)
         return not memory or self._running.locate(memory) != "uce"
@@ -342,7 +342,7 @@ class Worker:
         return self._running.runner.pool_memory.total_bytes
 
     def check_plan(self, step: StepPlan) -> None:
-        """Refuse a step that was decided for another graph plan than this rank's.
+        """Refuse a step that was decided for another graph plan than this rank's plan.
 
         Raises:
             RankDisagreementError: the versions differ; names both versions.
@@ -381,15 +381,15 @@ class Worker:
     def run_loop(self, address: ChannelAddress) -> None:
         """Execute steps until the engine says goodbye.
 
-        With two steps in flight, the worker answers a step after the next one is queued on the
+        With two steps in flight, the worker answers a step after the next step is queued on the
         device. The worker reports every failure to the engine. If a known error stopped the device,
-        the worker waits for the engine's decision, and runs no step before the engine resumes it.
-        Any other failure ends the loop; then the group is rebuilt or stopped.
+        the worker waits for the engine's decision; it runs no step before the engine resumes the
+        group. Any other failure ends the loop; then the group is rebuilt or stopped.
         """
         self._phase = "SERVING"
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
-        # Existing objects live as long as the worker, so garbage collections need not visit them.
+        # Existing objects stay until the worker ends, so garbage collections need not visit them.
         gc.collect()
         gc.freeze()
         is_stopped = False
@@ -430,8 +430,8 @@ class Worker:
         """Report to the engine; return the fault that stopped the device, None if unknown."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
-        # The report names the step after the last one, because the last step may have been answered
-        # already, and the engine ignores errors of earlier steps.
+        # The report names the step after the last step. The last step may have been answered
+        # already, and the engine ignores errors of answered steps.
         step = self._last_step + 1
         channel.send(
             StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
@@ -469,8 +469,8 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
-            # An unknown error does not count as "stopped" here, because the device should have
-            # recovered.
+            # Here, an unknown error does not count as "stopped", because the device should work
+            # again.
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -1,4 +1,4 @@
-"""The workers of one lockstep group: started together, called together, killed together."""
+"""Starts, calls and kills all workers of one lockstep group together."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ LOOK_S = 0.1  # seconds between two checks while waiting
 class WorkerGroup:
     """Handles of the workers, in rank order.
 
-    Owns the actors and their placement group. Does not know the meaning of the calls.
+    Owns the actors and their placement group. Does not depend on the meaning of the calls.
 
     Attributes:
         ranks: world rank of each worker.
         request: the request for the group's bundles.
-        bundles: None after another group has taken them over, with the surviving workers.
+        bundles: the placement group; None after another group has taken over the bundles and the
+            surviving workers.
         infos: the node and the device of each worker.
         slots: the bundle index of each worker.
     """
@@ -68,17 +69,17 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call a method on all workers and return their answers in rank order.
 
-        If a rank reports a failure, other ranks may be alone in a collective: they get a few
-        seconds more to answer.
+        If a rank reports a failure, other ranks may wait in a collective for this rank: they get a
+        few more seconds to answer.
 
         Args:
-            arguments: returns the arguments for a worker's index; by default there are none.
+            arguments: returns the arguments for a worker's index; the default is no arguments.
 
         Raises:
-            WorkerLostError: a worker died (the others are not waited for); or a worker reported a
-                failure, and other workers did not answer after that.
-            WorkerStartTimeoutError: workers did not answer; names them, and the rank to blame if
-                known.
+            WorkerLostError: a worker died (then the call does not wait for the other workers); or a
+                worker reported a failure, and other workers did not answer after that.
+            WorkerStartTimeoutError: workers did not answer; the message names these workers, and
+                the rank to blame if it is known.
             DistAclGraphError: the error that a worker raised.
         """
         refs = [
@@ -133,8 +134,8 @@ class WorkerGroup:
 
         Raises:
             WorkerStartTimeoutError, WorkerLostError: a worker did not start.
-            PlacementError: the ranks' devices differ in kind, or ranks would share a device; or a
-                worker started on another node than its predecessor.
+            PlacementError: the ranks have different kinds of devices; or ranks would share a
+                device; or a worker started on another node than the lost worker that it replaces.
         """
         infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
         if self.infos:
@@ -183,7 +184,7 @@ class WorkerGroup:
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, addresses: Sequence[ChannelAddress]) -> list[Any]:
-        """Start the step loop of every worker; a returned reference is ready when its loop ends.
+        """Start all workers' step loops. Each returned reference is ready when that loop ends.
 
         Args:
             addresses: where each rank connects to the step channel.
@@ -219,7 +220,7 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
     """Return the value of a finished call; convert Ray's errors to our error types.
 
     Raises:
-        WorkerLostError: the actor is dead, or raised an error of another type than ours.
+        WorkerLostError: the actor is dead, or it raised an error that is not a DistAclGraphError.
         DistAclGraphError: the error that the worker raised.
     """
     try:
@@ -229,7 +230,7 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def check_devices(infos: Sequence[WorkerInfo]) -> None:
-    """Refuse ranks that would use different kinds of device, or that would share a device.
+    """Refuse ranks that would use different kinds of devices or would share a device.
 
     Raises:
         PlacementError: says which node has which device.
@@ -310,10 +311,10 @@ def _start_worker(
 
 
 def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
-    """Return the request of each group that will be placed, for the cluster as it is now.
+    """Return the request of each group that will be placed, for the cluster's current nodes.
 
     Raises:
-        PlacementError: the cluster has too few NPUs for the groups; used NPUs are counted, too.
+        PlacementError: the cluster has too few NPUs for the groups, even if used NPUs are counted.
     """
     return placement.plan_bundles(
         ParallelLayout.from_config(config.parallel),
@@ -334,10 +335,10 @@ def runtime_environment(config: Config, python: str | None) -> dict[str, Any]:
 def stop_devices(
     workers: Sequence[Any], timeout_s: float, check: Callable[[], None]
 ) -> dict[GroupRank, str]:
-    """Let all workers stop their devices; return the reasons of those that did not, by rank.
+    """Let all workers stop their devices; return, by rank, why a device did not stop.
 
     Args:
-        timeout_s: time limit; a worker that takes longer ends its own process.
+        timeout_s: time limit of each worker; a worker that needs more time ends its own process.
         check: called several times a second; raises to end the wait.
     """
     refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}

@@ -3,9 +3,9 @@
 A capture uses one stream id for each lane, as with old drivers. Queues are bound when a graph runs;
 idle graphs lose their queues in the order of their creation. So ids limit the number of graphs, and
 queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the number of free
-queues. This number equals the number of free ids when offers are made, because no graph is captured
-yet, but not later. All this follows from CANN's sources and was not measured; if a rank behaves
-differently, the plan shrinks.
+queues. When offers are made, this number equals the number of free ids, because no graph is
+captured yet. Later, the two numbers may differ. All this follows from CANN's sources and was not
+measured; if a rank behaves differently, the plan shrinks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-QUEUES = 1024  # maximum for one graph, and for all bound graphs of a device together
+QUEUES = 1024  # maximum for one graph; also the maximum for all bound graphs of a device
 
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget(CannPinnedBudget):
-    """Counts ids as ``CannPinnedBudget``; a graph with more than 1024 queues cannot run (EE1023).
+    """Counts ids like ``CannPinnedBudget``; a graph with more than 1024 queues cannot run (EE1023).
 
-    If several graphs together need more than 1024 queues, they take turns, and binding a graph
-    again costs time.
+    If several graphs together need more than 1024 queues, a graph may lose its queues to another
+    graph; binding a graph again costs time.
     """
 
     name: BudgetModelName = "cann-software-sq"

@@ -49,7 +49,7 @@ class Shape:
     Attributes:
         what: description in plain words.
         copies: number of graphs of this shape in each bucket.
-        main: number of entries of the main lane, without those for collectives.
+        main: number of entries of the main lane, without the entries for collectives.
         collectives: number of collectives by domain; each domain has its own lane.
         beside: number of entries of the shared experts' lane; 0 if they run on the main lane.
     """
@@ -88,7 +88,7 @@ def shapes(family: GraphFamily, workload: Workload) -> tuple[Shape, ...]:
     """Return the graphs of one bucket, draft graphs included."""
     found = _model_shapes(family, workload, workload.num_layers, 1, "")
     if not workload.draft_layers or family.run_mode != "FULL":
-        return found  # If the decoder runs in pieces, drafts run eagerly.
+        return found  # If the decoder runs piecewise, drafts run eagerly.
     steps = max(1, workload.query_len - 1)  # One graph contains all iterations of drafting.
     return found + _model_shapes(family, workload, workload.draft_layers, steps, "draft ")
 
@@ -117,7 +117,7 @@ def _model_shapes(
         main = embedding + layers * (layer + attention) + head
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)
-    # Collectives of context parallelism belong to attention, which pieces do not contain.
+    # Collectives of context parallelism belong to attention; piecewise graphs contain none.
     first = {d: int("tp" in d.kinds) for d in workload.domains}
     later = {d: _after_attention(d) for d in workload.domains}
     between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), beside)
@@ -145,7 +145,7 @@ def _is_spread(domain: Domain) -> bool:
 
 
 def _after_attention(domain: Domain) -> int:
-    """Return a layer's collectives outside attention: two sums over TP, two exchanges over EP."""
+    """Return a layer's collectives outside attention: two sums for TP, two exchanges for EP."""
     return 2 * ("tp" in domain.kinds) + 2 * _is_spread(domain)
 
 
@@ -161,7 +161,7 @@ def in_sharded_attention(workload: Workload) -> int:
 
 
 def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
-    """Return the collectives of a full graph; with TP, embedding and head have one each."""
+    """Return the collectives of a full graph; with TP, embedding and head add two in total."""
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
     return layers * (_after_attention(domain) + in_attention) + ends

@@ -24,7 +24,7 @@ GROUP_STREAMS = 40  # subtracted for each of TP and DP without AIV
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyInputs:
-    """All inputs of the historical formulas, and some values that the formulas ignore.
+    """All inputs of the historical formulas, and some values that no formula uses.
 
     Attributes:
         num_hidden_layers: number of layers of the main model.
@@ -67,7 +67,7 @@ class LegacyInputs:
 
     @property
     def num_groups(self) -> int:
-        """Number of communication groups that the formulas count, which are only TP and DP."""
+        """Number of communication groups that the formulas count: they count only TP and DP."""
         return (self.dp > 1) + (self.tp > 1)
 
     @property

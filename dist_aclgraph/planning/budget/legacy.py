@@ -32,9 +32,10 @@ class LegacyBudget:
 
     The formulas give prices of piecewise graphs (one graph between each two attentions), and limit
     the piecewise graphs of a plan. A plan without piecewise graphs is limited as if its full graphs
-    were pieces; vllm-ascend never applied the formula to full graphs. The formulas assume 1800
-    streams. A second limit uses the streams that a rank really offers, and counts the minimum of
-    one stream per graph; if graphs need more streams, their capture fails and the plan shrinks.
+    were piecewise graphs; vllm-ascend never applied the formula to full graphs. The formulas assume
+    1800 streams. A second limit uses the streams that a rank really offers, and counts one stream
+    per graph, which is the minimum. If graphs need more streams, their capture fails and the plan
+    shrinks.
     """
 
     name: BudgetModelName

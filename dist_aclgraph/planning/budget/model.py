@@ -38,7 +38,7 @@ Price = tuple[BudgetTerm, ...]
 
 @dataclass(frozen=True)
 class Limit:
-    """A rank's amount of a resource, and how much of it one bucket of each family needs.
+    """A rank's amount of a resource, and the amount that one bucket of each family needs.
 
     Attributes:
         what: name of the resource in plain words, in the plural.

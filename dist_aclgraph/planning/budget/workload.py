@@ -1,4 +1,4 @@
-"""The captured work of every rank, as far as prices depend on model and configuration."""
+"""The captured work of every rank: the facts of model and configuration that determine prices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The distinct rank sets in which rank 0 runs collectives; each rank has as many sets."""
+        """The distinct rank sets in which rank 0 runs collectives; the number is equal for all."""
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(

@@ -1,9 +1,9 @@
 """Access: which requests are allowed, judged by their headers: API key, Host, and the page's site.
 
 A page of another site can make a browser send requests to this service. If such a request looks
-like a form's request, the browser sends no preflight first. So a POST must be JSON. It must not
-come from a page of another site, unless ``serve.allowed_origins`` contains the site's origin;
-browsers learn that from the CORS headers.
+like a form's request, the browser sends no preflight first. So a POST must be JSON. A POST must not
+come from a page of another site, unless ``serve.allowed_origins`` contains the site's origin. The
+CORS headers tell browsers which origin is allowed.
 
 The owner of another site's name can also make this name point to this machine (DNS rebinding). So
 on loopback without API keys, ``Host`` must not be a name that a stranger can own. Names of this
@@ -25,7 +25,7 @@ from dist_aclgraph.environment import API_KEY_VARIABLE, api_key
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
-# Probes have no key; the status page asks its user for a key.
+# Probes send no key; the status page asks its user for a key.
 OPEN_PATHS = ("/health", "/ping", "/ready", "/")
 ANY = "*"  # allows all, in ``serve.allowed_hosts`` and ``serve.allowed_origins``
 PREFLIGHT_S = 600  # seconds for which a browser may remember an answer to OPTIONS
@@ -55,7 +55,7 @@ class Access:
 
         Raises:
             ForbiddenError: the request names another host, or comes from a page of another site.
-            UnauthorizedError: the request needs a valid key and has none.
+            UnauthorizedError: the request needs a key, but has no valid key.
             NotJsonError: the body has another type than JSON, or is encoded.
         """
         host = headers.get(b"host", b"").decode("latin-1")
@@ -114,7 +114,7 @@ class Access:
         if scheme.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, so that the time of the answer tells nothing about the keys.
+        # Every key is compared, so that nobody can guess keys from the time that an answer takes.
         found = [hmac.compare_digest(digest, known) for known in self.digests]
         if not any(found):
             raise UnauthorizedError(
@@ -130,8 +130,8 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
         checks_host: whether clients connect to the address ``serve.host``.
 
     Raises:
-        ConfigError: the keys file cannot be read or has no valid keys, or the service would be open
-            to anyone who reaches it over a network.
+        ConfigError: the keys file cannot be read; or it contains no valid key; or the service would
+            be open to anyone who reaches it over a network.
     """
     keys = _read_keys(Path(config.api_keys_file)) if config.api_keys_file else []
     if (key := api_key()) is not None:

@@ -1,4 +1,4 @@
-"""HttpConnection: one client's connection, with limits on what and how slowly a client may send.
+"""HttpConnection: one client's connection; it limits how much and how slowly a client may send.
 
 There is no proxy before the server, so the connection itself limits headers, slow senders and slow
 readers. Its ``ConnectionRecord`` stores everything that another process needs to continue the
@@ -58,7 +58,7 @@ class ServerState:
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection. Owns its deadlines, and its exchanges, which it answers one by one.
+    """One connection. Owns its deadlines and its exchanges; answers one exchange after another.
 
     Args:
         record: record of a connection that a previous process has left; the connection is parsed
@@ -89,8 +89,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_headers = False
         self._is_refused = False  # the request whose body is being read was answered with a refusal
-        # Number of bytes since a request, a chunk or a piece of a body began. They are bytes of
-        # headers, of a chunk's extension, or of trailers; the parser keeps these.
+        # Number of bytes since a request, a chunk or a piece of a body began. These bytes belong to
+        # headers, to a chunk's extension, or to trailers; the parser keeps such bytes in memory.
         self._num_header_bytes = 0
         self._has_begun = False  # whether one of these begins in the bytes that are being parsed
 

@@ -24,7 +24,7 @@ WITHOUT_BODY = (204, 304)  # statuses of responses without a body
 
 
 class HttpExchange:
-    """One request and its response. The response's head is written with the body's first part.
+    """One request and its response. The head is written together with the body's first part.
 
     Attributes:
         has_more: whether more of the request's body will follow.

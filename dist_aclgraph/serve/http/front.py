@@ -1,8 +1,8 @@
 """Front: the application from start to end of the server; without an API it answers 503.
 
 It always serves the status page, which shows the reason and polls until there is an API. Before
-there is an API, requests to it wait for a moment: usually this process replaces another one, and
-clients need not notice that.
+there is an API, requests to it wait for a moment: usually this process replaces another process,
+and clients need not notice the replacement.
 """
 
 from __future__ import annotations

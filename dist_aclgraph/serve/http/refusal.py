@@ -1,4 +1,4 @@
-"""Refusals that are made in advance, so that a full service spends no time on making them."""
+"""Refusals that are made in advance, so that a full service spends no time on making refusals."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dist_aclgraph.serve.resume.holder import HeldConnection, HolderLink
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-# Of each connection; without this, the kernel's buffer grows to megabytes.
+# Buffer of each connection; without a limit, the kernel's buffer grows to megabytes.
 SEND_BUFFER_BYTES = 64 << 10
 # Connections that wait to be accepted; if there are more, clients try again after a second.
 BACKLOG = 4096
@@ -72,7 +72,7 @@ class HttpServer:
         return self._listening.result()
 
     def start(self, app: GatedApp) -> None:
-        """Answer requests from now on, also on connections that a previous process has left."""
+        """Answer requests from now on, even on connections that a previous process has left."""
         max_held = allow_connections(self._limits.max_connections)
         if self._link is not None:
             self._link.max_held = max_held
@@ -95,7 +95,7 @@ class HttpServer:
         asyncio.run_coroutine_threadsafe(let_in(), self.loop).result()
 
     def stop(self) -> None:
-        """Close the port; unfinished replies get a few seconds. Idempotent."""
+        """Close the port; give unfinished replies a few seconds. Idempotent."""
         if self._thread is not None and self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(2 * STOP_S)

@@ -178,7 +178,7 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of the counters in both; a counter that fell was reset to 0."""
+    """Return the increase of each counter that is in both; a counter that fell was reset to 0."""
     return {
         key: value - old[key] if value >= old[key] else value
         for key, value in new.items()

@@ -1,8 +1,8 @@
-"""Prometheus metrics: those of the ingress itself, and those of the engines, which are queried.
+"""Prometheus metrics of the ingress, and of the engines, which the ingress queries.
 
 The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where each
-value is in it. If a value is an object, each of its keys gives one sample; the key is the value of
-the label that is named there.
+value is in this object. If a value is itself an object, each of its keys gives one sample;
+``ENGINE_METRICS`` names a label, and the key is the value of this label.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Metrics:
 
     def __init__(self, model_name: str, client: EngineClient, *, has_aliases: bool = False) -> None:
         self._registry = CollectorRegistry()
-        # Replicas share one address, and any of them may answer. Because metrics have the replica's
-        # name, counters do not fall.
+        # Replicas share one address, and any replica may answer. The label ``replica`` keeps the
+        # counters of the replicas apart, so no counter seems to fall.
         values = (model_name, secrets.token_hex(4))
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:

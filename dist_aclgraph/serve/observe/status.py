@@ -1,7 +1,7 @@
 """The status page and its numbers: one HTML file, and one JSON object that the page requests.
 
-The numbers are those of /metrics, read from the same collected metrics. The engines are queried at
-most once a second, however many pages are open.
+The numbers are read from the same collected metrics as /metrics. The engines are queried at most
+once per second, even if many pages are open.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Only metrics with the same meaning have an alias. ``vllm:request_queue_time_seconds``,
 ``vllm:request_prefill_time_seconds``, ``vllm:request_decode_time_seconds`` and
-``vllm:request_max_num_generation_tokens`` have none, because this service does not measure them.
+``vllm:request_max_num_generation_tokens`` do not exist, because this service does not measure these
+values.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ msgspec checks types while it decodes, and stops at the first error; nothing is 
 input. Fields that may have any number of items stay ``Raw``, which costs only a scan; their items
 are counted before they are built (``types``).
 
-Fields that no struct has are ignored, or refused with ``serve.strict``. The fields in
-``NOT_OFFERED`` are always refused: if they were ignored, their clients would misunderstand the
+Fields that no struct has are ignored; with ``serve.strict`` they are refused. The fields in
+``NOT_OFFERED`` are always refused, because a client whose field was ignored would misunderstand the
 answer.
 """
 
@@ -30,7 +30,8 @@ from dist_aclgraph.serve.openai.errors import BodyTimeoutError, BodyTooLargeErro
 B = TypeVar("B", bound="Body")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-# Larger bodies are decoded on a thread; for small ones, reaching a thread takes longer.
+# Larger bodies are decoded on a thread. For a small body, reaching a thread takes longer than
+# decoding.
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
 IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the names of ignored fields

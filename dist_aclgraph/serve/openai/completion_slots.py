@@ -10,7 +10,7 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 class CompletionSlots:
-    """Counts completions from the first byte of their request; used on one event loop only.
+    """Counts completions as soon as a request's first byte has arrived; for one event loop only.
 
     The engines' queues are a second limit, for requests that have arrived at an engine.
 

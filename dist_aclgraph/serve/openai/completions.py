@@ -40,13 +40,13 @@ async def completions(state: ApiState, request: Request) -> Response:
         if is_text
         else _encode(state, given, most)
     )
-    if body.truncate_prompt_tokens is not None:  # an echo contains what the model has seen
+    if body.truncate_prompt_tokens is not None:  # an echo contains the prompt after truncation
         given = prompts = [body.truncated(ids, state.context_len) for ids in prompts]
     if body.asked_max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
     state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts)
-    # The engine computes at least one token; if ``max_tokens`` is 0, the answer leaves it out.
+    # The engine computes at least one token; if ``max_tokens`` is 0, the answer omits this token.
     max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
     params = [
         body.sampling(

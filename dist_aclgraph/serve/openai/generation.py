@@ -36,8 +36,10 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: the new tokens.
         token_texts: the text of each token that has an entry in ``logprobs``.
-        prompt_logprobs: rows of the prompt's tokens but the first, if requested; in one piece only.
-        has_end_token: whether the last of ``logprobs`` is for an end token, which has no text.
+        prompt_logprobs: if requested, rows of all tokens of the prompt except the first token; only
+            one piece contains them.
+        has_end_token: whether the last entry of ``logprobs`` is for an end token, which has no
+            text.
     """
 
     index: int
@@ -244,7 +246,7 @@ class Generation:
         has_end_token = piece.has_end_token and bool(piece.logprobs)
         texts = (*piece.token_texts, "") if has_end_token else piece.token_texts
         prompt: tuple[RowLogprobs, ...] = ()
-        # The engine sends them again after a preemption.
+        # The engine sends prompt log-probabilities again after a preemption.
         if delta.prompt_logprobs and not choice.has_prompt_logprobs:
             choice.has_prompt_logprobs = True
             prompt = tuple(row for part in delta.prompt_logprobs for row in part.rows())

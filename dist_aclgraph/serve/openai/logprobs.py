@@ -81,7 +81,7 @@ def prompt_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:
-    """Return the best tokens by text; if the text is used already or incomplete, by token id."""
+    """Return the best tokens by text; by token id if the text is incomplete or already used."""
     found: dict[str, float] = {}
     for token_id, value in best:
         text = tokenizer.own_text(token_id)

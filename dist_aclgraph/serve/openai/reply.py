@@ -1,4 +1,4 @@
-"""One generation as one HTTP response, whole or streamed; if the client disconnects, it ends."""
+"""One generation as one HTTP response, whole or streamed; if the client disconnects, both end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLIENT_GONE = 499  # only in logs: the client has disconnected
 
 
 class Reply(ABC):
-    """How an endpoint turns pieces of text into the objects of one reply.
+    """The rule by which an endpoint turns pieces of text into the objects of one reply.
 
     Args:
         prefix: prefix of the reply's id.

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API: their fields and limits, and features that are refused.
+"""Request bodies of the OpenAI API: fields, limits of fields, and features that are refused.
 
 ``SamplingParams`` has the ranges of sampling parameters. ``user``, ``metadata``, ``store``,
 ``service_tier``, ``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
@@ -184,7 +184,7 @@ class GenerateRequest(Body, kw_only=True):
         return self._first("max_tokens", "max_new_tokens", "n_predict")
 
     def _first(self, *names: str) -> str:
-        """Return the first of a field's several names that has a value; else the first name."""
+        """Return the first of ``names`` whose field has a value, or else ``names[0]``."""
         return next((name for name in names if getattr(self, name) is not None), names[0])
 
     def truncated(self, ids: list[int], context_len: int) -> list[int]:
@@ -345,7 +345,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         """Return a list with one entry per prompt.
 
         Raises:
-            InvalidParameterError: there is no prompt, or an empty one, or there are too many.
+            InvalidParameterError: there is no prompt, a prompt is empty, or there are too many
+                prompts.
             RequestTooLongError: there are more token ids than the context allows.
         """
         found = decode_prompts(self.prompt, MAX_PROMPTS, self.most_prompt_tokens(context_len))

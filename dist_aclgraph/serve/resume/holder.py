@@ -1,4 +1,4 @@
-"""Connections and their journals, held by two processes, so that they outlive one of them.
+"""Two processes hold connections and journals, so that these outlive the death of a process.
 
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. That process
 (``HolderLink``) sends the supervisor the descriptors of each connection and of its journal, and
@@ -56,7 +56,7 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The end of the process that answers requests; for one thread.
+    """The link's end in the process that answers requests; for one thread.
 
     Attributes:
         left: connections that the previous process has left, by number.
@@ -113,7 +113,7 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The supervisor's end. Owns the descriptors that it holds."""
+    """The link's end in the supervisor. Owns the descriptors that it holds."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}
@@ -183,7 +183,7 @@ class ConnectionHolder:
         self._held.clear()
 
     def _lose(self) -> None:
-        """Apply the last messages of a process that has ended; end connections that it voided."""
+        """Apply an ended process's last messages; end the connections whose journals are void."""
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):

@@ -23,7 +23,7 @@ RESUMED = "dist_aclgraph.resumed"  # likewise, present if another process has ac
 
 
 class Chance(msgspec.Struct, frozen=True):
-    """The random parts of an answer, drawn once."""
+    """The random parts of an answer; they are drawn once."""
 
     name: str  # name of the reply, without its prefix
     created_s: int

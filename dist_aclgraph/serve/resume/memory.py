@@ -7,9 +7,10 @@
 | ``REQUEST_AT`` | the request |
 | ``RECORDS_AT`` | the records; each record follows its length |
 
-The kernel reads a connection directly into the request's part of this memory, so no byte can be
-read without being here. The kernel also says how many bytes the request has (``counters.py``): the
-bytes read from the connection until now, minus the bytes read until the journal was cleared.
+The kernel reads a connection directly into the request's part of this memory, so this memory
+contains every byte that was read. The kernel also tells the number of bytes of the request
+(``counters.py``): the bytes read from the connection until now, minus the bytes read until the
+journal was cleared.
 
 A process may be killed between any two instructions. Each change therefore takes effect by storing
 one word.
@@ -23,17 +24,18 @@ import os
 import struct
 
 READ_BYTES = 64 << 10  # bytes that are read from one connection at once
-REQUEST_BYTES = RECORD_BYTES = 8 << 20  # if an answer needs more, it ends with its process
+REQUEST_BYTES = RECORD_BYTES = 8 << 20  # an answer that needs more cannot outlive its process
 REQUEST_AT = mmap.PAGESIZE
 RECORDS_AT = REQUEST_AT + REQUEST_BYTES
 SIZE = RECORDS_AT + RECORD_BYTES
-STAYING_BYTES = 16 << 10  # a cleared journal that used more gives its memory back
+STAYING_BYTES = 16 << 10  # if a journal used more, its memory is given back when it is cleared
 _LENGTH = struct.Struct("=I")
 _WORD = struct.Struct("=Q")
 _VOID = 0
 _SLOT_WORDS = 4
-# The words of a slot: number of bytes read from the connection, and sent, when the journal was
-# cleared; offset of the next record; number of processes that died with the request.
+# The words of a slot: number of bytes that had been read from the connection when the journal was
+# cleared; number of bytes that had been sent by then; offset of the next record; number of
+# processes that died with the request.
 _NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES = range(_SLOT_WORDS)
 
 

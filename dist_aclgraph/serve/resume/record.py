@@ -17,7 +17,7 @@ from dist_aclgraph.serve.resume.journal import (
 )
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
-MAX_LOSSES = 3  # if so many processes died with one request, the request may be the cause
+MAX_LOSSES = 3  # if 3 processes died with the same request, the request may be the cause
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Buffer for the bytes of connections that are not held.
 _scratch = memoryview(bytearray(READ_BYTES))
@@ -186,7 +186,7 @@ class ConnectionRecord:
         return self._begin_journal(chance)
 
     def spend(self) -> None:
-        """Record that a request in the journal was answered: no entry can be added."""
+        """Record that a request in the journal was answered; after that, no entry can be added."""
         self.is_spent = True
         journal, self._journal = self._journal, None
         if journal is not None:
