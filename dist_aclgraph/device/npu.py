@@ -398,7 +398,7 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
 
 @contextmanager
 def on_stream(stream: Any, back: Any) -> Iterator[None]:
-    """Make a stream current inside this context; afterwards make ``back`` current, as before."""
+    """Make a stream current inside this context; on exit, make ``back`` current again."""
     runtime().set_stream(stream)
     try:
         yield

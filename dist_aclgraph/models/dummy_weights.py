@@ -47,8 +47,9 @@ class DummyCheckpoint:
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> Matrix:
-        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, in int8 if this object
-        quantises.
+        """Return the slice ``[start, stop)`` of an [out, in] weight along ``dim``.
+
+        It is int8 if this object quantises.
         """
         part = _cut(shape, dim, start, stop)
         if not self._quantises:

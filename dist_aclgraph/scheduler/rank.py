@@ -101,7 +101,7 @@ class RankScheduler:
         self.num_preemptions = 0
         # how often a request's drafts were verified and could be accepted
         self.num_verified = 0
-        # by number of accepted drafts, how often a verification accepted this number
+        # index: number of accepted drafts; value: verifications that accepted so many
         self._accepted = np.zeros(self._decode_len, np.int64)
 
     @property

@@ -64,7 +64,7 @@ class Arrival(NamedTuple):
     shared_tokens: int = 0
 
     def token_ids(self, number: int) -> list[int]:
-        """Return the prompt; after the prefix, prompts with different numbers differ.
+        """Return the prompt with this number. All prompts share the prefix; the rest differs.
 
         Args:
             number: identifies the request.

@@ -211,7 +211,7 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _fork() -> int:
-    """Like ``os.fork``; returns -1 if the system refuses. Then the client becomes Python itself."""
+    """Like ``os.fork``; returns -1 if the system refuses. Then the client starts Python itself."""
     try:
         return os.fork()
     except OSError as e:
