@@ -38,7 +38,11 @@ class Detokenizer:
         self._decode = partial(tokenizer.text_of, skip_special_tokens=skip_special_tokens)
         self._without = tokenizer.unspoken_ids if skip_special_tokens else tokenizer.nameless_ids
         self._window = self._context(prompt_ids)
-        self._num_shown = self._num_certain()  # characters of the window's text
+        before = self._decode(self._window)
+        # The bytes at the end of the prompt may become a character of the output. If they do not,
+        # their replacement character belongs to the prompt.
+        self._is_open = before.endswith(REPLACEMENT)
+        self._num_shown = len(before) - self._is_open  # characters of the window's text
         self._held: list[int] = []  # tokens whose own text is not certain
         self._new = ""  # returned text that is not yet divided among tokens
         self._token_texts: list[str] = []
@@ -55,8 +59,8 @@ class Detokenizer:
             return ""
         whole = self._decode(self._window)
         certain = self._tokenizer.certain_text(whole)
-        new = certain[self._num_shown :]
-        self._num_shown = len(certain)
+        new = self._without_prompt(certain[self._num_shown :])
+        self._num_shown = max(self._num_shown, len(certain))
         if len(self._window) > MAX_WINDOW:
             self._window = self._context(self._window)
             self._num_shown = self._num_certain()
@@ -67,10 +71,18 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back; no token may be fed afterwards."""
-        new = self._decode(self._window)[self._num_shown :] if self._held else ""
+        rest = self._decode(self._window)[self._num_shown :] if self._held else ""
+        new = self._without_prompt(rest)
         self._new += new
         self._divide()
         return new
+
+    def _without_prompt(self, text: str) -> str:
+        """Return new text without a replacement character that belongs to the prompt."""
+        if self._is_open and text:
+            self._is_open = False
+            return text.removeprefix(REPLACEMENT)
+        return text
 
     def take_token_texts(self) -> list[str]:
         """Return the texts of further tokens, in order. A token's text is returned once, when it is

@@ -63,6 +63,30 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
     assert "".join(texts) == "".join(pieces)
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+@pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝x"), (0, "x")])
+def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
+    ours, _ = both(kind)
+    # A letter is a token of its own where there is one, not a byte of a run.
+    ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
+    by_bytes = {ours.token_bytes[i]: i for i in ids}
+    first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]
+    detokenizer = Detokenizer(ours, [by_bytes[b"x"], first])
+    output = [*(others if num_bytes else ()), by_bytes[b"x"]]
+
+    assert "".join(map(detokenizer.feed, output)) + detokenizer.finish() == text
+
+
+def test_spaces_that_are_cleaned_up_stay_with_the_prompt():
+    ours, theirs = both("word piece")
+    prompt, output = ours.encode("two is"), ours.encode("the fox")
+    detokenizer = Detokenizer(ours, prompt)
+
+    text = "".join(map(detokenizer.feed, output)) + detokenizer.finish()
+
+    assert theirs.decode(prompt) + text == theirs.decode([*prompt, *output])
+
+
 def test_a_row_without_a_token_does_not_part_bytes():
     ours, theirs = both("byte fallback")
     output = [ours._tokenizer.token_to_id("<0x41>"), ours.vocab_size - 1]
