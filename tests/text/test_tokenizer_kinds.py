@@ -64,15 +64,15 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-@pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝x"), (0, "x")])
+@pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝e"), (0, "e")])
 def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
     ours, _ = both(kind)
     # A letter is a token of its own where there is one, not a byte of a run.
     ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
     by_bytes = {ours.token_bytes[i]: i for i in ids}
     first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]
-    detokenizer = Detokenizer(ours, [by_bytes[b"x"], first])
-    output = [*(others if num_bytes else ()), by_bytes[b"x"]]
+    detokenizer = Detokenizer(ours, [by_bytes[b"e"], first])
+    output = [*(others if num_bytes else ()), by_bytes[b"e"]]
 
     assert "".join(map(detokenizer.feed, output)) + detokenizer.finish() == text
 
