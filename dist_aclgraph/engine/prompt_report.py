@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
@@ -73,12 +74,17 @@ def queue_prompts(
         begin = kv_len - query_end + (int(inputs.query_ends[place - 1]) if place else 0)
         end = min(kv_len, int(settings["num_prompt_tokens"][place]) - 1)
         num_best = int(settings["prompt_logprobs"][place])
-        for first in range(begin, end, most):
-            last = min(first + most, end)
-            chunk = hidden[query_end - kv_len + first : query_end - kv_len + last]
-            tokens = npu.upload(batch.token_ids[row, first + 1 : last + 1].copy())
-            packed = report_of(logits_of(chunk), tokens, num_best)
-            landed = npu.pinned(tuple(packed.shape), packed.dtype)
-            landed.copy_(packed, non_blocking=True)
-            coming.append(ComingPrompt(place, first + 1, landed, num_best))
+        if begin >= end:  # no token of the prompt follows
+            continue
+        start = query_end - kv_len  # place of the request's position 0 among the step's tokens
+        states = torch.split(hidden[start + begin : start + end], most)
+        tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())
+        reports = [
+            report_of(logits_of(part), chosen, num_best)
+            for part, chosen in zip(states, torch.split(tokens, most), strict=True)
+        ]
+        packed = torch.cat(reports)
+        landed = npu.pinned(tuple(packed.shape), packed.dtype)
+        landed.copy_(packed, non_blocking=True)
+        coming.append(ComingPrompt(place, begin + 1, landed, num_best))
     return coming

@@ -100,6 +100,7 @@ class Scheduler:
         self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
         self.waiting: deque[Request] = deque()  # in the order of deadlines
         self._ranks_per_batch = tp * pcp
+        self._splits_prompts = pcp > 1
         self._choose_exchange = choose_exchange
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -135,8 +136,15 @@ class Scheduler:
         Raises:
             RequestTooLongError: the request is too long for the model's context or the KV cache.
             QueueFullError: too many requests are waiting.
-            InvalidParameterError: another request has the same id.
+            InvalidParameterError: another request has the same id, or the request wants
+                log-probabilities of a prompt that several ranks split.
         """
+        if request.sampling.prompt_logprobs >= 0 and self._splits_prompts:
+            raise InvalidParameterError(
+                "prompt_logprobs are not offered with parallel.pcp above 1; ask a service with "
+                "pcp 1",
+                "prompt_logprobs",
+            )
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
         # Requests that will have a row in the next step do not count as waiting.

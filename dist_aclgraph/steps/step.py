@@ -111,6 +111,17 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]  # [1 + n]
     rank: int  # rank of the chosen token; 1 means the most probable one
 
+    def ranked(self) -> dict[int, tuple[float, int]]:
+        """Return log-probability and rank by token id. The chosen token comes first; it may be one
+        of the most probable tokens, too.
+        """
+        ranks = (self.rank, *range(1, len(self.logprobs)))
+        found: dict[int, tuple[float, int]] = {}
+        ids = listed_ints(self.token_ids)
+        for token_id, logprob, rank in zip(ids, self.logprobs, ranks, strict=True):
+            found.setdefault(token_id, (logprob, rank))
+        return found
+
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at neighbouring positions of a prompt.

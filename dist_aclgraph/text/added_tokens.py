@@ -13,7 +13,6 @@ from tokenizers import AddedToken
 from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.json_files import read_json_object
 
-NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -62,11 +61,13 @@ def read_added_tokens(
         found |= _read(directory / "special_tokens_map.json")
     flagged = {token.content: token for token in (listed.values() if is_complete else known)}
     extra = found.get("extra_special_tokens") or found.get("additional_special_tokens") or []
+    values = {name: value for name, value in found.items() if name.endswith("_token")}
+    if isinstance(extra, dict):
+        values |= extra
     named = {
         name: _token(value, is_special=True)
-        for name, value in [*found.items(), *(extra.items() if isinstance(extra, dict) else ())]
-        if (name.endswith("_token") or (isinstance(extra, dict) and name in extra))
-        and isinstance(value, str | dict)
+        for name, value in values.items()
+        if isinstance(value, str | dict)
     }
     special = [flagged.get(token.content, token) for token in named.values()]
     if isinstance(extra, list):

@@ -77,19 +77,19 @@ class Detokenizer:
         self._divide()
         return new
 
-    def _without_prompt(self, text: str) -> str:
-        """Return new text without a replacement character that belongs to the prompt."""
-        if self._is_open and text:
-            self._is_open = False
-            return text.removeprefix(REPLACEMENT)
-        return text
-
     def take_token_texts(self) -> list[str]:
         """Return the texts of further tokens, in order. A token's text is returned once, when it is
         certain.
         """
         texts, self._token_texts = self._token_texts, []
         return texts
+
+    def _without_prompt(self, text: str) -> str:
+        """Return new text without a replacement character that belongs to the prompt."""
+        if self._is_open and text:
+            self._is_open = False
+            return text.removeprefix(REPLACEMENT)
+        return text
 
     def _context(self, ids: Sequence[int]) -> list[int]:
         """Return the last tokens; the text after them depends on them.

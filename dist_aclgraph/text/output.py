@@ -90,9 +90,9 @@ class OutputText:
             if self._matcher.matched is None:
                 text += self._feed(left, 0) + self._matcher.finish()
         taken = list(token_ids[:num_taken])
+        texts = self._detokenizer.take_token_texts()
         if not logprobs and not self._rows:
             return TextPiece(text, taken, (), (), finish_reason, has_end_token)
-        texts = self._detokenizer.take_token_texts()
         self._rows += [row for row in logprobs[:num_taken] if row is not None]
         num_rows = len(texts) + has_end_token
         rows, self._rows = self._rows[:num_rows], self._rows[num_rows:]

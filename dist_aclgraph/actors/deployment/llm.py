@@ -215,7 +215,10 @@ class LLM:
         client = self._open_client()
         if params is None:
             params = self.get_default_sampling_params()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if isinstance(params, SamplingParams):
+            each = [with_token_ids(self.tokenizer, params)] * len(prompts)
+        else:
+            each = [with_token_ids(self.tokenizer, own) for own in params]
         if len(each) != len(prompts):
             raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
         waiting: deque[_Choice] = deque()
@@ -279,7 +282,6 @@ class LLM:
             )
         seed = self._seeds.randrange(2**31) if params.seed is None else params.seed
         request = RequestOutput(str(next(self._ids)), text, ids)
-        params = with_token_ids(self.tokenizer, params)
         choices = []
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dist_aclgraph.ints import listed_ints
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 from dist_aclgraph.text.output import TextPiece
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -97,9 +96,7 @@ class RequestOutput:
 
 def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """Return log-probabilities by token id: first the chosen token, then the most probable ones."""
-    chosen, *best = zip(listed_ints(row.token_ids), row.logprobs, strict=True)
-    ranked = [(*chosen, row.rank), *((*each, rank) for rank, each in enumerate(best, start=1))]
-    found: dict[int, Logprob] = {}
-    for token_id, logprob, rank in ranked:
-        found.setdefault(token_id, Logprob(logprob, rank, tokenizer.own_text(token_id)))
-    return found
+    return {
+        token_id: Logprob(logprob, rank, tokenizer.own_text(token_id))
+        for token_id, (logprob, rank) in row.ranked().items()
+    }

@@ -38,10 +38,10 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
     defaults = state.sampling_defaults
     most = defaults.get("max_tokens")
     max_tokens = state.fit(len(prompt_ids), body.asked_max_tokens, most, "messages")
-    params = body.sampling(max_tokens, defaults)
+    params = await state.params_with_token_ids([body.sampling(max_tokens, defaults)])
     journal = state.open_journal(request.scope)
     generation = Generation(
-        state, [prompt_ids], [params], body.num_choices, body.cache_salt or "", journal
+        state, [prompt_ids], params, body.num_choices, body.cache_salt or "", journal
     )
     shape = _ChatReply(state, body, prompt_ids, journal.chance)
     return await reply(request, generation, shape, stream=bool(body.stream))
@@ -91,8 +91,8 @@ class _ChatReply(Reply):
                 choices[-1]["token_ids"] = piece.token_ids
         reply = self.body(choices, generation.usage.as_json())
         if self._body.prompt_logprobs is not None:
-            rows = pieces[0].prompt_logprobs
-            reply["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, rows)
+            parts = pieces[0].prompt_logprobs
+            reply["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, parts)
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = self._prompt_ids
         return reply

@@ -13,7 +13,7 @@ from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
-from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs
+from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs, rows_of
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import CompletionRequest
@@ -55,6 +55,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         )
         for ids in prompts
     ]
+    params = await state.params_with_token_ids(params)
     journal = state.open_journal(request.scope)
     generation = Generation(
         state, prompts, params, body.num_choices, body.cache_salt or "", journal
@@ -165,7 +166,7 @@ class _CompletionReply(Reply):
             return choice
         if self._body.echo and is_first:
             prompt_ids = self._prompts[piece.index // self._body.num_choices]
-            rows = [None, *piece.prompt_logprobs, *rows]
+            rows = [None, *rows_of(piece.prompt_logprobs), *rows]
             texts = token_texts(self.state.tokenizer, prompt_ids) + texts
         else:
             offset += len(echo)

@@ -20,8 +20,8 @@ from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Journal
 from dist_aclgraph.steps.delta import RequestDelta
-from dist_aclgraph.steps.step import RowLogprobs
-from dist_aclgraph.text.output import OutputText, end_ids, with_token_ids
+from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
+from dist_aclgraph.text.output import OutputText, end_ids
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     token_texts: tuple[str, ...]
     finish_reason: str | None
     token_ids: list[int]
-    prompt_logprobs: tuple[RowLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     has_end_token: bool = False
 
 
@@ -130,9 +130,8 @@ class Generation:
         chance = self.journal.chance.seed
         for prompt_ids, params in zip(self.prompts, self.params, strict=True):
             seed = params.seed if params.seed is not None else chance + len(self._choices)
-            named = with_token_ids(self.state.tokenizer, params)
             for j in range(self.num_choices):
-                self._add(prompt_ids, replace(named, seed=seed_of_choice(seed, j)), now_s)
+                self._add(prompt_ids, replace(params, seed=seed_of_choice(seed, j)), now_s)
         for entry in self.journal.take_entries():
             choice = self._choices[entry.index]
             choice.tokens_before += entry.token_ids
@@ -245,11 +244,9 @@ class Generation:
             self._finish(choice, piece.finish_reason, now_s)
         has_end_token = piece.has_end_token and bool(piece.logprobs)
         texts = (*piece.token_texts, "") if has_end_token else piece.token_texts
-        prompt: tuple[RowLogprobs, ...] = ()
         # The engine sends prompt log-probabilities again after a preemption.
-        if delta.prompt_logprobs and not choice.has_prompt_logprobs:
-            choice.has_prompt_logprobs = True
-            prompt = tuple(row for part in delta.prompt_logprobs for row in part.rows())
+        prompt = () if choice.has_prompt_logprobs else delta.prompt_logprobs
+        choice.has_prompt_logprobs |= bool(prompt)
         return ChoicePiece(
             choice.index,
             piece.text,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dist_aclgraph.ints import unpack_ints
-from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -Infinity
@@ -65,19 +65,29 @@ def completion_logprobs(
     }
 
 
+def rows_of(parts: Iterable[PromptLogprobs]) -> list[RowLogprobs]:
+    """Return one row for each token of a prompt except the first token."""
+    return [row for part in parts for row in part.rows()]
+
+
 def prompt_logprobs(
-    tokenizer: Tokenizer, rows: Sequence[RowLogprobs]
+    tokenizer: Tokenizer, parts: Iterable[PromptLogprobs]
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return vLLM's ``prompt_logprobs``: for each token a dict by token id; None for the first."""
-    listed: list[dict[str, dict[str, Any]] | None] = [None]
-    for row in rows:
-        ranks = [row.rank, *range(1, len(row.logprobs))]
-        found: dict[str, dict[str, Any]] = {}
-        for (token_id, value), rank in zip(_pairs(row), ranks, strict=True):
-            text = tokenizer.own_text(token_id)
-            found.setdefault(str(token_id), {"logprob": value, "rank": rank, "decoded_token": text})
-        listed.append(found)
-    return listed
+    return [
+        None,
+        *(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, LOWEST),
+                    "rank": rank,
+                    "decoded_token": tokenizer.own_text(token_id),
+                }
+                for token_id, (logprob, rank) in row.ranked().items()
+            }
+            for row in rows_of(parts)
+        ),
+    ]
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:

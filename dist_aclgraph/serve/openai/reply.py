@@ -101,7 +101,14 @@ async def reply(
                 gathered = _Gathered()
                 generation.start(gathered)
                 pieces = await unless_gone(request.receive, gathered.pieces())
-                return _Held(json_response(shape.whole(generation, pieces)), stack.pop_all())
+
+                def make() -> Response:
+                    return json_response(shape.whole(generation, pieces))
+
+                # Reports of long prompts take long; other requests' streams must not wait.
+                is_long = any(piece.prompt_logprobs for piece in pieces)
+                response = await asyncio.to_thread(make) if is_long else make()
+                return _Held(response, stack.pop_all())
             frames = _Frames(shape, generation)
             generation.start(frames)
             await unless_gone(request.receive, frames.begun())

@@ -7,6 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.types import Scope
 
@@ -20,12 +21,14 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     UnknownModelError,
 )
+from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.metrics import Metrics
 from dist_aclgraph.serve.observe.status import StatusNumbers
 from dist_aclgraph.serve.openai.body import BodyBudget, IgnoredFields
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
+from dist_aclgraph.text.output import with_token_ids
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.tokenizer import Tokenizer
 
@@ -115,16 +118,22 @@ class ApiState:
             )
         return wanted
 
+    async def params_with_token_ids(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """Return one request's parameters, which name the same tokens, with token ids.
+
+        Raises:
+            InvalidParameterError: a token lies outside the vocabulary.
+        """
+        if not params[0].bad_words:
+            return [with_token_ids(self.tokenizer, params[0]), *params[1:]]
+        # Not on the event loop, because it encodes texts.
+        first = await asyncio.to_thread(with_token_ids, self.tokenizer, params[0])
+        return [replace(each, bad_word_ids=first.bad_word_ids) for each in params]
+
     def check_prompt_logprobs(self, asked: int | None, prompts: Sequence[list[int]]) -> None:
-        """Raise if the request asks for prompt log-probabilities that are not offered."""
+        """Raise if the request asks for too many prompt log-probabilities."""
         if asked is None:
             return
-        if self.config.parallel.pcp > 1:
-            raise InvalidParameterError(
-                f"prompt_logprobs are not offered with parallel.pcp {self.config.parallel.pcp}; "
-                "ask a service with pcp 1",
-                "prompt_logprobs",
-            )
         count = (asked + 1) * sum(map(len, prompts))
         if count > MAX_PROMPT_LOGPROBS:
             raise InvalidParameterError(

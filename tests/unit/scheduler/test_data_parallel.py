@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist_aclgraph.config import SchedulerConfig
-from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.errors import InvalidParameterError, WorkerError
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -148,6 +148,15 @@ def test_the_first_rank_of_each_data_parallel_rank_brings_its_tokens(
     outputs = scheduler.update([*acknowledgements, *owners])
 
     assert [(o.request_id, o.tokens) for o in outputs] == [("a", [10]), ("b", [12])]
+
+
+def test_log_probabilities_of_a_prompt_that_ranks_split_are_refused() -> None:
+    request = submit("a", [1, 2, 3], SamplingParams(prompt_logprobs=1))
+
+    with pytest.raises(InvalidParameterError, match=r"parallel\.pcp above 1"):
+        make_scheduler(pcp=2).add(request)
+
+    make_scheduler(tp=2).add(request)
 
 
 def test_no_rank_takes_in_what_another_could_not_bring() -> None:
