@@ -414,3 +414,13 @@ def test_token_ids_are_returned_if_requested(service, stream):
         prompt, ids = reply.prompt_token_ids, reply.choices[0].token_ids
     assert prompt == tokenizer.encode_chat(HI)[-3:]
     assert ids == [*tokenizer.encode("two words"), tokenizer.eos_ids[0]]
+
+
+def test_log_probabilities_of_a_prompt_are_not_streamed_in_a_chat(own_service):
+    body = {"model": MODEL, "messages": HI, "max_tokens": 1, "prompt_logprobs": 0}
+
+    reply = own_service.http.post("/v1/chat/completions", json=body | {"stream": True})
+    whole = own_service.http.post("/v1/chat/completions", json=body)
+
+    assert "not streamed" in assert_error(reply)["message"]
+    assert len(whole.json()["prompt_logprobs"]) == whole.json()["usage"]["prompt_tokens"]

@@ -75,6 +75,7 @@ BAD_CHAT = [
     {"logit_bias": {"99999": 1}},
     {"logit_bias": {"x": 1}},
     {"allowed_token_ids": [99999]},
+    {"prompt_logprobs": 21},
     {"bad_words": [""]},
     {"stream": "yes"},
     {"stream_options": {"include_usage": True}},

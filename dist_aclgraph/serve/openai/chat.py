@@ -34,7 +34,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
         max_tokens=body.most_prompt_tokens(state.context_len),
     )
     prompt_ids = body.truncated(prompt_ids, state.context_len)
-    state.check_prompt_logprobs(body.prompt_logprobs, [prompt_ids])
+    state.check_prompt_logprobs(body.prompt_logprobs, [prompt_ids], body.num_choices)
     defaults = state.sampling_defaults
     most = defaults.get("max_tokens")
     max_tokens = state.fit(len(prompt_ids), body.asked_max_tokens, most, "messages")

@@ -45,7 +45,7 @@ async def completions(state: ApiState, request: Request) -> Response:
     if body.asked_max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
-    state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts)
+    state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts, body.num_choices)
     # The engine computes at least one token; if ``max_tokens`` is 0, the answer omits this token.
     max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
     params = [

@@ -130,11 +130,13 @@ class ApiState:
         first = await asyncio.to_thread(with_token_ids, self.tokenizer, params[0])
         return [replace(each, bad_word_ids=first.bad_word_ids) for each in params]
 
-    def check_prompt_logprobs(self, asked: int | None, prompts: Sequence[list[int]]) -> None:
-        """Raise if the request asks for too many prompt log-probabilities."""
+    def check_prompt_logprobs(
+        self, asked: int | None, prompts: Sequence[list[int]], num_choices: int
+    ) -> None:
+        """Raise if the request asks for too many prompt log-probabilities; each choice has them."""
         if asked is None:
             return
-        count = (asked + 1) * sum(map(len, prompts))
+        count = (asked + 1) * sum(map(len, prompts)) * num_choices
         if count > MAX_PROMPT_LOGPROBS:
             raise InvalidParameterError(
                 f"prompt_logprobs {asked} are {count} numbers for these prompts; at most "

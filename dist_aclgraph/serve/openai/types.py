@@ -281,6 +281,10 @@ class ChatRequest(GenerateRequest, kw_only=True):
 
     def check_fields(self) -> None:
         super().check_fields()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidParameterError(
+                "prompt_logprobs of a chat are not streamed; set stream to false", "prompt_logprobs"
+            )
         if not _is_empty(self.tools):
             raise InvalidParameterError("tools are not offered", "tools")
         if bytes(self.tool_choice) not in (b"", b"null", b'"none"', b'"auto"'):
