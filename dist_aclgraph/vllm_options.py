@@ -77,6 +77,28 @@ OPTIONS: dict[str, Option] = {
     "uds": Option("serve.uds", str),
     "allowed_origins": Option("serve.allowed_origins", list),
     "revision": Option("revision", str),
+    "enable_auto_tool_choice": Option(
+        "serve.tool_format", bool, {True: None}, note="tools may always be called: no effect"
+    ),
+    "tool_call_parser": Option(
+        "serve.tool_format",
+        str,
+        {
+            "glm47": "glm45",
+            "llama4_json": "llama3_json",
+            "llama4_pythonic": "pythonic",
+            "openai": "gpt_oss",
+            "qwen3_xml": "qwen3_coder",
+        },
+    ),
+    "reasoning_parser": Option(
+        "serve.reasoning_format",
+        str,
+        dict.fromkeys(
+            ("deepseek_r1", "deepseek_v3", "glm45", "minimax_m2", "qwen3", "openai_gptoss"), None
+        ),
+        note="the checkpoint's template tells the markers",
+    ),
 }
 REFUSED: dict[str, str] = {
     "api_key": "set DIST_ACLGRAPH_API_KEY, or name a file of keys by serve.api_keys_file=FILE",
@@ -85,7 +107,6 @@ REFUSED: dict[str, str] = {
     "cuda_graph_sizes": "use --cudagraph-capture-sizes",
     "disable_log_requests": "requests are not logged: leave it out",
     "distributed_executor_backend": "Ray places the workers: leave it out",
-    "enable_auto_tool_choice": "tool calls are not offered",
     "enable_chunked_prefill": "prompts run in chunks of --max-num-batched-tokens: leave it out",
     "enable_lora": "LoRA is not offered",
     "kv_cache_dtype": "the KV cache has the type of --dtype",
@@ -93,10 +114,8 @@ REFUSED: dict[str, str] = {
     "nnodes": "the nodes are those of the Ray cluster that RAY_ADDRESS names",
     "pipeline_parallel_size": "use --tensor-parallel-size and --data-parallel-size",
     "pp": "use --tensor-parallel-size and --data-parallel-size",
-    "reasoning_parser": "reasoning is not separated from content",
     "swap_space": "requests are computed again, not swapped: leave it out",
     "tokenizer": "the tokenizer of the checkpoint is used",
-    "tool_call_parser": "tool calls are not offered",
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
     "uvicorn_log_level": "there is no log of requests: leave it out",
 }

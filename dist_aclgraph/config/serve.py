@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from dist_aclgraph.config.section import Section
@@ -41,6 +43,23 @@ class AutoscaleConfig(Section):
                 f"({self.min_groups}), or 0"
             )
         return self
+
+
+ToolFormat = Literal[
+    "auto",
+    "none",
+    "gpt_oss",
+    "kimi_k2",
+    "minimax_m2",
+    "deepseek_v32",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "qwen3_coder",
+    "hermes",
+    "pythonic",
+    "llama3_json",
+]
 
 
 class ServeConfig(Section):
@@ -126,6 +145,16 @@ class ServeConfig(Section):
         description="true: a request with unknown fields is refused with a 400. false: unknown "
         "fields are ignored; the response's header X-Ignored-Parameters names these "
         "fields, and the log names each field once",
+    )
+    tool_format: ToolFormat = Field(
+        "auto",
+        description="how the model writes calls of tools. auto: chosen by the checkpoint's chat "
+        "template. none: calls stay text",
+    )
+    reasoning_format: Literal["auto", "none", "think"] = Field(
+        "auto",
+        description="markers of the model's reasoning. auto: chosen by the checkpoint's chat "
+        "template. none: reasoning stays a part of the content. think: <think> and </think>",
     )
     generation_s: float | None = Field(
         None,

@@ -90,7 +90,7 @@ class ChatTemplate:
         """
         for source in sources.values():
             template_process.make_environment().parse(source)
-        self._sources = dict(sources)
+        self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._limits = limits
         self._permits = threading.BoundedSemaphore(MAX_PROCESSES)
@@ -121,7 +121,7 @@ class ChatTemplate:
                 f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs"
             )
         request = {
-            "template": self._sources[self._name_for(options)],
+            "template": self.sources[self._name_for(options)],
             "variables": {**self._special_tokens, **options.variables, **own},
             "continues": options.continue_final_message,
         }
@@ -140,9 +140,9 @@ class ChatTemplate:
     def _name_for(self, options: ChatOptions) -> str:
         name = options.template
         if name is None:
-            name = "tool_use" if options.tools and "tool_use" in self._sources else "default"
-        if name not in self._sources:
-            names = ", ".join(sorted(self._sources))
+            name = "tool_use" if options.tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            names = ", ".join(sorted(self.sources))
             raise InvalidParameterError(
                 f"chat_template is {name!r:.80}; only templates of the checkpoint are rendered, "
                 f"which has: {names}",

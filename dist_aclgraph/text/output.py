@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
 
+from dist_aclgraph.formats.events import CallBegin, CallEnd, Content, Event
+from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
@@ -26,6 +29,7 @@ class TextPiece(msgspec.Struct, frozen=True):
             before a stop string cuts it.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is an end token, which has no text.
+        events: with a reader, the text as events; ``text`` is then empty.
     """
 
     text: str
@@ -34,6 +38,7 @@ class TextPiece(msgspec.Struct, frozen=True):
     token_texts: tuple[str, ...]
     finish_reason: str | None
     has_end_token: bool = False
+    events: tuple[Event, ...] = ()
 
 
 class OutputText:
@@ -41,10 +46,18 @@ class OutputText:
 
     Args:
         prompt_ids: the prompt; the beginning of the text depends on the prompt's last tokens.
+        reader: divides the text into reasoning, content and calls. Stop strings then end the output
+            only within content.
+        max_calls: the output ends with this number of calls; None if there is no limit.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        reader: Reader | None = None,
+        max_calls: int | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(
             tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens
@@ -54,6 +67,16 @@ class OutputText:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._rows: list[RowLogprobs] = []  # of tokens whose text is not certain yet
+        self._reader = reader
+        self._max_calls = max_calls
+        self._unread: deque[int] = deque()  # tokens that the reader gets when their text is certain
+        self._events: list[Event] = []
+        self._has_all_calls = False
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Number of tokens of reasoning."""
+        return 0 if self._reader is None else self._reader.num_thought_tokens
 
     @property
     def stop_string(self) -> str | None:
@@ -79,24 +102,69 @@ class OutputText:
         has_end_token = finish_reason == "stop"
         num_spoken = len(token_ids) - has_end_token
         text = ""
+        texts: list[str] = []
         num_taken = len(token_ids)
         for count, token_id in enumerate(token_ids[:num_spoken], start=1):
-            text += self._feed(self._detokenizer.feed(token_id), 1)
-            if self._matcher.matched is not None:
+            new = self._detokenizer.feed(token_id)
+            if self._reader is None:
+                text += self._feed(new, 1)
+            else:
+                self._num_tokens += 1
+                self._unread.append(token_id)
+                texts += self._read_certain()
+            if self._is_ended:
                 finish_reason, has_end_token, num_taken = "stop", False, count
                 break
         if finish_reason is not None:
             left = self._detokenizer.finish()
-            if self._matcher.matched is None:
+            if self._reader is not None:
+                texts += self._read_certain()
+                self._take(self._reader.finish())
+                self._take_content(self._matcher.finish())
+            elif self._matcher.matched is None:
                 text += self._feed(left, 0) + self._matcher.finish()
         taken = list(token_ids[:num_taken])
-        texts = self._detokenizer.take_token_texts()
+        texts += self._detokenizer.take_token_texts()
+        events, self._events = tuple(self._events), []
         if not logprobs and not self._rows:
-            return TextPiece(text, taken, (), (), finish_reason, has_end_token)
+            return TextPiece(text, taken, (), (), finish_reason, has_end_token, events)
         self._rows += [row for row in logprobs[:num_taken] if row is not None]
         num_rows = len(texts) + has_end_token
         rows, self._rows = self._rows[:num_rows], self._rows[num_rows:]
-        return TextPiece(text, taken, tuple(rows), tuple(texts), finish_reason, has_end_token)
+        return TextPiece(
+            text, taken, tuple(rows), tuple(texts), finish_reason, has_end_token, events
+        )
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._matcher.matched is not None or self._has_all_calls
+
+    def _read_certain(self) -> list[str]:
+        """Let the reader read tokens whose text is certain; return their texts."""
+        assert self._reader is not None
+        texts = self._detokenizer.take_token_texts()
+        for text in texts:
+            self._take(self._reader.feed(self._unread.popleft(), text))
+        return texts
+
+    def _take(self, events: Iterable[Event]) -> None:
+        """Keep events up to the end of the output. A stop string does not span a call."""
+        for event in events:
+            if self._is_ended:
+                return
+            if isinstance(event, Content):
+                may_match = self._num_tokens > self._min_tokens
+                self._take_content(self._matcher.feed(event.text, may_match=may_match))
+                continue
+            if isinstance(event, CallBegin):
+                self._take_content(self._matcher.finish())
+            self._events.append(event)
+            if isinstance(event, CallEnd) and self._max_calls is not None:
+                self._has_all_calls = event.index + 1 >= self._max_calls
+
+    def _take_content(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
 
     def _feed(self, text: str, num_tokens: int) -> str:
         """Return the text that is certain. No stop string matches within the first ``min_tokens``

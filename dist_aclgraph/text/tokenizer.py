@@ -91,6 +91,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(i for i in ends if i < self.vocab_size))
         listed = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in listed.items() if token.special)
+        self._added_ids = {t.content: i for i, t in listed.items() if i < self.vocab_size}
         self.nameless_ids = frozenset(range(self.vocab_size)).difference(vocabulary.values())
         self.unspoken_ids = self.nameless_ids | self.special_ids
         self.token_bytes = TokenBytes(self._tokenizer, vocabulary)
@@ -215,6 +216,15 @@ class Tokenizer:
         except UnicodeDecodeError:
             return data
         return text.encode() if is_shorter else data
+
+    @property
+    def template_source(self) -> str | None:
+        """The text of all of the checkpoint's chat templates; None without a template."""
+        return None if self._template is None else "\n".join(self._template.sources.values())
+
+    def added_token(self, text: str) -> int | None:
+        """Return the id of the added token whose text is ``text``; None if there is none."""
+        return self._added_ids.get(text)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Check that the model has all of these tokens.

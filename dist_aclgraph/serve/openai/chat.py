@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.formats.events import CallBegin
+from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.serve.openai.body import read_body
+from dist_aclgraph.serve.openai.chat_deltas import delta_of, message_of
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.tools import ToolUse
 from dist_aclgraph.serve.openai.types import ChatRequest
 from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.text.chat_template import ChatOptions
+
+TAIL_TOKENS = 64  # a prompt's last tokens, which show whether it has opened the reasoning
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
     """Answer messages; with ``stream``, by server-sent events."""
 
-    def convert(body: ChatRequest) -> tuple[ChatRequest, list[dict[str, str | None]], ChatOptions]:
+    def convert(
+        body: ChatRequest,
+    ) -> tuple[ChatRequest, list[dict[str, Any]], ToolUse | None]:
         state.admit(body.model)
-        return body, body.for_template(), body.chat_options()
+        return body, body.for_template(), body.tool_use()
 
-    body, messages, options = await read_body(request, ChatRequest, convert, state.config.serve)
+    body, messages, tools = await read_body(request, ChatRequest, convert, state.config.serve)
+    options = body.chat_options(tools)
     # Not on the event loop, because a long prompt must not delay the streams of other requests.
     prompt_ids = await asyncio.to_thread(
         state.tokenizer.encode_chat,
@@ -41,29 +53,72 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
     params = await state.params_with_token_ids([body.sampling(max_tokens, defaults)])
     journal = state.open_journal(request.scope)
     generation = Generation(
-        state, [prompt_ids], params, body.num_choices, body.cache_salt or "", journal
+        state,
+        [prompt_ids],
+        params,
+        body.num_choices,
+        body.cache_salt or "",
+        journal,
+        make_reader=_reading(state, options, tools, prompt_ids),
+        max_calls=None if tools is None else tools.max_calls,
     )
-    shape = _ChatReply(state, body, prompt_ids, journal.chance)
+    shape = _ChatReply(
+        state, body, prompt_ids, journal.chance, is_named=bool(tools and tools.named)
+    )
     return await reply(request, generation, shape, stream=bool(body.stream))
+
+
+def _reading(
+    state: ApiState, options: ChatOptions, tools: ToolUse | None, prompt_ids: list[int]
+) -> Callable[[], Reader | None]:
+    """Return a function that makes the reader of one answer.
+
+    Raises:
+        InvalidParameterError: there are tools, and it is unknown how the model calls tools.
+    """
+    may_call = tools is not None and tools.mode != "none"
+    if may_call and state.answers.name is None:
+        raise InvalidParameterError(
+            "tools: the chat template of this model has no known format of calls; name one by "
+            "serve.tool_format",
+            "tools",
+        )
+    is_thinking = False
+    if state.answers.thought is not None:
+        tail = state.tokenizer.text_of(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+        is_thinking = state.answers.is_thinking(tail, continues=options.continue_final_message)
+    schemas = tools.schemas if tools is not None and may_call else None
+    return partial(state.answers.reader, schemas, is_thinking=is_thinking)
 
 
 class _ChatReply(Reply):
     """Shapes pieces into chat completion objects."""
 
     def __init__(
-        self, state: ApiState, body: ChatRequest, prompt_ids: list[int], chance: Chance
+        self,
+        state: ApiState,
+        body: ChatRequest,
+        prompt_ids: list[int],
+        chance: Chance,
+        *,
+        is_named: bool,
     ) -> None:
         kind = "chat.completion", "chat.completion.chunk"
         super().__init__(state, "chatcmpl", kind, body.streaming(), chance)
         self._body = body
         self._prompt_ids = prompt_ids
+        self._name = chance.name
+        self._is_named = is_named
         self._begun: set[int] = set()
+        self._calling: set[int] = set()  # choices that have called a tool
 
     def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
+        if piece.events:
+            delta = delta_of(piece.events, self._name_of(piece))
         has_more = len(piece.logprobs) > piece.has_end_token
         logprobs = self._logprobs(piece) if has_more else None
-        choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
+        choice = self._choice(piece.index, delta, logprobs, self._finish_reason(piece))
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         frame = self.chunk(generation, choice)
@@ -79,12 +134,15 @@ class _ChatReply(Reply):
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []
         for piece in pieces:
+            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            if piece.events:
+                message = message_of(piece.events, self._name_of(piece))
             choices.append(
                 {
                     "index": piece.index,
-                    "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                    "message": message,
                     "logprobs": self._logprobs(piece) if self._body.logprobs else None,
-                    "finish_reason": piece.finish_reason,
+                    "finish_reason": self._finish_reason(piece),
                 }
             )
             if self._body.return_token_ids:
@@ -97,6 +155,15 @@ class _ChatReply(Reply):
             reply["prompt_token_ids"] = self._prompt_ids
         return reply
 
+    def _name_of(self, piece: ChoicePiece) -> str:
+        return f"{self._name}-{piece.index}"
+
+    def _finish_reason(self, piece: ChoicePiece) -> str | None:
+        if any(isinstance(event, CallBegin) for event in piece.events):
+            self._calling.add(piece.index)
+        has_calls = piece.index in self._calling and not self._is_named
+        return "tool_calls" if has_calls and piece.finish_reason == "stop" else piece.finish_reason
+
     def _logprobs(self, piece: ChoicePiece) -> dict[str, Any]:
         num_shown = len(piece.logprobs) - piece.has_end_token
         rows, texts = piece.logprobs[:num_shown], piece.token_texts[:num_shown]
@@ -104,6 +171,6 @@ class _ChatReply(Reply):
 
     @staticmethod
     def _choice(
-        index: int, delta: dict[str, str], logprobs: dict[str, Any] | None, reason: str | None
+        index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -14,6 +14,8 @@ from starlette.types import Receive
 
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.formats.events import Event
+from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams, seed_of_choice
 from dist_aclgraph.serve.openai.errors import GenerationTimeoutError
 from dist_aclgraph.serve.openai.inbox import Inbox
@@ -40,6 +42,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
             one piece contains them.
         has_end_token: whether the last entry of ``logprobs`` is for an end token, which has no
             text.
+        events: for a chat, the text as events.
     """
 
     index: int
@@ -50,6 +53,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     token_ids: list[int]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     has_end_token: bool = False
+    events: tuple[Event, ...] = ()
 
 
 class Sink(Protocol):
@@ -90,14 +94,22 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def as_json(self) -> dict[str, object]:
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+
+def _no_reader() -> None:
+    return None
 
 
 @dataclass
@@ -106,6 +118,10 @@ class Generation:
 
     Choices are numbered prompt by prompt, with ``num_choices`` for each prompt. Choice j of a
     prompt uses seed + j as its seed. ``close`` aborts all requests that still run.
+
+    Attributes:
+        make_reader: makes the reader of a choice's answer; returns None if answers are only text.
+        max_calls: an answer ends with this number of calls; None if there is no limit.
     """
 
     state: ApiState
@@ -114,6 +130,8 @@ class Generation:
     num_choices: int
     cache_salt: str  # only requests with the same salt share cached blocks
     journal: Journal
+    make_reader: Callable[[], Reader | None] = _no_reader
+    max_calls: int | None = None
     _choices: list[_Choice] = field(default_factory=list)
     _num_slots: int = 0  # in addition to the slot that the HTTP request already has
     _num_open: int = 0  # choices that have not ended
@@ -162,6 +180,7 @@ class Generation:
             sum(len(choice.prompt_ids) for choice in firsts),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.num_cached_tokens for choice in firsts),
+            sum(choice.output.num_thought_tokens for choice in self._choices),
         )
 
     def _limit_time(self, sink: Sink) -> None:
@@ -183,7 +202,9 @@ class Generation:
         self._timer = loop.call_later(max(0.0, limit_s - passed_s), overrun)
 
     def _add(self, prompt_ids: list[int], params: SamplingParams, now_s: float) -> None:
-        output = OutputText(self.state.tokenizer, prompt_ids, params)
+        output = OutputText(
+            self.state.tokenizer, prompt_ids, params, self.make_reader(), self.max_calls
+        )
         request_id = self.state.new_id("req")
         index = len(self._choices)
         choice = _Choice(index, prompt_ids, params, output, request_id, now_s, last_token_s=now_s)
@@ -256,6 +277,7 @@ class Generation:
             piece.token_ids,
             prompt,
             has_end_token,
+            piece.events,
         )
 
     def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:

@@ -88,7 +88,7 @@ async def tokenize(state: ApiState, request: Request) -> Response:
 
     def convert(
         body: TokenizeRequest,
-    ) -> tuple[TokenizeRequest, list[dict[str, str | None]] | None]:
+    ) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
         state.admit(body.model)
         return body, body.for_template()
 
@@ -109,7 +109,7 @@ async def detokenize(state: ApiState, request: Request) -> Response:
 
 
 def _tokenize(
-    state: ApiState, body: TokenizeRequest, messages: list[dict[str, str | None]] | None
+    state: ApiState, body: TokenizeRequest, messages: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     tokenizer = state.tokenizer
     most = max(MAX_TOKENS, state.context_len)

@@ -152,6 +152,7 @@ def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
         [token_id for piece in pieces for token_id in piece.token_ids],
         next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ()),
         pieces[-1].has_end_token,
+        tuple(event for piece in pieces for event in piece.events),
     )
 
 

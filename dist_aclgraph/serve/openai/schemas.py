@@ -17,6 +17,7 @@ from dist_aclgraph.sampling import (
 MAX_PROMPTS = 64  # maximum number of completions in one request
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024  # maximum number of parts of one message
+MAX_TOOLS = 512  # maximum number of tools of one request
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -88,4 +89,76 @@ STREAM_OPTIONS = _or_null(
 )
 TOKEN_IDS = _field(**_IDS)
 VARIABLES = _or_null({"type": "object"})
-TOOL_CHOICE = _field(enum=["none", "auto", None])
+_NAMED = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}},
+}
+_TOOL_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+TOOLS = _or_null(
+    {
+        "type": "array",
+        "maxItems": MAX_TOOLS,
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": _TOOL_NAME,
+                        "description": {"type": ["string", "null"]},
+                        "parameters": {"type": ["object", "null"]},
+                        "strict": {"type": ["boolean", "null"]},
+                    },
+                },
+            },
+        },
+    }
+)
+TOOL_CHOICE = _or_null(
+    {"enum": ["none", "auto", "required"]},
+    {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {"type": {"const": "function"}, "function": _NAMED},
+    },
+    {
+        "type": "object",
+        "required": ["type", "allowed_tools"],
+        "properties": {
+            "type": {"const": "allowed_tools"},
+            "allowed_tools": {
+                "type": "object",
+                "required": ["mode", "tools"],
+                "properties": {
+                    "mode": {"enum": ["auto", "required"]},
+                    "tools": {"type": "array", "items": {"type": "object"}},
+                },
+            },
+        },
+    },
+)
+TOOL_CALLS = _or_null(
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "required": ["function"],
+            "properties": {
+                "id": {"type": ["string", "null"]},
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string"},
+                        "arguments": {"type": ["string", "object", "null"]},
+                    },
+                },
+            },
+        },
+    }
+)

@@ -21,6 +21,7 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     UnknownModelError,
 )
+from dist_aclgraph.formats.choice import choose_format
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.metrics import Metrics
 from dist_aclgraph.serve.observe.status import StatusNumbers
@@ -58,6 +59,12 @@ class ApiState:
         self.created_s = int(time.time())
         self.sampling_defaults = read_sampling_defaults(config)
         self.context_len = config.max_model_len or tokenizer.context_len
+        self.answers = choose_format(
+            tokenizer.template_source,
+            tokenizer.added_token,
+            tools=config.serve.tool_format,
+            reasoning=config.serve.reasoning_format,
+        )
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
         self.ignored_fields = IgnoredFields()

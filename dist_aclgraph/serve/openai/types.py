@@ -32,6 +32,7 @@ from dist_aclgraph.serve.openai.counted import (
     decode_strings,
 )
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from dist_aclgraph.serve.openai.tools import ToolUse, read_calls, read_tools
 from dist_aclgraph.text.chat_template import ChatOptions
 
 MAX_CHOICES = 16
@@ -67,17 +68,20 @@ class ChatMessage(Body):
     audio: None = None
     function_call: None = None
     annotations: Annotated[Raw, schemas.NOTHING] = ABSENT
-    tool_calls: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
     tool_call_id: str | None = None
 
-    def for_template(self, param: str) -> dict[str, str | None]:
+    def for_template(self, param: str) -> dict[str, Any]:
         """Return the fields for chat templates: a role, one text, and optional fields.
 
         Args:
             param: the message's place in the body, for error messages.
         """
-        if self.role == "tool" or not _is_empty(self.tool_calls):
-            raise InvalidParameterError(f"{param}: tool calls are not offered", param)
+        calls = read_calls(self.tool_calls, f"{param}.tool_calls")
+        if calls is not None and self.role != "assistant":
+            raise InvalidParameterError(
+                f"{param}.tool_calls: only an assistant's message has calls", f"{param}.tool_calls"
+            )
         if not _is_empty(self.annotations):
             raise InvalidParameterError(f"{param}: annotations are not offered", param)
         role = "system" if self.role == "developer" else self.role
@@ -86,6 +90,8 @@ class ChatMessage(Body):
             "content": self._text(f"{param}.content"),
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
         }
 
     def _text(self, param: str) -> str | None:
@@ -268,7 +274,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: Annotated[Raw, schemas.RESPONSE_FORMAT] = ABSENT
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
-    tools: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tools: Annotated[Raw, schemas.TOOLS] = ABSENT
     tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
@@ -285,10 +291,6 @@ class ChatRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError(
                 "prompt_logprobs of a chat are not streamed; set stream to false", "prompt_logprobs"
             )
-        if not _is_empty(self.tools):
-            raise InvalidParameterError("tools are not offered", "tools")
-        if bytes(self.tool_choice) not in (b"", b"null", b'"none"', b'"auto"'):
-            raise InvalidParameterError("tool_choice is not offered", "tool_choice")
         if not _is_empty(self.response_format):
             asked = decode(self.response_format, _Typed, "response_format")
             if asked.type != "text":
@@ -298,15 +300,20 @@ class ChatRequest(GenerateRequest, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
 
-    def for_template(self) -> list[dict[str, str | None]]:
+    def for_template(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates need."""
         return _for_template(self, self.messages)
 
-    def chat_options(self) -> ChatOptions:
+    def tool_use(self) -> ToolUse | None:
+        """Return the tools; None if the request has none."""
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def chat_options(self, tools: ToolUse | None) -> ChatOptions:
         """Return the options with which the messages become a prompt."""
         own = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
         given = {name: value for name, value in own.items() if value is not None}
         return ChatOptions(
+            tools=None if tools is None or tools.mode == "none" else tools.definitions,
             documents=_documents(self.documents),
             # If a client asks to continue the last message, the default is to begin no new message.
             add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
@@ -381,7 +388,7 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == _is_empty(self.messages):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
-    def for_template(self) -> list[dict[str, str | None]] | None:
+    def for_template(self) -> list[dict[str, Any]] | None:
         """Return the messages in the form that chat templates need; None if there is a prompt."""
         return None if _is_empty(self.messages) else _for_template(self, self.messages)
 
@@ -423,7 +430,7 @@ def _documents(raw: Raw) -> list[dict[str, Any]] | None:
     return found
 
 
-def _for_template(body: Body, raw: Raw) -> list[dict[str, str | None]]:
+def _for_template(body: Body, raw: Raw) -> list[dict[str, Any]]:
     messages = decode(raw, list[body.kind_of_part(ChatMessage)], "messages")  # type: ignore[misc]
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(

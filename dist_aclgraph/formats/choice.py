@@ -1,0 +1,141 @@
+"""The format of answers: chosen by the checkpoint's template, or named by the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.formats import (
+    deepseek_v3,
+    deepseek_v31,
+    deepseek_v32,
+    glm45,
+    gpt_oss,
+    hermes,
+    kimi_k2,
+    llama3_json,
+    minimax_m2,
+    pythonic,
+    qwen3_coder,
+)
+from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
+from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+# The first format that fits a template is chosen; Hermes' markers are also those of other families.
+FORMATS: dict[str, ModuleType] = {
+    "gpt_oss": gpt_oss,
+    "kimi_k2": kimi_k2,
+    "minimax_m2": minimax_m2,
+    "deepseek_v32": deepseek_v32,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v31": deepseek_v31,
+    "glm45": glm45,
+    "qwen3_coder": qwen3_coder,
+    "hermes": hermes,
+    "pythonic": pythonic,
+    "llama3_json": llama3_json,
+}
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How one checkpoint writes its answers.
+
+    Attributes:
+        name: the name of the format of calls; None if the checkpoint's template has no calls.
+        thought: the markers of reasoning; None if there is none, or if ``tools`` reads it.
+        token_ids: ids of the markers that are tokens.
+    """
+
+    name: str | None
+    thought: Thought | None
+    token_ids: Mapping[str, int]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each answer without tools is content."""
+        return self.thought is None and not self.has_channels
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the format of calls reads reasoning, too."""
+        return self.name == "gpt_oss"
+
+    def is_thinking(self, prompt: str, *, continues: bool) -> bool:
+        """Return whether a prompt has opened the reasoning of the answer.
+
+        Args:
+            prompt: the end of the prompt, special tokens included.
+            continues: whether the answer continues the prompt's last message; only then may text of
+                the reasoning be in the prompt.
+        """
+        if self.thought is None:
+            return False
+        _, opened, rest = prompt.rpartition(self.thought.begin)
+        return bool(opened) and self.thought.end not in rest and (continues or not rest.strip())
+
+    def reader(self, tools: Tools | None, *, is_thinking: bool) -> Reader | None:
+        """Return a reader of one answer; None if all of the answer is content.
+
+        Args:
+            tools: the tools that may be called; None if no tool may be called.
+            is_thinking: whether the prompt has already opened the reasoning.
+        """
+        may_call = tools is not None and self.name is not None
+        if not may_call and self.is_plain:
+            return None
+        read: Callable[[Scanner], Scan[None]] = _copy_all
+        if may_call or self.has_channels:
+            assert self.name is not None
+            read = partial(FORMATS[self.name].read, tools=tools or {})
+        if self.thought is not None:
+            read = partial(
+                read_thought, thought=self.thought, read_answer=read, is_open=is_thinking
+            )
+        return Reader(read, self.token_ids, holds_space=may_call)
+
+
+def choose_format(
+    template: str | None,
+    find_token: Callable[[str], int | None],
+    *,
+    tools: str = AUTO,
+    reasoning: str = AUTO,
+) -> AnswerFormat:
+    """Return the format of a checkpoint's answers.
+
+    Args:
+        template: the checkpoint's chat template.
+        find_token: returns the id of an added token; None if there is no such token.
+        tools: a name of ``FORMATS``; "auto" chooses by the template, "none" reads no calls.
+        reasoning: "auto" chooses by the template, "none" reads no reasoning, "think" means
+            ``<think>``.
+
+    Raises:
+        ConfigError: there is no format of this name.
+    """
+    if tools not in (AUTO, NONE, *FORMATS):
+        raise ConfigError(
+            f"serve.tool_format is {tools!r}; it must be auto, none, or one of: "
+            f"{', '.join(FORMATS)}"
+        )
+    name = None if tools in (AUTO, NONE) else tools
+    if tools == AUTO and template is not None:
+        name = next((name for name, each in FORMATS.items() if each.fits(template)), None)
+    thought = THOUGHTS[0] if reasoning == "think" else None
+    if reasoning == AUTO and template is not None and name != "gpt_oss":
+        thought = find_thought(template)
+    markers = set() if thought is None else {thought.begin, thought.end}
+    if name is not None:
+        markers |= set(FORMATS[name].MARKERS)
+    found = {text: find_token(text) for text in markers}
+    return AnswerFormat(name, thought, {text: i for text, i in found.items() if i is not None})
+
+
+def _copy_all(scanner: Scanner) -> Scan[None]:
+    yield from scanner.copy_until([], scanner.content)

@@ -1,0 +1,65 @@
+"""DeepSeek V3 and R1: a type, a name, and arguments in a fenced block.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+```json
+{...}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats.json_call import copy_arguments
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, END_CALL, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+MARKERS = (CALLS, END_CALLS, CALL, END_CALL, SEPARATOR)
+FENCE = "```"
+
+
+def fits(template: str) -> bool:
+    return CALLS in template and FENCE in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    yield from copy_calls(scanner, is_fenced=True)
+
+
+def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
+    """Read content and calls.
+
+    Args:
+        is_fenced: whether the arguments are in a fenced block, and a type precedes the name.
+    """
+    calls, end_calls, call, end_call, separator = map(scanner.coded, MARKERS)
+    outside = (calls, end_calls, call)
+    marker = yield from scanner.copy_until(outside, scanner.content)
+    while marker is not None:
+        if marker != call:  # the markers around all calls
+            yield from scanner.skip_space()
+            marker = yield from scanner.copy_until(outside, scanner.content)
+            continue
+        scanner.keep()
+        name, marker = yield from scanner.read_until([separator, *outside, end_call])
+        if is_fenced and marker == separator:
+            name, marker = yield from scanner.read_until(["\n", *outside, end_call])
+            yield from scanner.match("```json\n", "```json", FENCE)
+        if marker not in (separator, "\n") or not name.strip():
+            scanner.content(call + scanner.give_back())
+        else:
+            scanner.let_go()
+            scanner.begin_call(name.strip())
+            yield from scanner.skip_space()
+            if scanner.is_cut(FENCE, "json\n"):
+                return
+            if (yield from copy_arguments(scanner)):
+                scanner.end_call()
+            yield from scanner.skip_space()
+            if is_fenced:
+                yield from scanner.match(FENCE)
+            marker = yield from scanner.copy_until([end_call, *outside], scanner.content)
+            if marker in outside:
+                continue
+        yield from scanner.skip_space()
+        marker = yield from scanner.copy_until(outside, scanner.content)

@@ -1,0 +1,20 @@
+"""DeepSeek V3.1: the markers of V3, without a type and a fence.
+
+<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats import deepseek_v3
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+MARKERS = deepseek_v3.MARKERS
+
+
+def fits(template: str) -> bool:
+    return deepseek_v3.CALLS in template and deepseek_v3.FENCE not in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    yield from deepseek_v3.copy_calls(scanner, is_fenced=False)

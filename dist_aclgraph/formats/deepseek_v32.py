@@ -1,0 +1,30 @@
+"""DeepSeek V3.2: calls in tags; ``｜DSML｜`` is the only part of the tags that is a token.
+
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="f">
+<｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats.invoke_tags import Tags, copy_calls
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+DSML = "｜DSML｜"
+MARKERS = (DSML,)
+TAGS = Tags(
+    (f"<{DSML}function_calls>", f"</{DSML}function_calls>"),
+    (f"<{DSML}invoke", f"</{DSML}invoke>"),
+    (f"<{DSML}parameter", f"</{DSML}parameter>"),
+)
+
+
+def fits(template: str) -> bool:
+    return DSML in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    yield from copy_calls(scanner, tools, TAGS)

@@ -1,0 +1,64 @@
+"""GLM-4.5 and later: the name, then pairs of ``<arg_key>`` and ``<arg_value>``.
+
+    <tool_call>f
+    <arg_key>k</arg_key>
+    <arg_value>v</arg_value>
+    </tool_call>
+
+Texts are written as they are, other values as JSON. GLM-4.7 writes no newlines.
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+from dist_aclgraph.formats.typed_values import Arguments
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+KEY, END_KEY = "<arg_key>", "</arg_key>"
+VALUE, END_VALUE = "<arg_value>", "</arg_value>"
+MARKERS = (BEGIN, END, KEY, END_KEY, VALUE, END_VALUE)
+
+
+def fits(template: str) -> bool:
+    return KEY in template and VALUE in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    begin, end, key_begin, key_end, value_begin, value_end = map(scanner.coded, MARKERS)
+    marker = yield from scanner.copy_until([begin], scanner.content)
+    while marker is not None:
+        scanner.keep()
+        name, marker = yield from scanner.read_until([key_begin, end, begin, "\n"])
+        if marker == "\n":
+            yield from scanner.skip_space()
+            marker = yield from scanner.match(key_begin, end)
+        if marker not in (key_begin, end) or not name.strip() or "{" in name:
+            scanner.content(begin + scanner.give_back())
+            marker = yield from scanner.copy_until([begin], scanner.content)
+            continue
+        scanner.let_go()
+        name = name.strip()
+        scanner.begin_call(name)
+        arguments = Arguments(scanner, tools.get(name, {}))
+        while marker == key_begin:
+            key, marker = yield from scanner.read_until([key_end, end])
+            if marker is None:
+                return
+            if marker != key_end:
+                break
+            yield from scanner.skip_space()
+            if not (yield from scanner.match(value_begin)):
+                marker = None
+                break
+            marker = yield from arguments.copy_value(key.strip(), [value_end, end])
+            if marker is None:
+                return
+            if marker != value_end:
+                break
+            yield from scanner.skip_space()
+            marker = yield from scanner.match(key_begin, end)
+        if marker is None and scanner.is_cut(key_begin, value_begin, end):
+            return
+        arguments.end()
+        marker = yield from scanner.copy_until([begin], scanner.content)

@@ -1,0 +1,18 @@
+"""Hermes, Qwen2.5, Qwen3: ``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``."""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats.json_call import copy_marked_calls
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+MARKERS = (BEGIN, END)
+
+
+def fits(template: str) -> bool:
+    return BEGIN in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    yield from copy_marked_calls(scanner, scanner.coded(BEGIN), scanner.coded(END))

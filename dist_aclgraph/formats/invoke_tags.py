@@ -1,0 +1,87 @@
+"""Calls in tags: ``<invoke name="f">`` with ``<parameter name="k">v</parameter>``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+from dist_aclgraph.formats.typed_values import Arguments
+
+_ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags of a family.
+
+    Attributes:
+        calls: begin and end of all calls.
+        invoke: begin, without attributes, and end of one call.
+        parameter: begin, without attributes, and end of one parameter.
+    """
+
+    calls: tuple[str, str]
+    invoke: tuple[str, str]
+    parameter: tuple[str, str]
+
+    def coded(self, scanner: Scanner) -> Tags:
+        def pair(texts: tuple[str, str]) -> tuple[str, str]:
+            return scanner.coded(texts[0]), scanner.coded(texts[1])
+
+        return Tags(pair(self.calls), pair(self.invoke), pair(self.parameter))
+
+
+def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
+    """Read content and calls."""
+    tags = tags.coded(scanner)
+    (begin, end), (invoke, _) = tags.calls, tags.invoke
+    while (yield from scanner.copy_until([begin], scanner.content)) is not None:
+        scanner.keep()
+        yield from scanner.skip_space()
+        if not (yield from scanner.match(invoke)):
+            scanner.content(begin + scanner.give_back())
+            continue
+        is_first = True
+        while True:
+            head, closing = yield from scanner.read_until([">"])
+            attributes = dict(_ATTRIBUTE.findall(scanner.shown(head)))
+            if closing is None or not attributes.get("name"):
+                scanner.content((begin if is_first else invoke) + scanner.give_back())
+                break
+            scanner.let_go()
+            if not (yield from _copy_call(scanner, attributes["name"], tools, tags)):
+                return
+            is_first = False
+            yield from scanner.skip_space()
+            scanner.keep()
+            if not (yield from scanner.match(invoke)):
+                scanner.let_go()
+                yield from scanner.match(end)
+                break
+
+
+def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bool]:
+    """Read a call behind its first tag; return whether the answer goes on behind the call."""
+    parameter, end_parameter = tags.parameter
+    scanner.begin_call(name)
+    arguments = Arguments(scanner, tools.get(name, {}))
+    while True:
+        yield from scanner.skip_space()
+        if not (yield from scanner.match(parameter)):
+            break
+        head, closing = yield from scanner.read_until([">"])
+        if closing is None:
+            return False
+        attributes = dict(_ATTRIBUTE.findall(scanner.shown(head)))
+        is_text = {"true": True, "false": False}.get(attributes.get("string", ""))
+        ends = [end_parameter]
+        key = attributes.get("name", "")
+        if (yield from arguments.copy_value(key, ends, is_text=is_text)) is None:
+            return False
+    if scanner.is_cut(parameter, tags.invoke[1]):
+        return False
+    arguments.end()
+    yield from scanner.match(tags.invoke[1])
+    return True

@@ -1,0 +1,103 @@
+"""A call as one JSON object: ``{"name": "f", "arguments": {...}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from enum import Enum
+
+from dist_aclgraph.formats.scanner import Scan, Scanner
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class Outcome(Enum):
+    NO_CALL = "no call"  # the text is no call; nothing was emitted
+    CUT = "cut"  # the call began, and its arguments are incomplete
+    WHOLE = "whole"
+
+
+def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Outcome]:
+    """Read the object of a call; the arguments are passed on piece by piece.
+
+    The call begins when its name is known and its arguments begin. Other members of the object are
+    left out. A closing brace of the object that is missing is not an error.
+
+    Args:
+        known: names of tools; an object with another name is no call. None allows all names.
+    """
+    if not (yield from scanner.match("{")):
+        return Outcome.NO_CALL
+    name: str | None = None
+    held: str | None = None  # arguments that came before the name
+    is_begun = False
+    while not (yield from _at_end(scanner)):
+        key = yield from scanner.read_json_string()
+        yield from scanner.skip_space()
+        if key is None or not (yield from scanner.match(":")):
+            break
+        yield from scanner.skip_space()
+        if key == "name" and name is None:
+            name = yield from scanner.read_json_string()
+            if not name or (known is not None and name not in known):
+                return Outcome.NO_CALL
+        elif key in ARGUMENT_KEYS and name is not None and not is_begun:
+            is_begun = True
+            scanner.begin_call(name)
+            if not (yield from copy_arguments(scanner)):
+                return Outcome.CUT
+        else:
+            text = yield from scanner.read_json()
+            if text is None:
+                break
+            held = text if key in ARGUMENT_KEYS else held
+        yield from scanner.skip_space()
+        if not (yield from scanner.match(",")) and (yield from scanner.peek()) != "}":
+            break
+    else:
+        if name is not None and not is_begun:
+            is_begun = True
+            scanner.begin_call(name)
+            scanner.arguments(held or "{}")
+    if not is_begun:
+        return Outcome.NO_CALL
+    scanner.end_call()
+    return Outcome.WHOLE
+
+
+def copy_arguments(scanner: Scanner) -> Scan[bool]:
+    """Pass on the arguments, which may also be a JSON text within a string.
+
+    Returns:
+        whether the arguments are complete.
+    """
+    if (yield from scanner.peek()) == '"':
+        text = yield from scanner.read_json_string()
+        scanner.arguments(text or "")
+        return text is not None
+    return (yield from scanner.copy_json(scanner.arguments))
+
+
+def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
+    """Read content in which each call is between two markers.
+
+    Text between the markers that is no call is content, and so are its markers.
+    """
+    marker = yield from scanner.copy_until([begin], scanner.content)
+    while marker is not None:
+        scanner.keep()
+        yield from scanner.skip_space()
+        outcome = yield from copy_call(scanner)
+        if outcome is Outcome.NO_CALL:
+            scanner.content(begin + scanner.give_back())
+            marker = yield from scanner.copy_until([begin], scanner.content)
+            continue
+        scanner.let_go()
+        yield from scanner.skip_space()
+        marker = yield from scanner.copy_until([end, begin], scanner.content)
+        if marker == end:
+            marker = yield from scanner.copy_until([begin], scanner.content)
+
+
+def _at_end(scanner: Scanner) -> Scan[bool]:
+    yield from scanner.skip_space()
+    return (yield from scanner.match("}")) is not None

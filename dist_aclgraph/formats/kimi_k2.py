@@ -1,0 +1,46 @@
+"""Kimi K2: a call's id contains its name, ``functions.f:0``; the arguments are JSON.
+
+<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}
+<|tool_call_end|><|tool_calls_section_end|>
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats.json_call import copy_arguments
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+SECTION, END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, END_CALL = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
+MARKERS = (SECTION, END_SECTION, CALL, END_CALL, ARGUMENTS)
+
+
+def fits(template: str) -> bool:
+    return SECTION in template or CALL in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    section, end_section, call, end_call, begin = map(scanner.coded, MARKERS)
+    outside = (section, end_section, call)
+    marker = yield from scanner.copy_until(outside, scanner.content)
+    while marker is not None:
+        if marker == call:
+            scanner.keep()
+            call_id, marker = yield from scanner.read_until([begin, *outside, end_call])
+            call_id = call_id.strip()
+            name = call_id.removeprefix("functions.").rsplit(":", 1)[0]
+            if marker != begin or not name:
+                scanner.content(call + scanner.give_back())
+            else:
+                scanner.let_go()
+                scanner.begin_call(name, call_id)
+                yield from scanner.skip_space()
+                if (yield from copy_arguments(scanner)):
+                    scanner.end_call()
+                yield from scanner.skip_space()
+                marker = yield from scanner.copy_until([end_call, *outside], scanner.content)
+                if marker in outside:
+                    continue
+        yield from scanner.skip_space()
+        marker = yield from scanner.copy_until(outside, scanner.content)

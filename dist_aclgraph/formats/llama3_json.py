@@ -1,0 +1,41 @@
+"""Llama 3: the whole answer is ``{"name": "f", "parameters": {...}}``, with "; " between calls.
+
+No marker announces a call: an answer that begins like a call is one only if the name is that of a
+given tool. ``<|python_tag|>`` may precede the calls.
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats.json_call import Outcome, copy_call
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+TAG = "<|python_tag|>"
+MARKERS = (TAG,)
+
+
+def fits(template: str) -> bool:
+    return '"parameters":' in template and '"name":' in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    tag = scanner.coded(TAG)
+    while True:
+        scanner.keep()
+        yield from scanner.skip_space()
+        yield from scanner.match(tag)
+        yield from scanner.skip_space()
+        outcome = yield from copy_call(scanner, tools)
+        if outcome is Outcome.NO_CALL:
+            scanner.content(scanner.give_back())
+            break
+        scanner.let_go()
+        if outcome is Outcome.CUT:
+            break
+        scanner.keep()
+        yield from scanner.skip_space()
+        if not (yield from scanner.match(";", ",")):
+            scanner.content(scanner.give_back())
+            break
+        scanner.let_go()
+    yield from scanner.copy_until([], scanner.content)

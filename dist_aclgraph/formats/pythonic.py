@@ -1,0 +1,127 @@
+"""Llama 3.2 and 4, pythonic: the whole answer is ``[f(a=1, b="x"), g()]``.
+
+No marker announces a call: an answer that begins like a call is one only if the name is that of a
+given tool.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+
+TAGS = ("<|python_start|>", "<|python_end|>")
+MARKERS = TAGS
+MAX_NAME_CHARS = 256
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+def fits(template: str) -> bool:
+    return "func_name1(params_name1=" in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    begin, end = map(scanner.coded, TAGS)
+    scanner.keep()
+    yield from scanner.match(begin)
+    yield from scanner.skip_space()
+    if (yield from scanner.match("[")):
+        is_call = yield from _copy_call(scanner, tools)
+        while is_call:
+            scanner.keep()
+            yield from scanner.skip_space()
+            if not (yield from scanner.match(",")):
+                yield from scanner.match("]")
+                scanner.let_go()
+                yield from scanner.match(end)
+                scanner.keep()
+                break
+            yield from scanner.skip_space()
+            is_call = yield from _copy_call(scanner, tools)
+    if scanner.is_keeping:
+        scanner.content(scanner.give_back())
+    yield from scanner.copy_until([], scanner.content)
+
+
+def _copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
+    """Read ``f(a=1)``; return whether the call is complete. Text that is no call stays kept."""
+    name = yield from _read_name(scanner, "(")
+    if name not in tools:
+        return False
+    scanner.let_go()
+    scanner.begin_call(name)
+    separator = "{"
+    while True:
+        yield from scanner.skip_space()
+        if (yield from scanner.match(")")):
+            break
+        key = yield from _read_name(scanner, "=")
+        text = (yield from _read_literal(scanner)) if key else ""
+        if not key or not text:
+            return False
+        scanner.arguments(f"{separator}{json.dumps(key)}: ")
+        separator = ", "
+        if not (yield from scanner.peek()):
+            scanner.arguments(text)  # the answer is cut off
+            return False
+        scanner.arguments(_as_json(scanner.shown(text)))
+        yield from scanner.match(",")
+    scanner.arguments("{}" if separator == "{" else "}")
+    scanner.end_call()
+    return True
+
+
+def _read_name(scanner: Scanner, end: str) -> Scan[str]:
+    """Return a name behind which ``end`` comes, and read both; empty if there is no name."""
+    text = ""
+    while len(text) < MAX_NAME_CHARS:
+        sign = yield from scanner.peek()
+        if sign == end:
+            yield from scanner.match(end)
+            return text.strip()
+        if not sign or not _NAME.fullmatch((text + sign).strip()):
+            return ""
+        yield from scanner.match(sign)
+        text += sign
+    return ""
+
+
+def _read_literal(scanner: Scanner) -> Scan[str]:
+    """Return the text of a Python literal up to a comma or bracket that is outside of it, or up to
+    the end of the answer; empty if it is too long.
+    """
+    text, depth, quote = "", 0, ""
+    while len(text) < MAX_HELD_CHARS:
+        sign = yield from scanner.peek()
+        if not sign:
+            return text
+        if not quote and depth == 0 and sign in ",)":
+            return text
+        yield from scanner.match(sign)
+        text += sign
+        if quote:
+            if sign == "\\":
+                escaped = yield from scanner.peek()
+                yield from scanner.match(escaped)
+                text += escaped
+            elif sign == quote:
+                quote = ""
+        elif sign in "'\"":
+            quote = sign
+        else:
+            depth += (sign in "([{") - (sign in ")]}")
+    return ""
+
+
+def _as_json(text: str) -> str:
+    """Return a Python literal as JSON; as a string if it is no literal."""
+    words = {"true": "True", "false": "False", "null": "None"}
+    stripped = text.strip()
+    try:
+        value = ast.literal_eval(words.get(stripped, stripped))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return json.dumps(stripped, ensure_ascii=False)

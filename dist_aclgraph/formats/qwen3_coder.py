@@ -1,0 +1,74 @@
+"""Qwen3-Coder, Qwen3.5: each parameter is a text between tags, its type is that of the schema.
+
+<tool_call>
+<function=f>
+<parameter=k>
+v
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.tools import Tools
+from dist_aclgraph.formats.typed_values import Arguments
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+MARKERS = (BEGIN, END)
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+# Models forget the end of a parameter; a line that begins like the next part ends it, too.
+ENDS = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)
+
+
+def fits(template: str) -> bool:
+    return FUNCTION in template and PARAMETER in template
+
+
+def read(scanner: Scanner, tools: Tools) -> Scan[None]:
+    begin, end = scanner.coded(BEGIN), scanner.coded(END)
+    marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
+    while marker is not None:
+        scanner.keep()
+        if marker == begin:
+            yield from scanner.skip_space()
+        is_call = marker == FUNCTION or (yield from scanner.match(FUNCTION)) is not None
+        name, closing = "", None
+        if is_call:
+            name, closing = yield from scanner.read_until([">", "\n", begin, end])
+        name = name.strip()
+        # Models forget the first marker; without it, only the name of a given tool makes a call.
+        if closing != ">" or not name or (marker == FUNCTION and name not in tools):
+            scanner.content(marker + scanner.give_back())
+            marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
+            continue
+        scanner.let_go()
+        yield from _copy_call(scanner, name, tools, (begin, end))
+        marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)
+
+
+def _copy_call(scanner: Scanner, name: str, tools: Tools, outer: tuple[str, str]) -> Scan[None]:
+    scanner.begin_call(name)
+    arguments = Arguments(scanner, tools.get(name, {}))
+    marker = None
+    while True:
+        if marker is None:
+            yield from scanner.skip_space()
+            marker = yield from scanner.match(PARAMETER, END_FUNCTION, outer[1])
+        if marker is None or marker.strip() != PARAMETER:
+            break
+        key, closing = yield from scanner.read_until([">", "\n"])
+        if closing is None:
+            return  # the end of the answer
+        end = yield from arguments.copy_value(key.strip(), ENDS, trims=True)
+        if end is None:
+            return
+        marker = None if end == END_PARAMETER else end.strip()
+    if marker is None and scanner.is_cut(PARAMETER, END_FUNCTION, outer[1]):
+        return
+    arguments.end()
+    if marker == END_FUNCTION:
+        yield from scanner.skip_space()
+        yield from scanner.match(outer[1])

@@ -1,0 +1,8 @@
+"""Tools of a request: their names and the JSON schemas of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # schemas by name

@@ -1,0 +1,156 @@
+"""Arguments that a model writes as plain texts by name: their JSON, by the types of the schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
+
+MAX_DEPTH = 8  # of a schema, while the types of a parameter are looked for
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+class Arguments:
+    """Writes the arguments of one call as a JSON object, value by value.
+
+    Args:
+        schema: JSON schema of the tool's parameters.
+    """
+
+    def __init__(self, scanner: Scanner, schema: Mapping[str, Any]) -> None:
+        self._scanner = scanner
+        self._schema = schema
+        self._is_empty = True
+
+    def copy_value(
+        self, name: str, ends: Sequence[str], *, trims: bool = False, is_text: bool | None = None
+    ) -> Scan[str | None]:
+        """Read the text of a value up to one of ``ends``; return this end, or None at the end of
+        the answer. Texts are passed on piece by piece, and other values when they are complete.
+
+        Args:
+            trims: whether one newline at each end of the text does not belong to the value.
+            is_text: whether the value is a string; None leaves this to the schema.
+        """
+        types = types_of(self._property(name), self._schema)
+        if is_text is None:
+            is_text = types == {"string"}
+        if trims:
+            yield from self._scanner.match("\n")
+        self._begin(name)
+        if is_text:
+            text = _Text(self._scanner, trims=trims)
+            end = yield from self._scanner.copy_until(ends, text.add, in_call=True)
+            text.end(is_whole=end is not None)
+            return end
+        pieces: list[str] = []
+        end = yield from self._scanner.copy_until(ends, pieces.append, in_call=True)
+        raw = self._scanner.shown("".join(pieces))
+        value = as_json(raw.removesuffix("\n") if trims else raw, types)
+        # A value that is cut off may have become a string only because its end is missing.
+        if end is not None or not value.startswith('"'):
+            self._scanner.arguments(value)
+        return end
+
+    def end(self) -> None:
+        self._scanner.arguments("{}" if self._is_empty else "}")
+        self._scanner.end_call()
+
+    def _begin(self, name: str) -> None:
+        key = json.dumps(self._scanner.shown(name), ensure_ascii=False)
+        self._scanner.arguments(("{" if self._is_empty else ", ") + key + ": ")
+        self._is_empty = False
+
+    def _property(self, name: str) -> Any:
+        properties = self._schema.get("properties")
+        return properties.get(name) if isinstance(properties, Mapping) else None
+
+
+class _Text:
+    """Writes a JSON string piece by piece."""
+
+    def __init__(self, scanner: Scanner, *, trims: bool) -> None:
+        self._scanner = scanner
+        self._trims = trims
+        self._newline = ""
+        scanner.arguments('"')
+
+    def add(self, piece: str) -> None:
+        piece = self._newline + piece
+        self._newline = ""
+        if self._trims and piece.endswith("\n"):
+            piece, self._newline = piece[:-1], "\n"
+        self._scanner.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+
+    def end(self, *, is_whole: bool) -> None:
+        if is_whole:
+            self._scanner.arguments('"')
+
+
+def as_json(text: str, types: frozenset[str] | set[str]) -> str:
+    """Return a text as JSON of one of the types; as a string if it has none of them.
+
+    Args:
+        types: names of JSON schema's types; empty if every type is allowed.
+    """
+    others = types - {"string"} or ({"any"} if not types else set())
+    stripped = text.strip()
+    if others and len(text) <= MAX_HELD_CHARS:
+        if stripped in _WORDS:
+            stripped = json.dumps(_WORDS[stripped])
+        try:
+            value = json.loads(stripped, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            kind = _type_of(value)
+            is_number = kind == "integer" and "number" in others
+            if "any" in others or kind in others or is_number:
+                return stripped
+    return json.dumps(text, ensure_ascii=False)
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Return the names of the types that a schema allows; empty if it does not say."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return set()
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found: Any = root
+        for part in reference[2:].split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return types_of(found, root, depth + 1)
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {each for each in kind if isinstance(each, str)}
+    if isinstance(values := schema.get("enum"), list):
+        return {_type_of(value) for value in values}
+    if "const" in schema:
+        return {_type_of(schema["const"])}
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(key), list):
+            return {name for part in parts for name in types_of(part, root, depth + 1)}
+    return set()
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind, name in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (str, "string"),
+        (list, "array"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return "object"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

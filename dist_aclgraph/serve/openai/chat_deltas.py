@@ -1,0 +1,69 @@
+"""Events of an answer as parts of chat completion objects: contents, reasoning, calls of tools."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from dist_aclgraph.formats.events import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+)
+
+
+def delta_of(events: Iterable[Event], name: str) -> dict[str, Any]:
+    """Return what the events add to a message, as the ``delta`` of a chunk.
+
+    A call has its id, its type and its name only in the delta in which it begins; a field without a
+    value is left out, because clients join whatever is there.
+
+    Args:
+        name: the name of the answer, from which ids of calls are made.
+    """
+    content, reasoning = "", ""
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, CallBegin):
+            calls[event.index] = {
+                "index": event.index,
+                "id": event.call_id or id_of_call(name, event.index),
+                "type": "function",
+                "function": {"name": event.name, "arguments": ""},
+            }
+        elif isinstance(event, CallArguments):
+            call = calls.setdefault(event.index, {"index": event.index, "function": {}})
+            function = call["function"]
+            function["arguments"] = function.get("arguments", "") + event.text
+    delta: dict[str, Any] = {}
+    if reasoning:
+        delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if content:
+        delta["content"] = content
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def message_of(events: Iterable[Event], name: str) -> dict[str, Any]:
+    """Return the message of an answer that is not streamed."""
+    delta = delta_of(events, name)
+    calls = delta.pop("tool_calls", [])
+    message = {"role": "assistant", "content": None if calls else "", "refusal": None, **delta}
+    if calls:
+        message["tool_calls"] = [
+            {field: value for field, value in call.items() if field != "index"} for call in calls
+        ]
+    return message
+
+
+def id_of_call(name: str, index: int) -> str:
+    """Return the id of a call; it depends on nothing that another process would not know."""
+    return "call_" + hashlib.sha256(f"{name}-{index}".encode()).hexdigest()[:24]

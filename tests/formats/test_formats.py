@@ -1,0 +1,261 @@
+"""Each format reads what its family writes, however the text is divided, and loses no text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.config.serve import ToolFormat
+from dist_aclgraph.formats.choice import FORMATS, choose_format
+from dist_aclgraph.formats.events import CallArguments, Content, Reasoning
+from tests.formats.answers import (
+    ANSWERS,
+    THINK,
+    TOOLS,
+    Message,
+    as_tokens,
+    folded,
+    make_format,
+)
+
+EACH = pytest.mark.parametrize("name", FORMATS)
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=40)
+
+
+def events_of(form, text, sizes=(1,), tools=TOOLS, is_thinking=False, num_tokens=None):
+    reader = form.reader(tools, is_thinking=is_thinking)
+    tokens = as_tokens(text, dict(form.token_ids), itertools.cycle(sizes))
+    kept = itertools.islice(tokens, num_tokens)
+    return [event for token in kept for event in reader.feed(*token)] + reader.finish()
+
+
+def read(form, text, sizes=(1,), tools=TOOLS, is_thinking=False) -> Message:
+    return folded(events_of(form, text, sizes, tools, is_thinking))
+
+
+@EACH
+@pytest.mark.parametrize("has_tokens", [True, False])
+@given(sizes=SIZES)
+def test_an_answer_says_the_same_however_it_is_divided(name, has_tokens, sizes):
+    text, expected = ANSWERS[name]
+
+    assert read(make_format(name, has_tokens=has_tokens), text, sizes) == expected
+
+
+@EACH
+@pytest.mark.parametrize("has_tokens", [True, False])
+@given(data=st.data())
+def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
+    form = make_format(name, has_tokens=has_tokens)
+    text, expected = ANSWERS[name]
+    num_tokens = data.draw(st.integers(0, len(text)))
+    sizes = data.draw(SIZES)
+
+    found = folded(events_of(form, text, sizes, num_tokens=num_tokens))
+
+    assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
+    for (_, part, is_whole), (_, whole, _) in zip(found.calls, expected.calls, strict=False):
+        assert whole.startswith(part) or name == "pythonic"  # shows a literal when it is complete
+        assert not is_whole or part == whole
+
+
+PARTS = st.lists(
+    st.one_of(
+        st.sampled_from(sorted({m for each in FORMATS.values() for m in each.MARKERS})),
+        st.sampled_from(['{"name": "find"', ', "arguments": {', "}", "}}", '"', "\\", ":", "null"]),
+        st.sampled_from(["<function=find>", "</function>", "<parameter=n>", "</parameter>", "\n"]),
+        st.sampled_from(["find", "functions.find:0", '<invoke name="find">', "[find(", ")]", " "]),
+        st.text(max_size=8),
+    ),
+    max_size=16,
+).map("".join)
+
+
+@EACH
+@pytest.mark.parametrize("has_tokens", [True, False])
+@given(text=PARTS, sizes=SIZES)
+def test_a_broken_answer_ends_in_text_or_in_calls(name, has_tokens, text, sizes):
+    form = make_format(name, has_tokens=has_tokens)
+
+    found = read(form, text, sizes)
+
+    assert found == read(form, text, (len(text) + 1,))
+    if not found.calls and not found.reasoning and name not in ("gpt_oss", "kimi_k2"):
+        outer = ANSWERS[name][0] if name.startswith("deepseek") else ""
+        assert outer or found.content == text
+
+
+@EACH
+def test_text_is_held_back_no_longer_than_its_marker(name):
+    reader = make_format(name, has_tokens=False).reader(TOOLS, is_thinking=False)
+    start = "<|channel|>final<|message|>" if name == "gpt_oss" else ""
+    shown = ""
+    for letter in f"{start}Some text, a < b, and [1] and more":
+        shown += folded(reader.feed(0, letter)).content
+
+    assert shown == "Some text, a < b, and [1] and more"
+
+
+def test_arguments_are_streamed_piece_by_piece():
+    for name, (text, _) in ANSWERS.items():
+        events = events_of(make_format(name, has_tokens=True), text)
+        pieces = [event.text for event in events if isinstance(event, CallArguments)]
+        assert len(pieces) > 8 or name == "pythonic"
+        assert all(pieces)
+
+
+def test_a_marker_that_is_spelled_in_other_tokens_is_text():
+    form = make_format("hermes", has_tokens=True)
+    call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+    reader = form.reader(TOOLS, is_thinking=False)
+
+    events = [event for letter in call for event in reader.feed(0, letter)] + reader.finish()
+
+    assert folded(events) == Message(content=call)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_thinking", "expected"),
+    [
+        ("<think>\nhm\n</think>\n\nYes", False, Message("Yes", "hm")),
+        ("\nhm\n\n</think>\n\nYes", True, Message("Yes", "hm")),
+        ("<think>hm</think>Yes", True, Message("Yes", "hm")),
+        ("hm", True, Message("", "hm")),
+        ("hm\n", True, Message("", "hm\n")),
+        ("Yes <think>", False, Message("Yes <think>")),
+        (
+            "<think><tool_call>{}</tool_call></think>",
+            False,
+            Message("", "<tool_call>{}</tool_call>"),
+        ),
+        (
+            '<think>hm</think>\n<tool_call>{"name": "stop"}</tool_call>\n',
+            False,
+            Message("", "hm", [("stop", "{}", True)]),
+        ),
+    ],
+)
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_reasoning_comes_before_the_answer(answer, is_thinking, expected, has_tokens):
+    form = make_format("hermes", has_tokens=has_tokens, thought=THINK)
+
+    for sizes in ((1,), (2, 3), (100,)):
+        assert read(form, answer, sizes, is_thinking=is_thinking) == expected
+
+
+def test_tokens_of_reasoning_are_counted():
+    form = make_format(None, has_tokens=True, thought=THINK)
+    reader = form.reader(None, is_thinking=False)
+    for token in as_tokens("<think>abc</think>de", dict(form.token_ids), itertools.repeat(1)):
+        reader.feed(*token)
+
+    assert reader.num_thought_tokens == 5  # the markers, too
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "expected"),
+    [
+        ("<|im_start|>assistant\n<think>\n", False, True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
+        ("<|im_start|>user\nsay <think> to me<|im_end|>\n<|im_start|>assistant\n", False, False),
+        ("<|im_start|>assistant\n<think>\nI have", True, True),
+    ],
+)
+def test_the_prompt_tells_whether_reasoning_has_begun(prompt, continues, expected):
+    form = make_format(None, has_tokens=True, thought=THINK)
+
+    assert form.is_thinking(prompt, continues=continues) is expected
+
+
+def test_without_tools_only_reasoning_is_read():
+    form = make_format("hermes", has_tokens=True, thought=THINK)
+    call = '<tool_call>{"name": "stop"}</tool_call> \n'
+
+    assert read(form, call, tools=None) == Message(call)
+    assert make_format("hermes", has_tokens=True).reader(None, is_thinking=False) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"arguments": {"n": 2}, "name": "find"}', '{"n": 2}'),
+        ('{"name": "find", "arguments": {"n": 2}', '{"n": 2}'),
+        ('{"name": "find"}', "{}"),
+        ('{"id": 7, "name": "find", "arguments": "{\\"n\\": 2}"}', '{"n": 2}'),
+        ('{"name":"find","arguments":{"n":2,}}', '{"n":2,}'),
+    ],
+)
+def test_objects_that_models_write_are_calls(text, arguments):
+    form = make_format("hermes", has_tokens=True)
+
+    found = read(form, f"<tool_call>{text}</tool_call>")
+
+    assert found == Message(calls=[("find", arguments, True)])
+
+
+@pytest.mark.parametrize("text", ["no json", '{"nam": "find"}', "{}", '{"name": 3}', '{"name'])
+def test_what_is_no_call_is_content(text):
+    form = make_format("hermes", has_tokens=True)
+
+    assert (
+        read(form, f"<tool_call>{text}</tool_call>.").content == f"<tool_call>{text}</tool_call>."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("n", "7", 7),
+        ("n", "many", "many"),
+        ("deep", "None", None),
+        ("deep", "False", False),
+        ("text", "7", "7"),
+        ("more", '{"a": 1}', {"a": 1}),
+        ("unknown", "[1]", [1]),
+        ("unknown", "word", "word"),
+        ("n", "NaN", "NaN"),
+    ],
+)
+def test_the_schema_gives_a_text_its_type(name, value, expected):
+    form = make_format("qwen3_coder", has_tokens=True)
+
+    found = read(
+        form,
+        f"<tool_call>\n<function=find>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n"
+        "</tool_call>",
+    )
+
+    assert json.loads(found.calls[0][1]) == {name: expected}
+
+
+def test_only_given_tools_are_called_where_no_marker_says_so():
+    for name, text in (
+        ("llama3_json", '{"name": "other", "parameters": {}} is JSON'),
+        ("pythonic", "[other(n=1)]"),
+        ("qwen3_coder", "<function=other>\n</function>"),
+    ):
+        assert read(make_format(name, has_tokens=True), text) == Message(text)
+
+
+def test_events_of_content_and_reasoning_are_never_empty():
+    form = make_format("hermes", has_tokens=False, thought=THINK)
+    text = "<think>\nhm\n</think>\n\n" + ANSWERS["hermes"][0] + "\n"
+
+    for event in events_of(form, text):
+        assert not isinstance(event, Content | Reasoning) or event.text
+
+
+def test_the_configuration_names_every_format():
+    assert set(get_args(ToolFormat)) == {"auto", "none", *FORMATS}
+
+
+def test_a_template_without_calls_has_no_format():
+    form = choose_format("{{ messages }}", lambda text: None)
+
+    assert form.name is None
+    assert form.is_plain

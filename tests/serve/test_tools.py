@@ -1,0 +1,250 @@
+"""Chats with tools and reasoning, over a fake engine, by the openai client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import openai
+import pytest
+
+from dist_aclgraph.ints import unpack_ints
+from tests.serve.conftest import serving
+from tests.serve.test_errors import assert_error
+
+MODEL = "tiny-qwen3"
+SOURCE = Path(__file__).parents[2] / "models" / "tiny-qwen3"
+HI = [{"role": "user", "content": "Hi"}]
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking %}{{ '<think>\n' }}{% elif false %}{{ '</think>' }}{% endif %}{% endif %}"""
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALLS = (
+    'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint without weights whose template and vocabulary have tools and reasoning."""
+    folder = tmp_path_factory.mktemp("tools")
+    for path in SOURCE.glob("*.json"):
+        shutil.copy(path, folder)
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    described["chat_template"] = TEMPLATE
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    size = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
+    for i, text in enumerate(ADDED):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"].append({"id": size + i, "content": text, **flags})
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] = size + len(ADDED)
+    for name, value in (
+        ("tokenizer_config", described),
+        ("tokenizer", tokenizer),
+        ("config", config),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tooled(checkpoint):
+    with serving(model=str(checkpoint), served_model_name=MODEL) as service:
+        yield service
+
+
+def ask(service, **options):
+    options.setdefault("messages", HI)
+    return service.openai.chat.completions.create(model=MODEL, **options)
+
+
+def joined(chunks) -> dict:
+    """Join the deltas of a stream as clients do."""
+    message: dict = {"content": "", "reasoning": "", "calls": []}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            message["content"] += choice.delta.content or ""
+            message["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                if call.index == len(message["calls"]):
+                    message["calls"].append([call.id, call.function.name, ""])
+                else:
+                    assert call.id is None
+                    assert call.function.name is None
+                message["calls"][call.index][2] += call.function.arguments or ""
+            message["reason"] = choice.finish_reason
+    return message
+
+
+def test_calls_of_tools_are_parts_of_the_message(tooled):
+    tooled.answer(CALLS)
+
+    reply = ask(tooled, tools=[WEATHER, CLOCK])
+
+    message = reply.choices[0].message
+    assert message.content == "I look."
+    found = [(c.type, c.function.name, c.function.arguments) for c in message.tool_calls]
+    assert found == [("function", "weather", '{"city": "Rom"}'), ("function", "clock", "{}")]
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert reply.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_stream_has_the_same_calls_in_pieces(tooled):
+    tooled.answer(CALLS)
+
+    chunks = list(ask(tooled, tools=[WEATHER, CLOCK], stream=True))
+    message = joined(chunks)
+
+    assert message["content"] == "I look."
+    assert [call[1:] for call in message["calls"]] == [
+        ["weather", '{"city": "Rom"}'],
+        ["clock", "{}"],
+    ]
+    assert message["reason"] == "tool_calls"
+    sent = [call for c in chunks for call in (c.choices[0].delta.tool_calls or [])]
+    assert len(sent) > 4  # arguments arrive piece by piece
+    assert all("content" not in c.choices[0].delta.model_fields_set for c in chunks[5:])
+
+
+def test_the_template_gets_the_tools_and_earlier_calls(tooled):
+    tooled.answer("Sunny.")
+    history = [
+        *HI,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Rom"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+
+    assert ask(tooled, messages=history, tools=[WEATHER]).choices[0].message.content == "Sunny."
+
+    prompt = tooled.state.tokenizer.decode(
+        unpack_ints(tooled.engine.submitted[-1].prompt).tolist(), skip_special_tokens=False
+    )
+    assert '"description": "The weather of a city"' in prompt
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>' in prompt
+    assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("choice", ["none", None])
+def test_without_tools_calls_stay_text(tooled, choice):
+    tooled.answer(CALLS)
+    options = {} if choice is None else {"tools": [WEATHER], "tool_choice": choice}
+
+    message = ask(tooled, **options).choices[0].message
+
+    assert message.content == CALLS
+    assert message.tool_calls is None
+
+
+def test_one_call_at_most_if_calls_are_not_parallel(tooled):
+    tooled.answer(CALLS + " and a lot more" * 20)
+
+    reply = ask(tooled, tools=[WEATHER, CLOCK], parallel_tool_calls=False)
+
+    assert [c.function.name for c in reply.choices[0].message.tool_calls] == ["weather"]
+    assert reply.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_call_that_the_limit_of_tokens_cuts_off_says_length(tooled):
+    tooled.answer(CALLS)
+
+    reply = ask(tooled, tools=[WEATHER, CLOCK], max_tokens=20)
+
+    assert reply.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_reasoning_is_apart_from_the_content(tooled, stream, is_opened):
+    tooled.answer("hm, 2\n</think>\n\nFour." if is_opened else "<think>\nhm, 2\n</think>\n\nFour.")
+
+    reply = ask(tooled, stream=stream, extra_body={"enable_thinking": is_opened})
+
+    if stream:
+        message = joined(reply)
+        assert (message["reasoning"], message["content"]) == ("hm, 2", "Four.")
+        assert message["reason"] == "stop"
+    else:
+        message = reply.choices[0].message
+        assert (message.reasoning_content, message.content) == ("hm, 2", "Four.")
+        assert message.reasoning == "hm, 2"
+        assert reply.usage.completion_tokens_details.reasoning_tokens > 3
+
+
+def test_stop_strings_end_only_content(tooled):
+    tooled.answer("<think>one STOP</think>two STOP three")
+
+    reply = ask(tooled, stop=["STOP"])
+
+    assert reply.choices[0].message.reasoning_content == "one STOP"
+    assert reply.choices[0].message.content == "two "
+
+
+def test_several_choices_have_their_own_calls(tooled):
+    tooled.answer(CALLS)
+
+    reply = ask(tooled, tools=[WEATHER, CLOCK], n=2)
+
+    ids = {call.id for choice in reply.choices for call in choice.message.tool_calls}
+    assert len(ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name"),
+        ({"tools": [CLOCK] * 513}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice"),
+        (
+            {
+                "tools": [CLOCK],
+                "tool_choice": {"type": "function", "function": {"name": "other"}},
+            },
+            "tool_choice",
+        ),
+    ],
+)
+def test_wrong_tools_are_refused(tooled, fields, param):
+    reply = tooled.http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": HI, **fields}
+    )
+
+    error = assert_error(reply, 400)
+    assert error["param"].startswith(param)
+
+
+def test_a_model_whose_calls_are_unknown_refuses_tools(service):
+    with pytest.raises(openai.BadRequestError, match=r"serve\.tool_format"):
+        ask(service, tools=[CLOCK])
