@@ -19,6 +19,7 @@ DistAclGraphError
   RequestError            a mistake that a client may have made (a 4xx)
     RequestTooLongError, InvalidParameterError, UnknownModelError
   NonFiniteLogitsError    the model computed NaN or infinity for a request (a 500)
+  GrammarError            a grammar reached a limit while a request was answered (a 500)
   NotAMessageError        bytes on one of our sockets that are not our message
   EngineUnavailableError  the engine cannot take requests now (a 503)
     EngineDeadError, QueueFullError
@@ -203,6 +204,10 @@ class UnknownModelError(RequestError):
 
 class NonFiniteLogitsError(DistAclGraphError):
     """The model computed NaN or infinity for a request, so there is no next token."""
+
+
+class GrammarError(DistAclGraphError):
+    """The grammar of a request cannot say which tokens may come next."""
 
 
 class NotAMessageError(DistAclGraphError):

@@ -20,6 +20,30 @@ MAX_BAD_WORDS = 64
 MAX_CHOICES = 16384
 
 
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What limits the form of an output, in terms of the model's vocabulary.
+
+    Attributes:
+        grammar: a grammar of llguidance; empty allows every text.
+        salt: compiled grammars are shared only between requests with the same salt.
+        end_ids: tokens that end the output; they are forbidden in reasoning before a grammar.
+        think_begin, think_end: tokens around the reasoning, which the grammar does not concern; -1
+            without reasoning.
+        is_thinking: whether the output begins within the reasoning. Otherwise ``think_begin`` may
+            be its first token.
+        max_thought: largest number of tokens of reasoning; -1 sets no limit.
+    """
+
+    grammar: str = ""
+    salt: str = ""
+    end_ids: tuple[int, ...] = ()
+    think_begin: int = -1
+    think_end: int = -1
+    is_thinking: bool = False
+    max_thought: int = -1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Parameters of one request; limits follow the OpenAI API and vLLM's extensions.
@@ -49,6 +73,7 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be generated; empty allows all tokens.
         bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
         skip_special_tokens: whether the text omits special tokens.
+        structure: the form of the output; made of other parameters (``text/structure.py``).
     """
 
     n: int = 1
@@ -68,6 +93,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
+    structure: Structure | None = None
     skip_special_tokens: bool = True
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()

@@ -74,6 +74,11 @@ class DraftSteps:
         """The token table with the drafts and the last tokens of all rows."""
         return self._drafter.tokens
 
+    @property
+    def drafts(self) -> Tensor:
+        """The drafts of all rows, [max_rows + 1, k] int32."""
+        return self._drafter.drafts
+
     def move(self, inputs: DeviceStep) -> None:
         """Add the accepted drafts to the positions of requests, and select the matching slots.
 

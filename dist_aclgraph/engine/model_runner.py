@@ -32,6 +32,8 @@ from dist_aclgraph.engine.drafting import Collect
 from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.landing_drafts import LandingDrafts
+from dist_aclgraph.engine.matchers import Matchers
 from dist_aclgraph.engine.mixed_step import StepSize, upload_step
 from dist_aclgraph.engine.prompt_report import ComingPrompt, queue_prompts
 from dist_aclgraph.engine.replays import Replays
@@ -59,6 +61,7 @@ from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult
+from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
 PROMPT_PLACES = 64  # For log-probabilities of prompts, the logits of 64 tokens exist at once.
@@ -93,6 +96,7 @@ class _Flight:
     Attributes:
         num_written: number of steps in the buffers after this step's inputs were written.
         stages: host time of this step by stage, up to now.
+        failed: by sample, why a request cannot go on.
     """
 
     plan: StepPlan
@@ -102,6 +106,7 @@ class _Flight:
     num_written: int
     stages: dict[str, float]
     span: ReplaySpan | None
+    failed: dict[int, str]
 
 
 class ModelRunner:
@@ -189,6 +194,10 @@ class ModelRunner:
         )
         num_latest = self._work.tokens.num_latest
         self._batch = InputBatch(max_rows, max_len, self._place, num_latest, k)
+        self._matchers = Matchers(
+            self._batch, partial(read_vocabulary, config.model), model.spec.vocab_size, k + 1
+        )
+        self._landing_drafts = LandingDrafts(npu, max_rows, k) if k else None
         self._output = StepOutput(
             npu, self._batch, max_rows, k, model.spec.vocab_size, self._dtype, in_flight
         )
@@ -328,6 +337,8 @@ class ModelRunner:
         self._replays.forget()
         batch = plan.batches[dp_rank]
         self._batch.apply(batch)
+        for start in batch.started:
+            self._matchers.begin(start.row, start.sampling)
         watch.lap("rows")
         records = unpack_ints(batch.scheduled, 4)
 
@@ -388,8 +399,11 @@ class ModelRunner:
         Args:
             prompts: log-probabilities of prompts, whose copies are already queued.
         """
+        needs_tokens = self._owns_output or self._drafts is not None
+        if self._samples and not needs_tokens:
+            needs_tokens = self._matchers.concern(inputs)
         coming = self._output.queue(
-            inputs.num_samples if self._owns_output or self._drafts is not None else 0,
+            inputs.num_samples if needs_tokens else 0,
             sampled.tokens,
             sampled.best,
             sampled.accepted,
@@ -398,7 +412,8 @@ class ModelRunner:
             prompts if self._owns_output else (),
         )
         num_written, stages = self._buffers.num_written, self._watch.stages
-        return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span)
+        failed = self._matchers.take_failed()
+        return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span, failed)
 
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
@@ -414,6 +429,8 @@ class ModelRunner:
         with translated(f"step {flight.plan.step}"), torch.inference_mode():
             read = self._output.read(flight.coming, self._replays.send_ahead)
         self._buffers.mark_read(flight.num_written)
+        if self._matchers.concern(flight.inputs) and len(read.counts):
+            self._matchers.note(flight.inputs, read.counts, read.token_ids)
         if self._drafts is not None:
             self._num_passed[flight.inputs.sampled_rows] = read.counts - 1
             self._replays.guess_next(flight.inputs, read.counts)
@@ -444,6 +461,7 @@ class ModelRunner:
             counts=b"" if self._drafts is None else pack_ints(read.counts),
             logprobs=read.logprobs,
             prompts=read.prompts,
+            failed=flight.failed,
         )
 
     def forget_steps(self) -> None:
@@ -493,7 +511,7 @@ class ModelRunner:
     ) -> _Flight:
         """Queue the decoder, sampling and drafts."""
         if plan.graph is None:
-            return self._run_mixed(plan, rank, inputs, None, partial(answer, "forward"))
+            return self._run_mixed(plan, rank, inputs, None, land, partial(answer, "forward"))
         captured = self._graphs.find(plan.graph)
         if plan.exchange != self._choose_exchange(plan.graph.num_tokens):
             raise ReplayMismatchError(
@@ -504,7 +522,7 @@ class ModelRunner:
         self._buffers.write(plan.graph, inputs)
         self._watch.lap("upload")
         if isinstance(captured, CapturedPieces):
-            return self._run_mixed(plan, rank, inputs, captured, partial(answer, "forward"))
+            return self._run_mixed(plan, rank, inputs, captured, land, partial(answer, "forward"))
         decoder, *drafts = captured
         span = self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
@@ -514,11 +532,13 @@ class ModelRunner:
             self._replays.correct(inputs)
         between = partial(answer, "update")
         self._replays.update(decoder, between)
+        self._know_tokens(inputs, land, between)
         sampled = self._sample_whole(plan.graph, inputs, span)
         flight = self._queue_output(plan, rank, inputs, sampled)
         for graph in drafts:
             self._replays.replay(graph)
             self._replays.update(graph, between)
+        self._send_drafts()
         self._replays.end()
         if not drafts:
             self._replays.guess_next(inputs, 1)
@@ -543,6 +563,7 @@ class ModelRunner:
         rank: int,
         inputs: HostStep,
         pieces: CapturedPieces | None,
+        land: Callable[[], IntArray],
         answer: Callable[[], None],
     ) -> _Flight:
         """Run any mixture of requests: the decoder piecewise or eagerly, everything else eagerly.
@@ -574,6 +595,7 @@ class ModelRunner:
             )
         collect = partial(self._collect, step.shared)
         logits, tokens, best = self._choose(hidden, step.places, size, collect)
+        self._know_tokens(inputs, land, answer)
         special = self._choose_special(inputs, logits, tokens)
         prompts = queue_prompts(
             self._npu, self._batch, inputs, hidden, self._model.logits, PROMPT_PLACES
@@ -589,6 +611,7 @@ class ModelRunner:
         self._drafts.propose_mixed(
             step, inputs, metadata, hidden, tokens, accepted, plan.exchange, collect
         )
+        self._send_drafts()
         return flight
 
     def _collect(self, shared: SharedPlaces | None, hidden: Tensor, places: Tensor) -> Tensor:
@@ -623,4 +646,26 @@ class ModelRunner:
     ) -> SpecialPlaces | None:
         if not self._samples:
             return None
-        return self._output.choose_special(inputs, logits, tokens)
+        masks = None
+        if self._matchers.concern(inputs):
+            masks = partial(self._matchers.masks, inputs, drafts=self._read_drafts())
+        return self._output.choose_special(inputs, logits, tokens, masks)
+
+    def _know_tokens(
+        self, inputs: HostStep, land: Callable[[], IntArray], answer: Callable[[], None]
+    ) -> None:
+        """Read and report the step in flight if this step's masks depend on its tokens. Meanwhile
+        the device runs this step's decoder.
+        """
+        if self._samples and self._flights and self._matchers.concern(inputs):
+            land()
+            answer()
+
+    def _send_drafts(self) -> None:
+        """Queue a copy of the drafts to the host, if the next step's masks depend on them."""
+        if self._landing_drafts is not None and not self._matchers.is_empty:
+            assert self._drafts is not None
+            self._landing_drafts.send(self._drafts.drafts)
+
+    def _read_drafts(self) -> IntArray | None:
+        return None if self._landing_drafts is None else self._landing_drafts.read()

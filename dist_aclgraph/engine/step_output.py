@@ -14,6 +14,7 @@ from torch import Tensor
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.bad_words import find_forbidden, forbid
 from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.matchers import Masks, apply_masks
 from dist_aclgraph.engine.prompt_report import ComingPrompt
 from dist_aclgraph.engine.race_noise import RaceNoise
 from dist_aclgraph.engine.sampler import (
@@ -206,13 +207,18 @@ class StepOutput:
         return forbid(logits, forbidden, self._coming, self._npu.upload)
 
     def choose_special(
-        self, inputs: HostStep, logits: Tensor, tokens: Tensor
+        self,
+        inputs: HostStep,
+        logits: Tensor,
+        tokens: Tensor,
+        masks_of: Callable[[StepPlaces], Masks | None] | None = None,
     ) -> SpecialPlaces | None:
         """Sample the special places, and write the chosen tokens into ``tokens``.
 
         Args:
             logits: [num_samples * (k + 1), vocab].
             tokens: [num_samples * (k + 1)] int32, the most probable tokens.
+            masks_of: returns the allowed tokens of places; None if no row has a mask.
         """
         known = self._known.find(inputs.sampled_rows)
         if known is None:
@@ -221,6 +227,9 @@ class StepOutput:
         if not is_all:
             logits = logits.index_select(0, known.where)
         upload, positions = self._npu.upload, known.positions(inputs)
+        masks = None if masks_of is None else masks_of(known)
+        if masks is not None:
+            logits = apply_masks(logits, masks, upload)
         forbid_words = partial(self._forbid_words, inputs, known)
         chosen = choose_tokens(
             logits, places, positions, self._counts, self._noise, upload, forbid_words

@@ -9,6 +9,7 @@ from itertools import compress
 import numpy as np
 from msgspec.structs import replace
 
+from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import Places
@@ -30,7 +31,8 @@ class StepOutputs:
         firsts: [n], indices of requests that got their first tokens.
         finish_reasons: the finish reason of each finished request, by its index.
         logprobs: [num_new], or empty if no request wants log-probabilities.
-        failed: requests that end without a new token, because their logits were NaN or infinite.
+        failed: requests that end without a new token, and why: their logits were NaN or infinite,
+            or their grammar reached a limit.
     """
 
     requests: Sequence[Request] = ()
@@ -40,7 +42,7 @@ class StepOutputs:
     firsts: Places = field(default_factory=lambda: np.empty(0, np.intp))
     finish_reasons: Mapping[int, FinishReason] = field(default_factory=dict)
     logprobs: tuple[RowLogprobs | None, ...] = ()
-    failed: Sequence[Request] = ()
+    failed: Sequence[tuple[Request, DistAclGraphError]] = ()
 
     @classmethod
     def joined(cls, parts: Sequence[StepOutputs]) -> StepOutputs:

@@ -387,6 +387,18 @@ class RankScheduler:
             self._release(found)
         return found
 
+    def release_failed(self, new: NewTokens) -> list[tuple[Request, str]]:
+        """Release and return the requests of the oldest step that cannot go on, and why."""
+        if not new.failed:
+            return []
+        flight = self._flights[0]
+        samples = np.flatnonzero(flight.step.records[:, 3] > 0)
+        places = [(int(flight.places[samples[index]]), why) for index, why in new.failed.items()]
+        found = [(self.rows.requests[place], why) for place, why in places if place >= 0]
+        if found:
+            self._release([request for request, _ in found])
+        return found
+
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
         """Apply the results of the oldest step; return the new tokens and the finished requests."""
         flight = self._flights.popleft()

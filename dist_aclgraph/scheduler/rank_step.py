@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class NewTokens(NamedTuple):
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
         prompts: log-probabilities of prompts, for requests that want them.
+        failed: requests that cannot go on, and why, by index among the sampled requests.
     """
 
     token_ids: IntArray
@@ -40,6 +42,7 @@ class NewTokens(NamedTuple):
     logprobs: tuple[RowLogprobs | None, ...]
     non_finite: IntArray = NO_INTS
     prompts: tuple[PromptLogprobs, ...] = ()
+    failed: Mapping[int, str] = MappingProxyType({})
 
     def cut(self, kept: IntArray) -> NewTokens:
         """Return the first tokens of each request.
@@ -237,7 +240,9 @@ class RankStep:
         if not all(0 <= prompt.place < self.num_reqs for prompt in result.prompts):
             raise self._mismatch(result, "prompts of other requests")
         non_finite = self._non_finite(result)
-        return NewTokens(tokens, counts, result.logprobs, non_finite, result.prompts)
+        if not all(0 <= index < len(limits) for index in result.failed):
+            raise self._mismatch(result, f"errors of requests {sorted(result.failed)}")
+        return NewTokens(tokens, counts, result.logprobs, non_finite, result.prompts, result.failed)
 
     def _counts(self, result: StepResult, tokens: IntArray) -> IntArray:
         limits = self.num_logits

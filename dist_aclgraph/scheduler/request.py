@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -109,7 +110,9 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        self.min_total_tokens = self.prompt_end + sampling.min_tokens
+        # A grammar may allow nothing but an end token before ``min_tokens``.
+        may_end = sampling.structure is not None and sampling.structure.grammar
+        self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -149,6 +152,11 @@ def row_sampling(
     """
     biases = dict(params.logit_bias)
     biases |= {word[0]: -math.inf for word in params.bad_word_ids if len(word) == 1}
+    structure = params.structure
+    if structure is not None:
+        structure = replace(structure, end_ids=tuple(end_ids))
+    # A grammar decides itself whether an end token may come before ``min_tokens``.
+    has_grammar = structure is not None and bool(structure.grammar)
     return RowSampling(
         temperature=0.0 if params.is_greedy else float(params.temperature),
         top_k=max(params.top_k, 0),
@@ -161,10 +169,11 @@ def row_sampling(
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         num_prompt_tokens=num_prompt_tokens,
-        suppressed=tuple(end_ids) if params.min_tokens else (),
+        suppressed=tuple(end_ids) if params.min_tokens and not has_grammar else (),
         min_tokens=params.min_tokens,
         biased=pack_ints(list(biases)) if biases else b"",
         biases=np.array(list(biases.values()), "<f4").tobytes(),
         allowed=pack_ints(params.allowed_token_ids) if params.allowed_token_ids else b"",
         bad_words=tuple(word for word in params.bad_word_ids if len(word) > 1),
+        structure=structure,
     )

@@ -18,7 +18,10 @@ import msgspec
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.errors import (
+    DistAclGraphError,
+    GrammarError,
     InvalidParameterError,
+    NonFiniteLogitsError,
     QueueFullError,
     RequestTooLongError,
     WorkerError,
@@ -41,6 +44,10 @@ from dist_aclgraph.steps.step import StepPlan, StepResult
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ChooseExchange, no_exchange
 
 MAX_IN_FLIGHT = 2
+NON_FINITE = (
+    "the model computed NaN or infinity for this request, twice: its weights may be damaged, or "
+    "too large for the dtype (bfloat16 holds numbers that are infinite in float16)"
+)
 NOTHING = StepOutputs()
 NO_TOKENS = NewTokens(NOTHING.token_ids, None, ())
 
@@ -265,10 +272,17 @@ class Scheduler:
         ]
         self._in_flight.popleft()
         parts = []
-        failed: list[Request] = []
+        failed: list[tuple[Request, DistAclGraphError]] = []
         for rank, new in zip(self.ranks, brought, strict=True):
             if len(new.non_finite):
-                failed += self._try_again(rank.release_non_finite(new))
+                failed += [
+                    (request, NonFiniteLogitsError(NON_FINITE))
+                    for request in self._try_again(rank.release_non_finite(new))
+                ]
+            for request, why in rank.release_failed(new):
+                del self._requests[request.request_id]
+                request.is_over = True
+                failed.append((request, GrammarError(f"the grammar of the answer failed: {why}")))
             outputs, finished = rank.advance(new)
             parts.append(outputs)
             for request in finished:

@@ -16,6 +16,7 @@ from dist_aclgraph.errors import DeviceFault
 from dist_aclgraph.ints import INT_BYTES, listed_ints
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.sampling import Structure
 from dist_aclgraph.topology import ExchangeKind
 
 
@@ -39,6 +40,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     biases: bytes = b""  # float32 [n], added to the logits of these tokens
     allowed: bytes = b""  # int32 [n], the only allowed tokens; empty allows all tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # words of two tokens or more
+    structure: Structure | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -57,6 +59,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
             and not self.has_penalties
             and self.logprobs < 0
             and not (self.suppressed or self.biased or self.allowed or self.bad_words)
+            and self.structure is None
         )
 
 
@@ -162,11 +165,12 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     empty, and each request gets one token. ``expert_tokens`` is the number of tokens that the
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
     step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
-    ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN or
-    infinite. If the worker measures its host time, ``timings_us`` contains the host time of each
-    stage, from plan to result. ``overlapped_us`` contains the host time during which the device
-    worked, and the host time between two steps. ``counted`` contains the number and the bytes of
-    the step's collectives, if the device counts them.
+    ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN
+    or infinite. ``failed`` lists the requests that cannot go on, and why. If the worker
+    measures its host time, ``timings_us`` contains the host time of each stage, from plan to
+    result. ``overlapped_us`` contains the host time during which the device worked, and the
+    host time between two steps. ``counted`` contains the number and the bytes of the step's
+    collectives, if the device counts them.
     """
 
     epoch: int
@@ -175,6 +179,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     token_ids: bytes = b""  # int32 [num_new], request by request
     counts: bytes = b""  # int32 [num_sampled]
     non_finite: bytes = b""  # int32 [k], indices among the sampled requests
+    failed: dict[int, str] = {}  # by index among the sampled requests
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
     prompts: tuple[PromptLogprobs, ...] = ()
     expert_tokens: int = 0

@@ -217,6 +217,10 @@ class Tokenizer:
             return data
         return text.encode() if is_shorter else data
 
+    def as_json(self) -> str:
+        """Return the tokenizer, added tokens included, as the text of a tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     @property
     def template_source(self) -> str | None:
         """The text of all of the checkpoint's chat templates; None without a template."""

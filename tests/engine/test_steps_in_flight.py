@@ -6,6 +6,7 @@ preemptions, greedy and random, with penalties, stop tokens, drafts, and graphs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,10 +56,14 @@ def play(
     requests: list[Arrival],
     num_blocks: int,
     num_drafts: int,
-    sampling: dict[str, Any],
+    sampling: dict[str, Any] | Sequence[dict[str, Any]],
     changes: Changes,
 ) -> dict[str, Got]:
-    """Return the tokens of each request."""
+    """Return the tokens of each request.
+
+    Args:
+        sampling: the parameters of all requests, or of each one.
+    """
     dispatcher = GraphDispatcher(plan)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
@@ -71,7 +76,8 @@ def play(
     for step in range(2000):
         for index, request in enumerate(requests):
             if request.at_step == step:
-                settings = {"temperature": 0.0, **sampling}
+                own = sampling if isinstance(sampling, dict) else sampling[index]
+                settings = {"temperature": 0.0, **own}
                 settings["min_tokens"] = min(settings.get("min_tokens", 0), request.max_tokens)
                 params = SamplingParams(max_tokens=request.max_tokens, **settings)
                 scheduler.add(submit(str(index), request.prompt, params))

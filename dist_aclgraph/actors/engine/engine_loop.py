@@ -26,7 +26,6 @@ from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineDeadError,
     InvalidParameterError,
-    NonFiniteLogitsError,
     WorkerLostError,
 )
 from dist_aclgraph.ints import INT_BYTES, unpack_ints
@@ -43,10 +42,6 @@ from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 from dist_aclgraph.token_ids import check_token_ids
 
 STOPPING = "the deployment is stopping"
-NON_FINITE = (
-    "the model computed NaN or infinity for this request, twice: its weights may be damaged, or "
-    "too large for the dtype (bfloat16 holds numbers that are infinite in float16)"
-)
 IDLE_S = 0.1  # seconds between two checks while there is no work
 UNHELD_S = 0.01  # seconds between two checks of the lease, while it is not held
 MEAN_FROM, MEAN_OF = 16, 200  # number of steps before a mean is reported; in a running mean
@@ -291,9 +286,9 @@ class EngineLoop:
         else:
             self._eager_times.add(sent.num_tokens, took_s)
         self._num_tokens["generation"] += outputs.num_tokens
-        for request in outputs.failed:
+        for request, error in outputs.failed:
             link, number = self._recipients.pop(request.request_id)
-            self._links.send(link, last_words(number, NonFiniteLogitsError(NON_FINITE)))
+            self._links.send(link, last_words(number, error))
         first = next(result for result in results if result.rank == 0)
         if first.timings_us:
             self._book(sent, first, took_s, done_s - received_s)

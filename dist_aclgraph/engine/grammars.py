@@ -1,0 +1,54 @@
+"""Grammars of requests, compiled by llguidance for the model's vocabulary.
+
+An ingress has compiled every grammar before, in a process with limits (``text/grammars.py``). So
+compiling takes at most seconds; it runs on a thread, and the library gives up Python's lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import llguidance
+
+from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
+
+MAX_COMPILED = 64  # compiled grammars that are kept for further requests
+
+
+class Grammars:
+    """Owns the compiled grammars of a rank.
+
+    Args:
+        read_vocabulary: reads the checkpoint's tokenizer; called on a thread, with the first
+            grammar.
+    """
+
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._read_vocabulary = read_vocabulary
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: str, salt: str) -> Future[llguidance.LLMatcher]:
+        """Begin to compile a grammar; the matcher may be in an error.
+
+        Args:
+            salt: compiled grammars are shared only between requests with the same salt.
+        """
+        return self._thread.submit(self._compile, grammar, salt)
+
+    def _compile(self, grammar: str, salt: str) -> llguidance.LLMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = open_tokenizer(self._read_vocabulary())
+        key = (salt, grammar)
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+        else:
+            self._compiled[key] = llguidance.LLMatcher(
+                self._tokenizer, grammar, log_level=0, limits=make_limits()
+            )
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return self._compiled[key].deep_copy()

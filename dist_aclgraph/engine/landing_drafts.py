@@ -1,0 +1,33 @@
+"""Copies drafts to the host, where the masks of the next step depend on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.ints import IntArray
+
+
+class LandingDrafts:
+    """Pinned memory for the drafts of all rows."""
+
+    def __init__(self, npu: Npu, max_rows: int, k: int) -> None:
+        self._npu = npu
+        self._memory = npu.pinned((max_rows + 1, k), torch.int32)
+        self._ready: Any = runtime().Event()
+        self._stream = runtime().current_stream()
+
+    def send(self, drafts: Tensor) -> None:
+        """Queue a copy of [max_rows + 1, k] drafts; the host does not wait."""
+        self._memory.copy_(drafts, non_blocking=True)
+        self._ready.record(self._stream)
+
+    def read(self) -> IntArray:
+        """Wait for the copy that was queued last; return [max_rows + 1, k] drafts."""
+        with self._npu.waiting():
+            self._ready.synchronize()
+        drafts: IntArray = self._memory.numpy()
+        return drafts

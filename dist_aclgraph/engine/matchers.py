@@ -1,0 +1,323 @@
+"""Which tokens the grammars of rows allow next, as bits.
+
+A row's mask is a function of its grammar and its output. So every rank that samples computes the
+mask itself, and nothing is sent between ranks. Before each step, a row's matcher is brought to the
+row's output: forward by new tokens, or back if tokens were discarded (a void step, a rewind, drafts
+that were not accepted).
+
+A row may reason before it answers. Its grammar holds for the answer only; while the row reasons,
+only tokens that end the output are forbidden, and after a number of tokens the reasoning is ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_aclgraph.engine.grammars import Grammars
+from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.sampling_places import StepPlaces
+from dist_aclgraph.engine.token_counts import ToDevice
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.sampling import Structure
+from dist_aclgraph.steps.host_step import HostStep
+from dist_aclgraph.steps.step import RowSampling
+from dist_aclgraph.text.grammars import Vocabulary
+
+BITS = 32
+ALL = np.int32(-1)
+
+
+class Masks(NamedTuple):
+    """The allowed tokens of some places.
+
+    Attributes:
+        places: [m], indices among the special places of a step.
+        words: [m, ceil(vocab / 32)] int32; bit t % 32 of word t // 32 allows token t.
+    """
+
+    places: IntArray
+    words: IntArray
+
+
+@dataclass
+class _Tail:
+    """Tokens that a step has sampled, and that the engine has not sent back yet."""
+
+    begin: int  # position of the first token
+    tokens: list[int]
+
+
+class _Row:
+    """The state of one row with a grammar or a limit of reasoning.
+
+    Attributes:
+        num_seen: number of tokens of the output that the state includes.
+    """
+
+    def __init__(
+        self,
+        sampling: RowSampling,
+        matcher: Future[llguidance.LLMatcher] | None,
+        end_words: IntArray,
+    ) -> None:
+        assert sampling.structure is not None
+        self.structure: Structure = sampling.structure
+        self.begin = sampling.num_prompt_tokens
+        self.free_from = sampling.min_tokens
+        self._coming = matcher
+        self._matcher: llguidance.LLMatcher | None = None
+        self._end_words = end_words  # the bits of tokens that end an output
+        self.num_seen = 0
+        self._num_consumed = 0
+        self._opens = False  # whether the first token of the output begins reasoning
+        self._answer: int | None = None  # where the answer begins, in tokens of the output
+        self._rewind_phase()
+
+    @property
+    def error(self) -> str:
+        """Why the matcher cannot go on; empty if it can."""
+        matcher = self._ready()
+        return matcher.get_error() if matcher is not None and matcher.is_error() else ""
+
+    def _ready(self) -> llguidance.LLMatcher | None:
+        if self._coming is not None:
+            self._matcher, self._coming = self._coming.result(), None
+        return self._matcher
+
+    @property
+    def _is_over(self) -> bool:
+        matcher = self._matcher
+        return matcher is not None and matcher.stop_reason() == "EndOfSentence"
+
+    def _rewind_phase(self) -> None:
+        structure = self.structure
+        if structure.think_end < 0:
+            self._answer = 0
+        elif self._answer is not None and self.num_seen < self._answer:
+            self._answer = None
+        if self.num_seen == 0:
+            self._opens = False
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._answer is None and (self.structure.is_thinking or self._opens)
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forget all tokens after the first ``num_tokens`` of the output."""
+        if num_tokens >= self.num_seen:
+            return
+        answer, self.num_seen = self._answer, num_tokens
+        matcher = self._ready()
+        if matcher is not None and answer is not None:
+            too_many = self._num_consumed - max(0, num_tokens - answer)
+            if too_many > 0:
+                matcher.rollback(too_many)
+                self._num_consumed -= too_many
+        self._rewind_phase()
+
+    def add(self, token: int) -> bool:
+        """Add the next token of the output; return false, and add nothing, if it is forbidden."""
+        structure = self.structure
+        if self._answer is None:
+            if self._is_thinking:
+                if token == structure.think_end:
+                    self._answer = self.num_seen + 1
+                self.num_seen += 1
+                return True
+            if token == structure.think_begin:
+                self._opens = True
+                self.num_seen += 1
+                return True
+            self._answer = self.num_seen
+        matcher = self._ready()
+        if matcher is not None and not self._is_over:
+            if matcher.try_consume_tokens([token]) != 1:
+                return False
+            self._num_consumed += 1
+        self.num_seen += 1
+        return True
+
+    def fill(self, words: IntArray) -> None:
+        """Write the mask of the next token into ``words``, [1, num_words]."""
+        structure, matcher = self.structure, self._ready()
+        if self._is_thinking:
+            begin = 0 if structure.is_thinking else 1
+            words[:] = ALL
+            if 0 <= structure.max_thought <= self.num_seen - begin:
+                words[:] = 0
+                _allow(words, structure.think_end)
+            elif matcher is not None:
+                words &= ~self._end_words
+            return
+        if matcher is None or self._is_over:
+            words[:] = ALL
+            return
+        llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+        if self._answer is None:
+            _allow(words, structure.think_begin)
+        if self.num_seen < self.free_from:
+            without_ends = words & ~self._end_words
+            if without_ends.any():
+                words[:] = without_ends
+
+
+def _allow(words: IntArray, token: int) -> None:
+    if token >= 0:
+        words.view(np.uint32)[0, token // BITS] |= np.uint32(1 << token % BITS)
+
+
+class Matchers:
+    """Owns the matchers of all rows.
+
+    Args:
+        batch: the rows; it has all tokens but those of steps that the engine has not answered.
+        read_vocabulary: reads the checkpoint's tokenizer.
+        num_places: k + 1, number of places of each sampled request.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        read_vocabulary: Callable[[], Vocabulary],
+        vocab_size: int,
+        num_places: int,
+    ) -> None:
+        self._batch = batch
+        self._grammars = Grammars(read_vocabulary)
+        self._num_words = -(-vocab_size // BITS)
+        self._num_places = num_places
+        self._rows: dict[int, _Row] = {}
+        self._tails: dict[int, _Tail] = {}
+        self._failed: dict[int, str] = {}  # by sample of the last step, why its row cannot go on
+
+    def begin(self, row: int, sampling: RowSampling) -> None:
+        """Take over a row that a request begins or resumes in."""
+        self._tails.pop(row, None)
+        self._rows.pop(row, None)
+        structure = sampling.structure
+        if structure is None:
+            return
+        matcher = None
+        if structure.grammar:
+            matcher = self._grammars.compile(structure.grammar, structure.salt)
+        ends = np.zeros((1, self._num_words), np.int32)
+        for token in structure.end_ids:
+            _allow(ends, token)
+        self._rows[row] = _Row(sampling, matcher, ends)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows
+
+    def concern(self, step: HostStep) -> bool:
+        """Return whether a step samples a row with a mask."""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(step.sampled_rows.tolist())
+
+    def note(self, step: HostStep, counts: IntArray, token_ids: IntArray) -> None:
+        """Remember the tokens that a step has sampled.
+
+        Args:
+            counts: [num_samples], number of new tokens of each sampled request.
+            token_ids: [num_new], request by request.
+        """
+        ends = np.cumsum(counts)
+        firsts = step.kv_lens[step.sampled] - step.num_logits + 1
+        for sample, row in enumerate(step.sampled_rows.tolist()):
+            if row in self._rows:
+                tokens = token_ids[ends[sample] - counts[sample] : ends[sample]].tolist()
+                self._tails[row] = _Tail(int(firsts[sample]), tokens)
+
+    def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
+        """Return the masks of a step's special places; None if no row has a mask.
+
+        All tokens before the step must be known: ``note`` was called for each earlier step.
+
+        Args:
+            drafts: [max_rows, k], the drafts of this step; None without drafts.
+        """
+        firsts = step.kv_lens[step.sampled] - step.num_logits + 1
+        places: list[int] = []
+        words: list[IntArray] = []
+        for index in range(0, len(known.samples), self._num_places):
+            sample = int(known.samples[index])
+            row_id = int(step.sampled_rows[sample])
+            row = self._rows.get(row_id)
+            if row is None:
+                continue
+            num_logits = int(step.num_logits[sample])
+            drafted = [] if drafts is None else drafts[row_id, : num_logits - 1].tolist()
+            try:
+                found = self._fill(row_id, row, int(firsts[sample]), drafted)
+                error = row.error
+            except RuntimeError as e:
+                error = str(e)
+            if error:
+                self._failed[sample] = error
+                continue
+            # A request with fewer places repeats its last place.
+            last = num_logits - 1
+            places += range(index, index + self._num_places)
+            words += [found[min(i, last)] for i in range(self._num_places)]
+        if not places:
+            return None
+        return Masks(np.array(places, np.int32), np.stack(words))
+
+    def take_failed(self) -> dict[int, str]:
+        """Return the samples whose rows cannot go on since the last call, and why."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def _fill(self, row_id: int, row: _Row, first: int, drafts: list[int]) -> IntArray:
+        """Return the masks of the places of a row, [1 + len(drafts), num_words].
+
+        Args:
+            first: position of the token that is sampled at the first place.
+        """
+        target = first - row.begin
+        row.go_back(target)
+        for token in self._tokens(row_id, row.begin + row.num_seen, first):
+            if not row.add(token):
+                raise RuntimeError("the output does not match the grammar")
+        # A place behind a forbidden draft is never used: that draft is not accepted.
+        words = np.full((1 + len(drafts), self._num_words), ALL)
+        row.fill(words[:1])
+        for place, draft in enumerate(drafts, start=1):
+            if not row.add(draft):
+                break
+            row.fill(words[place : place + 1])
+        row.go_back(target)
+        return words
+
+    def _tokens(self, row: int, begin: int, end: int) -> list[int]:
+        """Return the tokens of a row at the positions from ``begin`` to ``end``."""
+        known = int(self._batch.num_tokens[row])
+        tokens: list[int] = self._batch.token_ids[row, begin : min(end, known)].tolist()
+        if end > known:
+            tail = self._tails[row]
+            start = max(begin, known) - tail.begin
+            assert start >= 0, "a step's tokens were not noted"
+            tokens += tail.tokens[start : end - tail.begin]
+        assert len(tokens) == end - begin
+        return tokens
+
+
+def apply_masks(logits: Tensor, masks: Masks, upload: ToDevice) -> Tensor:
+    """Return [n, vocab] logits; the logits of tokens that are not allowed are -inf."""
+    vocab = logits.shape[1]
+    bits = upload((np.uint32(1) << np.arange(BITS, dtype=np.uint32)).view(np.int32))
+    words = upload(masks.words)
+    is_forbidden = ((words.unsqueeze(-1) & bits) == 0).view(len(words), -1)[:, :vocab]
+    if len(masks.places) == len(logits):
+        return logits.masked_fill(is_forbidden, -torch.inf)
+    where = upload(masks.places.astype(np.int64))
+    masked = logits.index_select(0, where).masked_fill(is_forbidden, -torch.inf)
+    return logits.index_copy(0, where, masked)

@@ -1,0 +1,144 @@
+"""Law: rows with grammars get valid outputs, the same with and without drafts and steps in flight,
+and rows without grammars get what they get alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import llguidance
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.planning.plan import GraphPlan
+from dist_aclgraph.sampling import Structure
+from dist_aclgraph.text.tokenizer import Tokenizer
+from tests.engine.runners import make_runner
+from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals
+from tests.engine.test_steps_in_flight import DEMO, Got, capture, play
+from tests.laws import examples
+from tests.plans import make_plan
+
+TOKENIZER = Tokenizer(DEMO)
+END = TOKENIZER.eos_ids[0]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+PATTERN = r"[ab]{3,6}(, [0-9]{2})?"
+CHOICES = ["yes", "no", "maybe not"]
+
+
+def is_object(text: str) -> bool:
+    found = json.loads(text)
+    return set(found) == {"name", "n"} and len(found["name"]) <= 4 and 0 <= found["n"] <= 99
+
+
+def thought(**fields: Any) -> Structure:
+    """A structure whose reasoning lies between two tokens of the vocabulary."""
+    return Structure(think_begin=300, think_end=301, **fields)
+
+
+GRAMMARS = {
+    "json": llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(SCHEMA), overrides={"whitespace_pattern": r"[\x20\x0A]{0,2}"}
+    ),
+    "regex": llguidance.LLMatcher.grammar_from_regex(PATTERN),
+    "choice": llguidance.grammar_from("choice", json.dumps(CHOICES)),
+}
+VALID = {
+    "json": is_object,
+    "regex": lambda text: re.fullmatch(PATTERN, text) is not None,
+    "choice": CHOICES.__contains__,
+}
+STRUCTURED = {
+    name: {"stop_token_ids": (END,), "ignore_eos": True, "structure": Structure(grammar=grammar)}
+    for name, grammar in GRAMMARS.items()
+}
+RANDOM = {"temperature": 1.0, "seed": 4}
+SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
+    ("", {"logprobs": 1}),
+    ("", RANDOM),
+    ("json", STRUCTURED["json"]),
+    ("json", STRUCTURED["json"] | RANDOM | {"repetition_penalty": 1.2}),
+    ("regex", STRUCTURED["regex"] | RANDOM | {"top_p": 0.9, "min_tokens": 3}),
+    ("choice", STRUCTURED["choice"] | {"logprobs": 2}),
+    ("regex", STRUCTURED["regex"] | {"structure": thought(grammar=GRAMMARS["regex"])} | RANDOM),
+    (
+        "json",
+        STRUCTURED["json"]
+        | {"structure": thought(grammar=GRAMMARS["json"], is_thinking=True, max_thought=3)},
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
+    """Runners with no, one and three drafts, one and two steps in flight, eager and with graphs."""
+    found = []
+    for k, in_flight, has_graphs in ((0, 1, False), (0, 2, True), (1, 2, False), (3, 2, True)):
+        q = k + 1
+        decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
+        plan = EAGER
+        if has_graphs:
+            plan = make_plan(*decode, mixed=(8, 48), query_len=q, max_num_seqs=MAX_SEQS)
+        scheduler = {"max_num_seqs": MAX_SEQS, "steps_in_flight": in_flight}
+        settings = {"dtype": "float32", "scheduler": scheduler}
+        runner = make_runner(npu, DEMO, MAX_SEQS, plan.capture_order, k, settings)
+        for graph in plan.capture_order:
+            capture(runner, graph)
+        found.append((k, plan, runner))
+    return found
+
+
+def answer_of(structure: Structure, tokens: list[int]) -> list[int]:
+    """Return the tokens behind the reasoning."""
+    if structure.think_end >= 0 and (structure.is_thinking or tokens[:1] == [300]):
+        return tokens[tokens.index(301) + 1 :]
+    return tokens
+
+
+@examples(12)
+@given(
+    arrivals,
+    st.lists(st.integers(0, len(SAMPLINGS) - 1), min_size=9, max_size=9),
+    st.integers(12, 40),
+)
+def test_outputs_are_valid_and_do_not_depend_on_drafts_flights_or_neighbours(
+    runners: Any, arrivals: list[Arrival], kinds: list[int], num_blocks: int
+) -> None:
+    arrivals = [replace(a, max_tokens=a.max_tokens + 20) for a in arrivals]
+    names, samplings = zip(*(SAMPLINGS[kind] for kind in kinds), strict=True)
+    results = [
+        play(runner, plan, arrivals, num_blocks, k, samplings, {}) for k, plan, runner in runners
+    ]
+    free = [i for i, arrival in enumerate(arrivals) if not names[i]]
+    k, plan, runner = runners[0]
+    alone = play(
+        runner, plan, [arrivals[i] for i in free], num_blocks, k, [samplings[i] for i in free], {}
+    )
+
+    for index, arrival in enumerate(arrivals):
+        got: list[Got] = [result[str(index)] for result in results]
+        if arrival.abort_at is not None:
+            length = min(len(one.tokens) for one in got)
+            assert len({tuple(one.tokens[:length]) for one in got}) == 1
+            continue
+        assert len({(tuple(one.tokens), one.reasons[-1]) for one in got}) == 1, names[index]
+        if index in free:
+            assert got[0].tokens == alone[str(free.index(index))].tokens
+        elif got[0].reasons[-1] == "stop":
+            *tokens, last = answer_of(samplings[index]["structure"], got[0].tokens)
+            assert last == END
+            text = TOKENIZER.decode(tokens)
+            assert VALID[names[index]](text), text
