@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json import dumps as to_json
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
@@ -18,6 +19,84 @@ MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 16384
+MAX_STRUCTURE_CHARS = 1 << 16
+# Unlimited white space is valid JSON; some models then write it until the answer is full.
+JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """The form that an answer must have: exactly one of the first six fields is set. The names are
+    those of vLLM's ``StructuredOutputsParams``.
+
+    Attributes:
+        json: a JSON schema, as text or as an object; keys of an object stay in their order.
+        regex: a regular expression that the whole answer matches.
+        choice: texts, one of which is the answer.
+        grammar: a grammar in the language of Lark, or in that of GBNF ("::=").
+        json_object: whether the answer is any JSON object.
+        lark: a grammar of llguidance with its extensions; made of tools.
+        whitespace_pattern: a regular expression of white space in JSON; None means at most eight
+            blanks or newlines in a row.
+        disable_any_whitespace: whether JSON is written without any choice of white space.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    lark: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        forms = (self.json, self.regex, self.choice, self.grammar, self.json_object, self.lark)
+        given = [form for form in forms if form is not None and form is not False]
+        if len(given) != 1:
+            raise InvalidParameterError(
+                f"structured_outputs has {len(given)} of json, regex, choice, grammar and "
+                "json_object; it must have exactly one",
+                "structured_outputs",
+            )
+        if self.choice is not None and not all(
+            isinstance(text, str) and text for text in self.choice
+        ):
+            raise InvalidParameterError(
+                "structured_outputs.choice must be texts that are not empty", "structured_outputs"
+            )
+        if len(self.text) > MAX_STRUCTURE_CHARS:
+            raise InvalidParameterError(
+                f"structured_outputs has {len(self.text)} characters; at most "
+                f"{MAX_STRUCTURE_CHARS} are allowed",
+                "structured_outputs",
+            )
+
+    @property
+    def kind(self) -> str:
+        """The language of ``text``."""
+        if self.json is not None or self.json_object:
+            return "json"
+        names = ("regex", "choice", "grammar", "lark")
+        return next(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def text(self) -> str:
+        """The source of the grammar."""
+        if self.json_object:
+            return '{"type": "object"}'
+        if self.json is not None:
+            return self.json if isinstance(self.json, str) else to_json(self.json)
+        if self.choice is not None:
+            return to_json(list(dict.fromkeys(self.choice)))
+        return self.regex or self.grammar or self.lark or ""
+
+    @property
+    def json_options(self) -> dict[str, Any]:
+        """How llguidance reads a JSON schema: its key ``x-guidance``."""
+        if self.disable_any_whitespace:
+            return {"coerce_one_of": True, "whitespace_flexible": False}
+        return {"coerce_one_of": True, "whitespace_pattern": self.whitespace_pattern or JSON_SPACE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +152,8 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be generated; empty allows all tokens.
         bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
         skip_special_tokens: whether the text omits special tokens.
+        structured_outputs: the form that the answer must have.
+        thinking_tokens: largest number of tokens of reasoning; then the reasoning is ended.
         structure: the form of the output; made of other parameters (``text/structure.py``).
     """
 
@@ -93,6 +174,8 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    thinking_tokens: int | None = None
     structure: Structure | None = None
     skip_special_tokens: bool = True
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -129,6 +212,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _words(self.bad_words))
+        if self.thinking_tokens is not None:
+            _integer("thinking_tokens", self.thinking_tokens, 0, 2**31 - 1)
         if GREEDY_EPSILON <= self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -21,9 +21,11 @@ from dist_aclgraph.formats import (
     pythonic,
     qwen3_coder,
 )
+from dist_aclgraph.formats.lark import ANY_OBJECT, ANY_TEXT, Lark, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
+from dist_aclgraph.sampling import StructuredOutputs
 
 # The first format that fits a template is chosen; Hermes' markers are also those of other families.
 FORMATS: dict[str, ModuleType] = {
@@ -65,6 +67,54 @@ class AnswerFormat:
     def has_channels(self) -> bool:
         """Whether the format of calls reads reasoning, too."""
         return self.name == "gpt_oss"
+
+    def structured(
+        self,
+        form: StructuredOutputs | None,
+        tools: Tools | None,
+        strict: Container[str] = (),
+        *,
+        is_required: bool = False,
+        is_parallel: bool = True,
+    ) -> StructuredOutputs | None:
+        """Return the form of an answer that has content of a form, or calls; None for any answer.
+
+        Args:
+            form: the form of the content; None for any text.
+            tools: the tools that may be called; None if no tool may be called.
+            strict: names of tools whose arguments must match their schemas.
+            is_required: whether the answer must consist of calls.
+
+        Raises:
+            InvalidParameterError: the form cannot be joined with calls.
+        """
+        lark = Lark(self.token_ids)
+        if tools is None or self.name is None:
+            if form is None or not self.has_channels:
+                return form
+            return StructuredOutputs(lark=lark.grammar(gpt_oss.lark_final(lark, lark.form(form))))
+        module = FORMATS[self.name]
+        # Without a token that begins calls, calls cannot be told from text.
+        begins = bool(module.MARKERS) and lark.is_token(module.MARKERS[0])
+        may_check = begins and not self.has_channels and any(name in strict for name in tools)
+        if form is None and not is_required and not may_check:
+            return None
+        each = [
+            module.lark_call(lark, name, (schema or ANY_OBJECT) if name in strict else ANY_OBJECT)
+            for name, schema in tools.items()
+        ]
+        calls = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
+        if is_required:
+            start = calls
+        elif form is not None:
+            content = lark.form(form)
+            if self.has_channels:
+                content = gpt_oss.lark_final(lark, content)
+            start = f"{content} | {calls}"
+        else:
+            text = lark.rule(ANY_TEXT)
+            start = f"{text} ({calls} {text})*" if is_parallel else f"{text} ({calls})?"
+        return StructuredOutputs(lark=lark.grammar(start))
 
     def is_thinking(self, prompt: str, *, continues: bool) -> bool:
         """Return whether a prompt has opened the reasoning of the answer.

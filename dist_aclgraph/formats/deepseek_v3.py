@@ -8,7 +8,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dist_aclgraph.formats.json_call import copy_arguments
+from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -63,3 +67,13 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
                 continue
         yield from scanner.skip_space()
         marker = yield from scanner.copy_until(outside, scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    head = lark.text(f"{CALL}function{SEPARATOR}{name}\n```json\n")
+    return f"{head} {lark.json(schema)} {lark.text(chr(10) + FENCE + END_CALL)}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    inner = f'{call} ("\\n" {call})*' if several else call
+    return f"{lark.text(CALLS)} {inner} {lark.text(END_CALLS)}"

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dist_aclgraph.formats import deepseek_v3
+from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -18,3 +22,13 @@ def fits(template: str) -> bool:
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     yield from deepseek_v3.copy_calls(scanner, is_fenced=False)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    head = lark.text(f"{deepseek_v3.CALL}{name}{deepseek_v3.SEPARATOR}")
+    return f"{head} {lark.json(schema)} {lark.text(deepseek_v3.END_CALL)}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    inner = f"({call})+" if several else call
+    return f"{lark.text(deepseek_v3.CALLS)} {inner} {lark.text(deepseek_v3.END_CALLS)}"

@@ -10,6 +10,10 @@ Texts are written as they are, other values as JSON. GLM-4.7 writes no newlines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.formats.lark import Lark, properties_of
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments
@@ -62,3 +66,16 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             return
         arguments.end()
         marker = yield from scanner.copy_until([begin], scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    parts = [lark.text(f"{BEGIN}{name}\n")]
+    for key, value, is_required in properties_of(schema):
+        head = lark.text(f"{KEY}{key}{END_KEY}\n{VALUE}")
+        part = f"{head} {lark.parameter(value, schema, END_VALUE + chr(10))}"
+        parts.append(part if is_required else f"({part})?")
+    return " ".join([*parts, lark.text(END)])
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    return f'{call} ("\\n" {call})*' if several else call

@@ -10,7 +10,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from dist_aclgraph.formats.lark import ANY_TEXT, Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -48,3 +51,24 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                 scanner.end_reasoning()
         else:
             yield from scanner.copy_until(ends, scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    head = lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}")
+    return f"{head} {lark.json(schema)}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    """Return an expression for one call; the token that ends it also ends the answer."""
+    return f"{lark_thought(lark)} {call}"
+
+
+def lark_thought(lark: Lark) -> str:
+    """Return an expression for the reasoning before the last message, which may be absent."""
+    head, end = lark.text(f"{CHANNEL}analysis{MESSAGE}"), lark.text(f"{END}{START}assistant")
+    return f"({head} {ANY_TEXT} {end})?"
+
+
+def lark_final(lark: Lark, form: str) -> str:
+    """Return an expression for an answer whose last message has a form."""
+    return f"{lark_thought(lark)} {lark.text(f'{CHANNEL}final{MESSAGE}')} {form}"

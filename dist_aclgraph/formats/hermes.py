@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from dist_aclgraph.formats.json_call import copy_marked_calls
+from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -16,3 +21,12 @@ def fits(template: str) -> bool:
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     yield from copy_marked_calls(scanner, scanner.coded(BEGIN), scanner.coded(END))
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    head = lark.text(f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ')
+    return f"{head} {lark.json(schema)} {lark.text('}' + chr(10) + END)}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    return f'{call} ("\\n" {call})*' if several else call

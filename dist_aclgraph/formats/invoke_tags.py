@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from dist_aclgraph.formats.lark import Lark, properties_of
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
-from dist_aclgraph.formats.typed_values import Arguments
+from dist_aclgraph.formats.typed_values import Arguments, types_of
 
 _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
 
@@ -85,3 +88,26 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
     arguments.end()
     yield from scanner.match(tags.invoke[1])
     return True
+
+
+def lark_call(
+    lark: Lark, name: str, schema: Mapping[str, Any], tags: Tags, *, says_type: bool
+) -> str:
+    """Return an expression for one call.
+
+    Args:
+        says_type: whether each parameter says whether it is a string.
+    """
+    parts = [lark.text(f'{tags.invoke[0]} name="{name}">\n')]
+    for key, value, is_required in properties_of(schema):
+        is_text = types_of(value, schema) == {"string"}
+        kind = f' string="{"true" if is_text else "false"}"' if says_type else ""
+        head = lark.text(f'{tags.parameter[0]} name="{key}"{kind}>')
+        part = f"{head} {lark.parameter(value, schema, tags.parameter[1] + chr(10))}"
+        parts.append(part if is_required else f"({part})?")
+    return " ".join([*parts, lark.text(tags.invoke[1] + "\n")])
+
+
+def lark_calls(lark: Lark, call: str, tags: Tags, *, several: bool) -> str:
+    inner = f"({call})+" if several else call
+    return f"{lark.text(tags.calls[0] + chr(10))} {inner} {lark.text(tags.calls[1])}"

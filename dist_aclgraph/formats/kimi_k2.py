@@ -6,7 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dist_aclgraph.formats.json_call import copy_arguments
+from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -44,3 +48,13 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
                     continue
         yield from scanner.skip_space()
         marker = yield from scanner.copy_until(outside, scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    head = f"{lark.text(f'{CALL}functions.{name}:')} /[0-9]+/ {lark.text(ARGUMENTS)}"
+    return f"{head} {lark.json(schema)} {lark.text(END_CALL)}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    inner = f"({call})+" if several else call
+    return f"{lark.text(SECTION)} {inner} {lark.text(END_SECTION)}"

@@ -6,7 +6,12 @@ given tool. ``<|python_tag|>`` may precede the calls.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from dist_aclgraph.formats.json_call import Outcome, copy_call
+from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -39,3 +44,12 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             break
         scanner.let_go()
     yield from scanner.copy_until([], scanner.content)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    head = lark.text(f'{{"name": {json.dumps(name)}, "parameters": ')
+    return f"{head} {lark.json(schema)} {lark.text('}')}"
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    return f'{call} ("; " {call})*' if several else call

@@ -9,7 +9,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from dist_aclgraph.formats.lark import Lark, properties_of
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -125,3 +128,23 @@ def _as_json(text: str) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return json.dumps(stripped, ensure_ascii=False)
+
+
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+    """Return an expression for one call; parameters that are not required come last."""
+    found = sorted(properties_of(schema), key=lambda each: not each[2])
+    parts: list[str] = []
+    for key, value, is_required in found:
+        separator = '", " ' if parts else ""
+        resolved = {**value, **({"$defs": schema["$defs"]} if "$defs" in schema else {})}
+        part = f"{separator}{lark.text(f'{key}=')} {lark.json(resolved)}"
+        if is_required:
+            parts.append(part)
+        elif parts:
+            parts.append(f"({part})?")
+    return " ".join([lark.text(f"{name}("), *parts, lark.text(")")])
+
+
+def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
+    inner = f'{call} (", " {call})*' if several else call
+    return f'"[" {inner} "]"'

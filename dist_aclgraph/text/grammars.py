@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llguidance
 
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 # They count work, not time: ranks with equal histories reach a limit at the same token.
-STEP_FUEL = 50_000
-MAX_LEXER_STATES = 10_000
+PARSER_LIMITS: dict[str, Any] = {
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 10_000,
+    "verbose_errors": False,  # errors do not contain the grammar
+}
 
 
 class Vocabulary(NamedTuple):
@@ -38,10 +41,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def make_limits() -> llguidance.LLParserLimits:
-    """Return the limits of every matcher. Errors do not contain the grammar."""
-    return llguidance.LLParserLimits(
-        step_lexer_fuel=STEP_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
-    )
+    """Return the limits of every matcher."""
+    return llguidance.LLParserLimits(**PARSER_LIMITS)
 
 
 def open_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:

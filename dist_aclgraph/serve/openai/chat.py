@@ -2,93 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.events import CallBegin
-from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.chat_deltas import delta_of, message_of
+from dist_aclgraph.serve.openai.conversation import Conversation, open_conversation
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
-from dist_aclgraph.serve.openai.tools import ToolUse
 from dist_aclgraph.serve.openai.types import ChatRequest
 from dist_aclgraph.serve.resume.journal import Chance
-from dist_aclgraph.text.chat_template import ChatOptions
-
-TAIL_TOKENS = 64  # a prompt's last tokens, which show whether it has opened the reasoning
 
 
 async def chat_completions(state: ApiState, request: Request) -> Response:
     """Answer messages; with ``stream``, by server-sent events."""
 
-    def convert(
-        body: ChatRequest,
-    ) -> tuple[ChatRequest, list[dict[str, Any]], ToolUse | None]:
+    def convert(body: ChatRequest) -> tuple[ChatRequest, Conversation]:
         state.admit(body.model)
-        return body, body.for_template(), body.tool_use()
+        return body, body.conversation(state.sampling_defaults, state.context_len)
 
-    body, messages, tools = await read_body(request, ChatRequest, convert, state.config.serve)
-    options = body.chat_options(tools)
-    # Not on the event loop, because a long prompt must not delay the streams of other requests.
-    prompt_ids = await asyncio.to_thread(
-        state.tokenizer.encode_chat,
-        messages,
-        options,
-        max_tokens=body.most_prompt_tokens(state.context_len),
-    )
-    prompt_ids = body.truncated(prompt_ids, state.context_len)
-    state.check_prompt_logprobs(body.prompt_logprobs, [prompt_ids], body.num_choices)
-    defaults = state.sampling_defaults
-    most = defaults.get("max_tokens")
-    max_tokens = state.fit(len(prompt_ids), body.asked_max_tokens, most, "messages")
-    params = await state.params_with_token_ids([body.sampling(max_tokens, defaults)])
-    journal = state.open_journal(request.scope)
-    generation = Generation(
-        state,
-        [prompt_ids],
-        params,
-        body.num_choices,
-        body.cache_salt or "",
-        journal,
-        make_reader=_reading(state, options, tools, prompt_ids),
-        max_calls=None if tools is None else tools.max_calls,
-    )
-    shape = _ChatReply(
-        state, body, prompt_ids, journal.chance, is_named=bool(tools and tools.named)
-    )
-    return await reply(request, generation, shape, stream=bool(body.stream))
-
-
-def _reading(
-    state: ApiState, options: ChatOptions, tools: ToolUse | None, prompt_ids: list[int]
-) -> Callable[[], Reader | None]:
-    """Return a function that makes the reader of one answer.
-
-    Raises:
-        InvalidParameterError: there are tools, and it is unknown how the model calls tools.
-    """
-    may_call = tools is not None and tools.mode != "none"
-    if may_call and state.answers.name is None:
-        raise InvalidParameterError(
-            "tools: the chat template of this model has no known format of calls; name one by "
-            "serve.tool_format",
-            "tools",
-        )
-    is_thinking = False
-    if state.answers.thought is not None:
-        tail = state.tokenizer.text_of(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-        is_thinking = state.answers.is_thinking(tail, continues=options.continue_final_message)
-    schemas = tools.schemas if tools is not None and may_call else None
-    return partial(state.answers.reader, schemas, is_thinking=is_thinking)
+    body, asked = await read_body(request, ChatRequest, convert, state.config.serve)
+    found = await open_conversation(state, request.scope, asked)
+    is_named = asked.tools is not None and asked.tools.named
+    shape = _ChatReply(state, body, found.prompt_ids, found.chance, is_named=is_named)
+    return await reply(request, found.generation, shape, stream=bool(body.stream))
 
 
 class _ChatReply(Reply):

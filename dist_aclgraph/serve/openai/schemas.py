@@ -71,9 +71,28 @@ PROMPT = _field(
         },
     ]
 )
+_KIND = {"type": "object", "required": ["type"]}
 RESPONSE_FORMAT = _or_null(
-    {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}
+    _KIND | {"properties": {"type": {"enum": ["text", "json_object"]}}},
+    _KIND
+    | {
+        "required": ["type", "json_schema"],
+        "properties": {
+            "type": {"const": "json_schema"},
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "schema": {"type": "object"},
+                    "strict": {"type": ["boolean", "null"]},
+                },
+            },
+        },
+    },
 )
+TEXTS = _or_null({"type": "array", "items": _TEXT, "minItems": 1})
+ANYTHING = _or_null({"type": "object"}, {"type": "string"})
+STRUCTURED_OUTPUTS = _or_null({"type": "object"})
 STOP = _or_null(_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOP_STRINGS})
 STOP_TOKEN_IDS = _or_null(_IDS | {"maxItems": MAX_STOP_TOKEN_IDS})
 STREAM_OPTIONS = _or_null(

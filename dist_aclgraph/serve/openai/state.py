@@ -31,6 +31,7 @@ from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
 from dist_aclgraph.text.output import with_token_ids
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
+from dist_aclgraph.text.structure import GrammarCompiler, Thinking, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number in one answer
@@ -65,6 +66,7 @@ class ApiState:
             tools=config.serve.tool_format,
             reasoning=config.serve.reasoning_format,
         )
+        self.grammars = GrammarCompiler(tokenizer)
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
         self.ignored_fields = IgnoredFields()
@@ -125,17 +127,40 @@ class ApiState:
             )
         return wanted
 
-    async def params_with_token_ids(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """Return one request's parameters, which name the same tokens, with token ids.
+    async def params_with_token_ids(
+        self,
+        params: Sequence[SamplingParams],
+        thinking: Thinking | None = None,
+        *,
+        salt: str = "",
+        param: str = "structured_outputs",
+    ) -> list[SamplingParams]:
+        """Return one request's parameters, which name the same tokens, with token ids and a
+        compiled grammar.
+
+        Args:
+            thinking: where the reasoning of the answer is.
+            salt: the request's ``cache_salt``.
+            param: the field that asks for a form of the answer.
 
         Raises:
-            InvalidParameterError: a token lies outside the vocabulary.
+            InvalidParameterError: a token lies outside the vocabulary, or a grammar is wrong.
         """
-        if not params[0].bad_words:
-            return [with_token_ids(self.tokenizer, params[0]), *params[1:]]
-        # Not on the event loop, because it encodes texts.
-        first = await asyncio.to_thread(with_token_ids, self.tokenizer, params[0])
-        return [replace(each, bad_word_ids=first.bad_word_ids) for each in params]
+        first = params[0]
+        is_structured = first.structured_outputs is not None or first.thinking_tokens is not None
+        if not (first.bad_words or is_structured):
+            return [with_token_ids(self.tokenizer, first), *params[1:]]
+
+        def convert() -> SamplingParams:
+            found = with_token_ids(self.tokenizer, first)
+            return with_structure(found, self.grammars, thinking, salt=salt, param=param)
+
+        # Not on the event loop, because it encodes texts and waits for a process.
+        found = await asyncio.to_thread(convert)
+        return [
+            replace(each, bad_word_ids=found.bad_word_ids, structure=found.structure)
+            for each in params
+        ]
 
     def check_prompt_logprobs(
         self, asked: int | None, prompts: Sequence[list[int]], num_choices: int

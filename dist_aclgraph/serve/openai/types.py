@@ -9,6 +9,7 @@ A field of type ``Raw`` may have any number of items; they are counted before th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, field
@@ -22,9 +23,11 @@ from dist_aclgraph.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
+    StructuredOutputs,
 )
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.conversation import Conversation
 from dist_aclgraph.serve.openai.counted import (
     check_num_strings,
     decode_ids,
@@ -32,7 +35,8 @@ from dist_aclgraph.serve.openai.counted import (
     decode_strings,
 )
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
-from dist_aclgraph.serve.openai.tools import ToolUse, read_calls, read_tools
+from dist_aclgraph.serve.openai.structured import read_structured
+from dist_aclgraph.serve.openai.tools import read_calls, read_tools
 from dist_aclgraph.text.chat_template import ChatOptions
 
 MAX_CHOICES = 16
@@ -157,6 +161,19 @@ class GenerateRequest(Body, kw_only=True):
     repeat_penalty: float | None = None
     allowed_token_ids: Annotated[Raw, schemas.ALLOWED_IDS] = ABSENT
     bad_words: Annotated[Raw, schemas.BAD_WORDS] = ABSENT
+    response_format: Annotated[Raw, schemas.RESPONSE_FORMAT] = ABSENT
+    structured_outputs: Annotated[Raw, schemas.STRUCTURED_OUTPUTS] = ABSENT
+    guided_json: Annotated[Raw, schemas.ANYTHING] = ABSENT
+    guided_regex: str | None = None
+    guided_choice: Annotated[Raw, schemas.TEXTS] = ABSENT
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: Annotated[Raw, schemas.ANYTHING] = ABSENT
+    regex: str | None = None
+    ebnf: str | None = None
+    thinking_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
 
     def check_fields(self) -> None:
         if len(self.cache_salt or "") > MAX_CACHE_SALT_CHARS:
@@ -188,6 +205,33 @@ class GenerateRequest(Body, kw_only=True):
     @property
     def _name_of_max_tokens(self) -> str:
         return self._first("max_tokens", "max_new_tokens", "n_predict")
+
+    @property
+    def _name_of_budget(self) -> str:
+        return self._first("thinking_tokens", "thinking_token_budget", "thinking_budget")
+
+    def structured(self) -> StructuredOutputs | None:
+        """Return the form that the answer must have; None for any text.
+
+        Raises:
+            InvalidParameterError: several fields ask for a form, or one of them is wrong.
+        """
+        return read_structured(
+            {
+                "response_format": self.response_format,
+                "structured_outputs": self.structured_outputs,
+                "guided_json": self.guided_json,
+                "guided_choice": self.guided_choice,
+                "json_schema": self.json_schema,
+            },
+            {
+                "guided_regex": self.guided_regex,
+                "guided_grammar": self.guided_grammar,
+                "regex": self.regex,
+                "ebnf": self.ebnf,
+            },
+            self.guided_whitespace_pattern,
+        )
 
     def _first(self, *names: str) -> str:
         """Return the first of ``names`` whose field has a value, or else ``names[0]``."""
@@ -222,7 +266,7 @@ class GenerateRequest(Body, kw_only=True):
         return options
 
     def _sampling(
-        self, max_tokens: int, logprobs: int | None, defaults: Mapping[str, Any]
+        self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]
     ) -> SamplingParams:
         repetition = self._first("repetition_penalty", "repeat_penalty")
         given = {
@@ -239,6 +283,8 @@ class GenerateRequest(Body, kw_only=True):
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
             "prompt_logprobs": self.asked_prompt_logprobs,
+            "structured_outputs": self.structured(),
+            "thinking_tokens": getattr(self, self._name_of_budget),
         }
         kept = dict(defaults) | {name: v for name, v in given.items() if v is not None}
         if self.stop:
@@ -260,7 +306,11 @@ class GenerateRequest(Body, kw_only=True):
         try:
             return SamplingParams(**{**kept, "max_tokens": max_tokens, "logprobs": logprobs})
         except InvalidParameterError as e:
-            sent = {"max_tokens": self._name_of_max_tokens, "repetition_penalty": repetition}
+            sent = {
+                "max_tokens": self._name_of_max_tokens,
+                "repetition_penalty": repetition,
+                "thinking_tokens": self._name_of_budget,
+            }
             if e.param not in sent:
                 raise
             name = sent[e.param]
@@ -272,7 +322,6 @@ class ChatRequest(GenerateRequest, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: Annotated[Raw, schemas.RESPONSE_FORMAT] = ABSENT
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
     tools: Annotated[Raw, schemas.TOOLS] = ABSENT
     tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
@@ -291,12 +340,6 @@ class ChatRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError(
                 "prompt_logprobs of a chat are not streamed; set stream to false", "prompt_logprobs"
             )
-        if not _is_empty(self.response_format):
-            asked = decode(self.response_format, _Typed, "response_format")
-            if asked.type != "text":
-                raise InvalidParameterError(
-                    "response_format other than text is not offered", "response_format"
-                )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
 
@@ -304,16 +347,30 @@ class ChatRequest(GenerateRequest, kw_only=True):
         """Return the messages in the form that chat templates need."""
         return _for_template(self, self.messages)
 
-    def tool_use(self) -> ToolUse | None:
-        """Return the tools; None if the request has none."""
-        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+    def conversation(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
+        """Return what the request asks for.
 
-    def chat_options(self, tools: ToolUse | None) -> ChatOptions:
-        """Return the options with which the messages become a prompt."""
+        Args:
+            defaults: sampling parameters for those that the request omits.
+        """
+        tools = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return Conversation(
+            messages=self.for_template(),
+            params=self._sampling(self.asked_max_tokens, logprobs, defaults),
+            options=self.chat_options(),
+            tools=None if tools is None or tools.mode == "none" else tools,
+            num_choices=self.num_choices,
+            cache_salt=self.cache_salt or "",
+            most_prompt_tokens=self.most_prompt_tokens(context_len),
+            truncated=partial(self.truncated, context_len=context_len),
+        )
+
+    def chat_options(self) -> ChatOptions:
+        """Return the options with which the messages become a prompt, without tools."""
         own = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
         given = {name: value for name, value in own.items() if value is not None}
         return ChatOptions(
-            tools=None if tools is None or tools.mode == "none" else tools.definitions,
             documents=_documents(self.documents),
             # If a client asks to continue the last message, the default is to begin no new message.
             add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
@@ -325,11 +382,6 @@ class ChatRequest(GenerateRequest, kw_only=True):
     @property
     def _name_of_max_tokens(self) -> str:
         return self._first("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict")
-
-    def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters, with ``defaults`` for those that the request omits."""
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(max_tokens, logprobs, defaults)
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):

@@ -1,0 +1,121 @@
+"""Grammars of calls, in the language of Lark as llguidance extends it.
+
+A grammar makes the model call tools, and makes the arguments match a schema. Markers that are
+tokens are named by their ids, because no text can match them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.formats.typed_values import types_of
+from dist_aclgraph.sampling import StructuredOutputs
+
+ANY_OBJECT = {"type": "object"}
+JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
+ANY_TEXT = r"/(.|\n)*/"
+
+
+class Lark:
+    """Collects the rules of one grammar.
+
+    Args:
+        token_ids: ids of the markers that are tokens.
+    """
+
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        self._token_ids = token_ids
+        self._rules: list[str] = []
+        markers = sorted(token_ids, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, markers)) + ")") if markers else None
+
+    def is_token(self, text: str) -> bool:
+        return text in self._token_ids
+
+    def text(self, text: str) -> str:
+        """Return an expression for a text that may contain markers."""
+        parts = [text] if self._split is None else self._split.split(text)
+        return " ".join(
+            f"<[{self._token_ids[part]}]>" if part in self._token_ids else _quoted(part)
+            for part in parts
+            if part
+        )
+
+    def rule(self, expression: str, options: str = "") -> str:
+        """Add a rule, and return its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def json(self, schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
+        """Return an expression for JSON that matches a schema.
+
+        Args:
+            options: see ``StructuredOutputs.json_options``.
+        """
+        found = {**schema} if isinstance(schema, Mapping) else {} if schema else {"enum": []}
+        found.setdefault("x-guidance", dict(options))
+        return self.rule("%json " + json.dumps(found, ensure_ascii=False))
+
+    def form(self, form: StructuredOutputs) -> str:
+        """Return an expression for a text that has a form.
+
+        Raises:
+            InvalidParameterError: the form is itself a grammar.
+        """
+        if form.kind == "json":
+            return self.json(json.loads(form.text), form.json_options)
+        if form.kind == "choice":
+            return choice_of([_quoted(text) for text in form.choice or ()])
+        if form.kind == "regex":
+            pattern = re.sub(r"(?<!\\)/", r"\/", form.text)
+            return f"/{pattern}/"
+        raise InvalidParameterError(
+            "a grammar cannot be joined with tools, or with this model's reasoning; use a JSON "
+            "schema, a regex or a choice",
+            "structured_outputs",
+        )
+
+    def until(self, end: str) -> str:
+        """Return an expression for any text up to ``end``, and ``end`` itself."""
+        parts = [end] if self._split is None else self._split.split(end)
+        if len(parts) == 1:
+            return self.rule(ANY_TEXT, f"[suffix={_quoted(end)}]")
+        first, rest = parts[0], end[len(parts[0]) :]
+        return f"/(.|\\n)*{re.escape(first).replace('/', chr(92) + '/')}/ {self.text(rest)}"
+
+    def parameter(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str) -> str:
+        """Return an expression for a value that is written as a text, and the text behind it."""
+        if types_of(schema, root) == {"string"} and "enum" not in schema:
+            return self.until(end)
+        resolved = {**schema, **({"$defs": root["$defs"]} if "$defs" in root else {})}
+        return f"{self.json(resolved)} {self.text(end)}"
+
+    def grammar(self, start: str) -> str:
+        """Return the whole grammar, whose first rule is ``start``."""
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+
+def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Return (name, schema, is required) of each parameter."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    names = set(required) if isinstance(required, list) else set()
+    if not isinstance(properties, Mapping):
+        return []
+    return [
+        (name, value if isinstance(value, Mapping) else {}, name in names)
+        for name, value in properties.items()
+    ]
+
+
+def choice_of(expressions: list[str]) -> str:
+    return expressions[0] if len(expressions) == 1 else "(" + " | ".join(expressions) + ")"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

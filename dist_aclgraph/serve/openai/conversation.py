@@ -1,0 +1,162 @@
+"""A conversation: one way from messages to a generation, for all APIs that have messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from starlette.types import Scope
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.formats.scanner import Reader
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.openai.generation import Generation
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.tools import ToolUse
+from dist_aclgraph.serve.resume.journal import Chance
+from dist_aclgraph.text.chat_template import ChatOptions
+from dist_aclgraph.text.structure import Thinking
+
+TAIL_TOKENS = 64  # a prompt's last tokens, which show whether it has opened the reasoning
+
+
+def _all_of(ids: list[int]) -> list[int]:
+    return ids
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat request asks for.
+
+    Attributes:
+        messages: the messages, in the form that chat templates need.
+        params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
+        options: how the messages become a prompt. Its tools are those of ``tools``.
+        tools: the tools that the answer may call; None if it may call none.
+        form_param: the request's field that asks for a form of the answer, for errors.
+        limit_param: the request's field for messages, for errors about their length.
+        most_prompt_tokens: largest number of tokens of the prompt before it is truncated; None
+            means the context.
+        truncated: truncates the prompt.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    options: ChatOptions
+    tools: ToolUse | None = None
+    num_choices: int = 1
+    cache_salt: str = ""
+    form_param: str = "response_format"
+    limit_param: str = "messages"
+    most_prompt_tokens: int | None = None
+    truncated: Callable[[list[int]], list[int]] = _all_of
+
+
+@dataclass(frozen=True)
+class OpenConversation:
+    """A conversation whose next message can be generated.
+
+    Attributes:
+        chance: the random parts of the answer.
+    """
+
+    prompt_ids: list[int]
+    generation: Generation
+    chance: Chance
+
+
+async def encode(state: ApiState, asked: Conversation) -> list[int]:
+    """Return the prompt of a conversation.
+
+    Raises:
+        InvalidParameterError: the template refuses the messages.
+        RequestTooLongError: the prompt is too long.
+    """
+    options = asked.options
+    if asked.tools is not None:
+        options = replace(options, tools=asked.tools.definitions)
+    # Not on the event loop, because a long prompt must not delay the streams of other requests.
+    ids = await asyncio.to_thread(
+        state.tokenizer.encode_chat,
+        asked.messages,
+        options,
+        max_tokens=asked.most_prompt_tokens or state.context_len,
+    )
+    return asked.truncated(ids)
+
+
+async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) -> OpenConversation:
+    """Prepare the next message of a conversation; nothing is submitted yet.
+
+    Raises:
+        InvalidParameterError: the request is wrong.
+        RequestTooLongError: the prompt and the answer do not fit.
+    """
+    tools, answers = asked.tools, state.answers
+    if tools is not None and answers.name is None:
+        raise InvalidParameterError(
+            "tools: the chat template of this model has no known format of calls; name one by "
+            "serve.tool_format",
+            "tools",
+        )
+    prompt_ids = await encode(state, asked)
+    state.check_prompt_logprobs(asked.params.prompt_logprobs, [prompt_ids], asked.num_choices)
+    most = state.sampling_defaults.get("max_tokens")
+    max_tokens = state.fit(len(prompt_ids), asked.params.max_tokens, most, asked.limit_param)
+    thinking = _find_thinking(state, prompt_ids, asked.options)
+    form = asked.params.structured_outputs
+    if tools is None:
+        form = answers.structured(form, None)
+    else:
+        form = answers.structured(
+            form,
+            tools.schemas,
+            tools.strict,
+            is_required=tools.mode == "required",
+            is_parallel=tools.max_calls is None,
+        )
+    params = replace(asked.params, max_tokens=max_tokens, structured_outputs=form)
+    is_asked = asked.params.structured_outputs is not None
+    found = await state.params_with_token_ids(
+        [params],
+        thinking,
+        salt=asked.cache_salt,
+        param=asked.form_param if is_asked else "tools",
+    )
+    journal = state.open_journal(scope)
+    generation = Generation(
+        state,
+        [prompt_ids],
+        found,
+        asked.num_choices,
+        asked.cache_salt,
+        journal,
+        make_reader=_make_readers(state, tools, thinking),
+        max_calls=None if tools is None else tools.max_calls,
+    )
+    return OpenConversation(prompt_ids, generation, journal.chance)
+
+
+def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions) -> Thinking | None:
+    answers = state.answers
+    if answers.thought is None:
+        return None
+    tail = state.tokenizer.text_of(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    is_open = answers.is_thinking(tail, continues=options.continue_final_message)
+    # A prompt that ends with closed reasoning has turned the reasoning off.
+    is_off = tail.rstrip().endswith(answers.thought.end)
+    begin = -1 if is_off else answers.token_ids.get(answers.thought.begin, -1)
+    return Thinking(begin, answers.token_ids.get(answers.thought.end, -1), is_open)
+
+
+def _make_readers(
+    state: ApiState, tools: ToolUse | None, thinking: Thinking | None
+) -> Callable[[], Reader | None]:
+    return partial(
+        state.answers.reader,
+        None if tools is None else tools.schemas,
+        is_thinking=thinking is not None and thinking.is_open,
+    )

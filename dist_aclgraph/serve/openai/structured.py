@@ -1,0 +1,137 @@
+"""The form of an answer, as clients of OpenAI, vLLM and SGLang ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import MAX_STRUCTURE_CHARS, StructuredOutputs
+from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.counted import check_num_strings
+
+MAX_STRINGS = 1 << 14
+_NOTHING = (b"", b"null", b"{}", b"[]")
+
+
+class _JsonSchema(Body, kw_only=True):
+    schema: Raw = Raw(b"{}")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _ResponseFormat(Body, kw_only=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: _JsonSchema | None = None
+
+
+class _Structured(Body, kw_only=True):
+    json: Raw = Raw(b"")
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_fallback: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+def read_structured(
+    objects: Mapping[str, Raw], texts: Mapping[str, str | None], whitespace: str | None
+) -> StructuredOutputs | None:
+    """Return the form that a request asks for; None for any text.
+
+    Args:
+        objects: fields whose values are JSON.
+        texts: fields whose values are texts.
+        whitespace: the pattern of white space in JSON.
+
+    Raises:
+        InvalidParameterError: several fields ask for a form, or one of them is wrong.
+    """
+    forms: dict[str, StructuredOutputs] = {}
+    for name, raw in objects.items():
+        data = bytes(raw)
+        if data in _NOTHING:
+            continue
+        if len(data) > 2 * MAX_STRUCTURE_CHARS:
+            raise InvalidParameterError(
+                f"{name} has {len(data)} bytes; at most {2 * MAX_STRUCTURE_CHARS} are allowed", name
+            )
+        check_num_strings(data, MAX_STRINGS, name)
+        form = _read(name, raw, whitespace)
+        if form is not None:
+            forms[name] = form
+    for name, text in texts.items():
+        if text:
+            is_regex = name.endswith("regex")
+            forms[name] = StructuredOutputs(
+                regex=text if is_regex else None, grammar=None if is_regex else text
+            )
+    if len(forms) > 1:
+        first, second = sorted(forms)[:2]
+        raise InvalidParameterError(
+            f"{first} and {second} both ask for a form of the answer; give one of them", second
+        )
+    return next(iter(forms.values()), None)
+
+
+def _read(name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
+    if name == "response_format":
+        return _read_response_format(raw, whitespace)
+    if name == "structured_outputs":
+        found: _Structured = decode(raw, _Structured, name)
+        if found.structural_tag is not None:
+            raise InvalidParameterError("structured_outputs.structural_tag is not offered", name)
+        has_json = bytes(found.json) not in (b"", b"null")
+        return StructuredOutputs(
+            json=_schema(found.json, f"{name}.json") if has_json else None,
+            regex=found.regex,
+            choice=found.choice,
+            grammar=found.grammar,
+            json_object=found.json_object,
+            whitespace_pattern=found.whitespace_pattern or whitespace,
+            disable_any_whitespace=found.disable_any_whitespace,
+        )
+    if name == "guided_choice":
+        return StructuredOutputs(choice=decode(raw, list[str], name))
+    return StructuredOutputs(json=_schema(raw, name), whitespace_pattern=whitespace)
+
+
+def _read_response_format(raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
+    found: _ResponseFormat = decode(raw, _ResponseFormat, "response_format")
+    if found.type == "text":
+        return None
+    if found.type == "structural_tag":
+        raise InvalidParameterError(
+            "response_format of type structural_tag is not offered; use json_schema or tools",
+            "response_format",
+        )
+    if found.type == "json_object":
+        return StructuredOutputs(json_object=True, whitespace_pattern=whitespace)
+    if found.json_schema is None:
+        raise InvalidParameterError(
+            "response_format.json_schema is missing", "response_format.json_schema"
+        )
+    text = _schema(found.json_schema.schema, "response_format.json_schema.schema")
+    return StructuredOutputs(json=text, whitespace_pattern=whitespace)
+
+
+def _schema(raw: Raw, param: str) -> str:
+    """Return the text of a schema, which is an object, a boolean, or one of them in a string.
+
+    The text stays as it was sent, because the order of its keys is that of the answer.
+    """
+    data = bytes(raw)
+    if data.startswith(b'"'):
+        text: str = decode(raw, str, param)
+        data = text.encode()
+    value: Any = decode(data, Any, param)
+    if not isinstance(value, dict | bool):
+        raise InvalidParameterError(f"{param} must be a JSON schema, which is an object", param)
+    return data.decode()

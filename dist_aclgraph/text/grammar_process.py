@@ -1,0 +1,117 @@
+"""The process that compiles the grammars of requests; ``structure`` starts it by its path.
+
+Compiling a hostile schema may take any time and memory. So each grammar is compiled in a fork of
+this process, and the kernel limits the fork. The process itself has one thread and the prepared
+vocabulary, so a fork takes milliseconds. Messages are those of ``template_process``: the first
+message contains the vocabulary and the limits, each later message contains one source of a grammar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    # Python runs isolated here (-I -S), so the folders of packages are added.
+    sys.path.extend(sys.argv[1:])
+
+import llguidance
+import llguidance.numpy
+
+from dist_aclgraph.text.template_process import packed, receive
+
+MAX_ERROR_CHARS = 500
+
+
+def make_grammar(source: dict[str, Any]) -> str:
+    """Return a grammar of llguidance.
+
+    Args:
+        source: ``kind`` and ``text``; for a JSON schema also ``json_options``.
+
+    Raises:
+        ValueError: the source cannot be read.
+    """
+    kind, text = source["kind"], source["text"]
+    if kind == "json":
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=source["json_options"])
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    if kind == "grammar":
+        kind = "gbnf" if "::=" in text else "lark"
+    return llguidance.grammar_from(kind, text)
+
+
+def compile_source(
+    source: dict[str, Any],
+    tokenizer: llguidance.LLTokenizer,
+    limits: llguidance.LLParserLimits,
+) -> dict[str, str]:
+    """Return the ``grammar`` of a source, or the ``error`` that is in the source."""
+    try:
+        grammar = make_grammar(source)
+    except Exception as e:  # the library raises ValueError, and others for odd sources
+        return {"error": f"{e!s:.{MAX_ERROR_CHARS}}".partition("\n")[0]}
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        # The first mask may take longer than compiling.
+        words = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
+        llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+        if not matcher.is_error():
+            return {"grammar": grammar}
+    lines = [line for line in matcher.get_error().splitlines() if line.strip()]
+    return {"error": f"{(lines or ['it cannot be compiled'])[0]:.{MAX_ERROR_CHARS}}"}
+
+
+def _compile_in_fork(
+    source: dict[str, Any],
+    tokenizer: llguidance.LLTokenizer,
+    limits: llguidance.LLParserLimits,
+    bounds: dict[str, int],
+) -> dict[str, str]:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        resource.setrlimit(resource.RLIMIT_CPU, (bounds["cpu_s"],) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (bounds["memory_bytes"],) * 2)
+        reply = json.dumps(compile_source(source, tokenizer, limits)).encode()
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(reply)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status == 0:
+        reply_of_fork: dict[str, str] = json.loads(answer)
+        return reply_of_fork
+    # The soft and the hard limit are equal: the kernel sends SIGKILL.
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
+        return {"error": f"compiling it takes more than {bounds['cpu_s']} s"}
+    return {"error": f"compiling it takes more than {bounds['memory_bytes'] >> 20} MiB of memory"}
+
+
+def main() -> None:
+    """Compile until the parent closes the socket, which is standard input and output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may drain
+    incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
+    first = receive(incoming)
+    tokenizer = llguidance.LLTokenizer(
+        first["tokenizer"], n_vocab=first["size"], eos_token=first["end_ids"]
+    )
+    limits = llguidance.LLParserLimits(**first["parser"])
+    while True:
+        reply = _compile_in_fork(receive(incoming), tokenizer, limits, first["bounds"])
+        outgoing.write(packed(reply))
+        outgoing.flush()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError):
+        main()
