@@ -21,7 +21,7 @@ from dist_aclgraph.formats import (
     pythonic,
     qwen3_coder,
 )
-from dist_aclgraph.formats.lark import ANY_OBJECT, ANY_TEXT, Lark, choice_of
+from dist_aclgraph.formats.lark import ANY_OBJECT, ANY_TEXT, Lark, behind_text, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -112,8 +112,8 @@ class AnswerFormat:
                 content = gpt_oss.lark_final(lark, content)
             start = f"{content} | {calls}"
         else:
-            text = lark.rule(ANY_TEXT)
-            start = f"{text} ({calls} {text})*" if is_parallel else f"{text} ({calls})?"
+            text, called = lark.rule(ANY_TEXT), behind_text(calls)
+            start = f"({called}){'*' if is_parallel else '?'} {text}"
         return StructuredOutputs(lark=lark.grammar(start))
 
     def is_thinking(self, prompt: str, *, continues: bool) -> bool:

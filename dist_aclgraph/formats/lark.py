@@ -72,26 +72,28 @@ class Lark:
         if form.kind == "choice":
             return choice_of([_quoted(text) for text in form.choice or ()])
         if form.kind == "regex":
-            pattern = re.sub(r"(?<!\\)/", r"\/", form.text)
-            return f"/{pattern}/"
+            return f"/{_escaped(form.text)}/"
         raise InvalidParameterError(
             "a grammar cannot be joined with tools, or with this model's reasoning; use a JSON "
             "schema, a regex or a choice",
             "structured_outputs",
         )
 
-    def until(self, end: str) -> str:
-        """Return an expression for any text up to ``end``, and ``end`` itself."""
+    def until(self, pattern: str, end: str) -> str:
+        """Return an expression for a text of a pattern up to ``end``, and ``end`` itself."""
         parts = [end] if self._split is None else self._split.split(end)
         if len(parts) == 1:
-            return self.rule(ANY_TEXT, f"[suffix={_quoted(end)}]")
+            return self.rule(f"/{_escaped(pattern)}/", f"[suffix={_quoted(end)}]")
         first, rest = parts[0], end[len(parts[0]) :]
-        return f"/(.|\\n)*{re.escape(first).replace('/', chr(92) + '/')}/ {self.text(rest)}"
+        return f"/({_escaped(pattern)}){_escaped(re.escape(first))}/ {self.text(rest)}"
 
     def parameter(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str) -> str:
         """Return an expression for a value that is written as a text, and the text behind it."""
-        if types_of(schema, root) == {"string"} and "enum" not in schema:
-            return self.until(end)
+        if types_of(schema, root) == {"string"}:
+            values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+            if isinstance(values, list):
+                return f"{choice_of([self.text(str(value)) for value in values])} {self.text(end)}"
+            return self.until(_pattern_of(schema), end)
         resolved = {**schema, **({"$defs": root["$defs"]} if "$defs" in root else {})}
         return f"{self.json(resolved)} {self.text(end)}"
 
@@ -115,6 +117,38 @@ def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
 
 def choice_of(expressions: list[str]) -> str:
     return expressions[0] if len(expressions) == 1 else "(" + " | ".join(expressions) + ")"
+
+
+def behind_text(expression: str) -> str:
+    """Return an expression for any text, and ``expression`` behind it.
+
+    The text takes all that it can. So a quoted beginning of ``expression`` becomes a part of the
+    text's pattern.
+    """
+    found = re.match(r'("(?:[^"\\]|\\.)*") ', expression)
+    if found is None:
+        return f"{ANY_TEXT} {expression}"
+    first = _escaped(re.escape(json.loads(found.group(1))))
+    return f"/(.|\\n)*{first}/ {expression[found.end() :]}"
+
+
+def _pattern_of(schema: Mapping[str, Any]) -> str:
+    """Return a regular expression of the strings that a schema allows."""
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        begin = "" if pattern.startswith("^") else r"(.|\n)*"
+        end = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else r"(.|\n)*"
+        inner = pattern.removeprefix("^")
+        return f"{begin}({inner if end else inner[:-1]}){end}"
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if isinstance(least, int) or isinstance(most, int):
+        return rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
+    return r"(.|\n)*"
+
+
+def _escaped(pattern: str) -> str:
+    """Return a regular expression that can stand between slashes."""
+    return re.sub(r"(?<!\\)/", r"\/", pattern)
 
 
 def _quoted(text: str) -> str:
