@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.sampling import SamplingParams, StructuredOutputs
 from dist_aclgraph.version import VERSION
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.serve.app import app as app
 
 __version__ = VERSION
-__all__ = ["LLM", "SamplingParams", "__version__", "app"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__", "app"]
 
 _LAZY = {"LLM": "dist_aclgraph.actors.deployment.llm", "app": "dist_aclgraph.serve.app"}
 

@@ -198,5 +198,7 @@ def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
         InvalidParameterError: a requested id lies outside the vocabulary.
     """
     tokenizer.check_ids(params.stop_token_ids, "stop_token_ids")
-    own = () if params.ignore_eos else tokenizer.eos_ids
+    # A grammar ends by an end token of the model.
+    has_grammar = params.structured_outputs is not None
+    own = () if params.ignore_eos and not has_grammar else tokenizer.eos_ids
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))

@@ -50,6 +50,16 @@ class Got(NamedTuple):
     reasons: list[str | None]
 
 
+def make_scheduler(dispatcher: GraphDispatcher, num_drafts: int, num_blocks: int = 40) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
+        [BlockPool(num_blocks, BLOCK_SIZE)],
+        dispatcher,
+        max_model_len=MAX_LEN,
+        num_drafts=num_drafts,
+    )
+
+
 def play(
     runner: ModelRunner,
     plan: GraphPlan,
@@ -65,13 +75,7 @@ def play(
         sampling: the parameters of all requests, or of each one.
     """
     dispatcher = GraphDispatcher(plan)
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
-        [BlockPool(num_blocks, BLOCK_SIZE)],
-        dispatcher,
-        max_model_len=MAX_LEN,
-        num_drafts=num_drafts,
-    )
+    scheduler = make_scheduler(dispatcher, num_drafts, num_blocks)
     got: dict[str, Got] = {}
     for step in range(2000):
         for index, request in enumerate(requests):

@@ -15,14 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.errors import GrammarError
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
-from dist_aclgraph.sampling import Structure
+from dist_aclgraph.sampling import SamplingParams, Structure
 from dist_aclgraph.text.tokenizer import Tokenizer
-from tests.engine.runners import make_runner
+from tests.engine.runners import make_runner, turn
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals
-from tests.engine.test_steps_in_flight import DEMO, Got, capture, play
+from tests.engine.test_steps_in_flight import DEMO, Got, capture, make_scheduler, play
 from tests.laws import examples
 from tests.plans import make_plan
+from tests.unit.scheduler.requests import submit
 
 TOKENIZER = Tokenizer(DEMO)
 END = TOKENIZER.eos_ids[0]
@@ -142,3 +145,24 @@ def test_outputs_are_valid_and_do_not_depend_on_drafts_flights_or_neighbours(
             assert last == END
             text = TOKENIZER.decode(tokens)
             assert VALID[names[index]](text), text
+
+
+def test_a_grammar_that_fails_ends_its_request_and_no_other(runners: Any) -> None:
+    for k, plan, runner in runners:
+        scheduler = make_scheduler(GraphDispatcher(plan), k)
+        bad = Structure(grammar="start: nothing_like_this")
+        for name, structure in (("bad", bad), ("good", None)):
+            params = SamplingParams(max_tokens=5, temperature=0.0, structure=structure)
+            scheduler.add(submit(name, [1, 2, 3], params))
+        failed, got = [], []
+        while scheduler.has_work or runner.is_busy:
+            outputs = turn(scheduler, runner)
+            failed += outputs.failed
+            got += [token for delta in outputs for token in delta.tokens]
+            assert all(delta.request_id == "good" for delta in outputs)
+
+        ((request, error),) = failed
+        assert request.request_id == "bad"
+        assert isinstance(error, GrammarError)
+        assert len(got) == 5
+        assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)

@@ -16,7 +16,7 @@ from dist_aclgraph.errors import (
     InvalidParameterError,
     RequestTooLongError,
 )
-from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.sampling import SamplingParams, StructuredOutputs
 from tests.serve.conftest import CONFIG, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
@@ -225,3 +225,11 @@ def test_close_tears_down_and_later_calls_say_so(deployment):
     assert not deployment.is_running
     with pytest.raises(EngineUnavailableError, match="closed"):
         llm.generate([[5]], SamplingParams())
+
+
+def test_structured_outputs_reach_the_engine_as_a_grammar(llm, deployment):
+    form = StructuredOutputs(regex="[0-9]{3}")
+
+    llm.generate("a", SamplingParams(max_tokens=2, structured_outputs=form))
+
+    assert "[0-9]{3}" in deployment.engine.submitted[-1].sampling.structure.grammar

@@ -35,6 +35,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.output import OutputText, end_ids, with_token_ids
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
+from dist_aclgraph.text.structure import GrammarCompiler, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -87,6 +88,7 @@ class LLM:
             config = load_with_options(model, options, overrides)
         self.config = with_local_model(config)
         self.tokenizer = Tokenizer(self.config.model)
+        self._grammars = GrammarCompiler(self.tokenizer)
         self._sampling_defaults = read_sampling_defaults(self.config)
         self._seeds = random.Random(self.config.seed or 0)
         self._ids = itertools.count()
@@ -216,9 +218,9 @@ class LLM:
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            each = [with_token_ids(self.tokenizer, params)] * len(prompts)
+            each = [self._prepare_params(params)] * len(prompts)
         else:
-            each = [with_token_ids(self.tokenizer, own) for own in params]
+            each = [self._prepare_params(own) for own in params]
         if len(each) != len(prompts):
             raise InvalidParameterError(f"{len(prompts)} prompts but {len(each)} parameters")
         waiting: deque[_Choice] = deque()
@@ -261,6 +263,11 @@ class LLM:
             for engine_id in running:
                 client.abort(engine_id)
         return requests
+
+    def _prepare_params(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with token ids and a compiled grammar."""
+        found = with_token_ids(self.tokenizer, params)
+        return with_structure(found, self._grammars)
 
     def _prepare(
         self, text: str | None, given: Sequence[int] | None, params: SamplingParams

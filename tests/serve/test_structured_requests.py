@@ -1,0 +1,146 @@
+"""Requests for answers of a form: what reaches the engine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.serve.conftest import until
+from tests.serve.test_errors import assert_error
+from tests.serve.test_tools import HI, MODEL, WEATHER, ask, checkpoint, tooled
+
+__all__ = ["checkpoint", "tooled"]  # fixtures
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+def structure_of(service):
+    """What the engine got with the last request."""
+    until(lambda: service.engine.num_running == 0)
+    return service.engine.submitted[-1].sampling.structure
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"response_format": FORMAT}, '"b":{"type":"integer"},"a"'),
+        ({"response_format": {"type": "json_object"}}, '"type":"object"'),
+        ({"structured_outputs": {"json": SCHEMA}}, '"integer"'),
+        ({"structured_outputs": {"regex": "a+b"}}, "a+b"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes" | "no"'),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, 'start: "x"'),
+        ({"structured_outputs": {"grammar": 'root ::= "x"'}}, 'start: "x"'),
+        ({"structured_outputs": {"json_object": True}}, '"type":"object"'),
+        ({"guided_json": SCHEMA}, '"integer"'),
+        ({"guided_json": json.dumps(SCHEMA)}, '"integer"'),
+        ({"guided_regex": "a+b"}, "a+b"),
+        ({"guided_choice": ["yes", "no"]}, '"yes" | "no"'),
+        ({"guided_grammar": 'start: "x"'}, 'start: "x"'),
+        ({"json_schema": json.dumps(SCHEMA)}, '"integer"'),
+        ({"regex": "a+b"}, "a+b"),
+        ({"ebnf": 'root ::= "x"'}, 'start: "x"'),
+    ],
+)
+def test_every_name_of_a_form_reaches_the_engine_as_a_grammar(service, fields, part):
+    service.answer("x")
+
+    ask(service, extra_body=fields)
+
+    found = structure_of(service)
+    assert part in found.grammar.replace('": ', '":').replace(', "', ',"')
+    assert found.end_ids == service.state.tokenizer.eos_ids
+
+
+def test_text_has_no_grammar(service):
+    for fields in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": None}):
+        ask(service, extra_body=fields, max_tokens=1)
+        assert structure_of(service) is None
+
+
+def test_completions_take_forms_too(service):
+    service.openai.completions.create(
+        model=MODEL, prompt="a", max_tokens=2, extra_body={"guided_regex": "[0-9]+"}
+    )
+
+    assert "[0-9]+" in structure_of(service).grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "Unimplemented keys",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": FORMAT, "guided_regex": "a"}, "both ask"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "exactly one"),
+        ({"structured_outputs": {}, "guided_json": "[1]"}, "must be a JSON schema"),
+        ({"guided_regex": "(["}, "regex"),
+        ({"guided_regex": "a" * 70_000}, "65536"),
+        ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "takes more than 1 s"),
+        ({"thinking_tokens": -1}, "thinking_tokens"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_in_one_sentence(service, fields, words):
+    body = {"model": MODEL, "messages": HI, **fields}
+
+    error = assert_error(service.http.post("/v1/chat/completions", json=body), 400)
+
+    assert words in error["message"]
+    assert len(error["message"]) < 700
+
+
+def test_the_answer_ends_by_the_end_token_although_it_is_ignored(service):
+    service.answer("x")
+
+    reply = ask(service, extra_body={"guided_regex": "x", "ignore_eos": True})
+
+    assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_calls_that_are_required_are_a_grammar(tooled, choice):
+    tooled.answer('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
+
+    reply = ask(tooled, tools=[WEATHER], tool_choice=choice)
+
+    assert "weather" in structure_of(tooled).grammar
+    assert reply.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+
+
+def test_tools_and_a_form_are_alternatives(tooled):
+    ask(tooled, tools=[WEATHER], response_format=FORMAT, max_tokens=1)
+
+    grammar = structure_of(tooled).grammar
+    assert "weather" in grammar
+    assert " | " in grammar
+    assert '"integer"' in grammar
+
+
+def test_tools_that_are_not_strict_need_no_grammar(tooled):
+    ask(tooled, tools=[WEATHER], max_tokens=1)
+
+    assert structure_of(tooled) is None
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_the_form_is_that_of_the_text_behind_the_reasoning(tooled, is_opened):
+    ask(
+        tooled,
+        response_format=FORMAT,
+        max_tokens=1,
+        extra_body={"enable_thinking": is_opened, "thinking_tokens": 7},
+    )
+
+    found = structure_of(tooled)
+    tokenizer = tooled.state.tokenizer
+    assert found.is_thinking is is_opened
+    assert found.think_begin == tokenizer.added_token("<think>")
+    assert found.think_end == tokenizer.added_token("</think>")
+    assert found.max_thought == 7
