@@ -95,8 +95,8 @@ class StructuredOutputs:
     def json_options(self) -> dict[str, Any]:
         """How llguidance reads a JSON schema: its key ``x-guidance``."""
         if self.disable_any_whitespace:
-            return {"coerce_one_of": True, "whitespace_flexible": False}
-        return {"coerce_one_of": True, "whitespace_pattern": self.whitespace_pattern or JSON_SPACE}
+            return {"whitespace_flexible": False}
+        return {"whitespace_pattern": self.whitespace_pattern or JSON_SPACE}
 
 
 @dataclass(frozen=True, kw_only=True)

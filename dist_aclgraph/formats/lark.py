@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.formats.typed_values import types_of
 from dist_aclgraph.sampling import StructuredOutputs
 
@@ -58,7 +59,7 @@ class Lark:
             options: see ``StructuredOutputs.json_options``.
         """
         found = {**schema} if isinstance(schema, Mapping) else {} if schema else {"enum": []}
-        found.setdefault("x-guidance", dict(options))
+        found["x-guidance"] = {**options, "coerce_one_of": is_any_of(found)}
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
 
     def form(self, form: StructuredOutputs) -> str:

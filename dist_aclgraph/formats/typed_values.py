@@ -112,16 +112,12 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
     """Return the names of the types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return set()
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return types_of(found, root, depth + 1)
+    if "$ref" in schema:
+        return types_of(resolve(schema, root), root, depth + 1)
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -135,6 +131,21 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         if isinstance(parts := schema.get(key), list):
             return {name for part in parts for name in types_of(part, root, depth + 1)}
     return set()
+
+
+def resolve(schema: Any, root: Any) -> Any:
+    """Return the schema that a reference within ``root`` names; another schema as it is."""
+    for _ in range(MAX_DEPTH):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema
+        if not reference.startswith("#/"):
+            return None
+        schema = root
+        for part in reference[2:].split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return None
 
 
 def _type_of(value: Any) -> str:

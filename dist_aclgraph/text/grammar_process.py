@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import llguidance
 import llguidance.numpy
 
+from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.text.template_process import packed, receive
 
 MAX_ERROR_CHARS = 500
@@ -39,7 +40,9 @@ def make_grammar(source: dict[str, Any]) -> str:
     """
     kind, text = source["kind"], source["text"]
     if kind == "json":
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=source["json_options"])
+        schema = json.loads(text)
+        options: Any = {**source["json_options"], "coerce_one_of": is_any_of(schema)}
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "grammar":
