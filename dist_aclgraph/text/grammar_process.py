@@ -41,8 +41,16 @@ def make_grammar(source: dict[str, Any]) -> str:
     kind, text = source["kind"], source["text"]
     if kind == "json":
         schema = json.loads(text)
+        schema = {} if schema is True else schema
         options: Any = {**source["json_options"], "coerce_one_of": is_any_of(schema)}
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+        if not options["coerce_one_of"]:
+            raise ValueError(
+                "oneOf is taken only where its branches exclude each other, by types or by "
+                "constants of a required property; use anyOf"
+            )
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema, ensure_ascii=False), overrides=options
+        )
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "grammar":
