@@ -17,10 +17,11 @@ from dist_aclgraph.formats.tools import Tools
 
 TAG = "<|python_tag|>"
 MARKERS = (TAG,)
+HEADER = "<|start_header_id|>"  # in every template of Llama 3
 
 
 def fits(template: str) -> bool:
-    return '"parameters":' in template and '"name":' in template
+    return TAG in template or ('"parameters":' in template and HEADER in template)
 
 
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
