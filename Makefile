@@ -16,6 +16,9 @@ DEV_STAMP := $(VENV)/stamp-dev
 HASH := $(shell (cat pyproject.toml setup.py; echo $(NPU)) | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some container images set this variable. Without stored bytecode each new process compiles torch and Ray again,
+# which doubles the time of their import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench setup-clients \
