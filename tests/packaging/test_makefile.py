@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 
@@ -38,3 +40,10 @@ def test_programs_keep_the_bytecode_of_their_imports_whatever_the_environment_sa
 
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stdout
     assert "PYTHONDONTWRITEBYTECODE" not in done.stdout
+
+
+def test_the_tests_of_a_file_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    """xdist distributes tests by the part of their names after the "@"."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("all tests run in this process")
+    assert request.node.nodeid.endswith(f"@{request.path}")
