@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(place)))
     of_cluster = {i.path for i in items if "ray_cluster" in getattr(i, "fixturenames", ())}
     for item in items:
-        group = "ray_cluster" if item.path in of_cluster else str(item.path)
+        file = item.nodeid.partition("::")[0]
+        group = "ray_cluster" if item.path in of_cluster else file
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -43,7 +43,8 @@ def test_programs_keep_the_bytecode_of_their_imports_whatever_the_environment_sa
 
 
 def test_the_tests_of_a_file_run_in_one_process(request: pytest.FixtureRequest) -> None:
-    """xdist distributes tests by the part of their names after the "@"."""
+    """xdist keeps together the tests whose names end with the same "@" and group."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         pytest.skip("all tests run in this process")
-    assert request.node.nodeid.endswith(f"@{request.path}")
+    file = request.node.nodeid.partition("::")[0]
+    assert request.node.nodeid.endswith(f"@{file}")
