@@ -25,6 +25,7 @@ import markupsafe
 from dist_aclgraph.errors import InvalidParameterError, ModelError
 from dist_aclgraph.shapes.json_files import read_text
 from dist_aclgraph.text import template_process
+from dist_aclgraph.text.message_form import read_form
 
 MAX_PROCESSES = 4
 
@@ -88,9 +89,11 @@ class ChatTemplate:
         Raises:
             jinja2.TemplateError: the syntax is wrong.
         """
-        for source in sources.values():
-            template_process.make_environment().parse(source)
-        self._sources = dict(sources)
+        environment = template_process.make_environment()
+        self._forms = {
+            name: read_form(source, environment.parse(source)) for name, source in sources.items()
+        }
+        self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._limits = limits
         self._permits = threading.BoundedSemaphore(MAX_PROCESSES)
@@ -110,8 +113,9 @@ class ChatTemplate:
                 "new one; set one of them to false",
                 "continue_final_message",
             )
+        name = self._name_for(options)
         own = {
-            "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
+            "messages": [self._forms[name].adapt(message) for message in messages],
             "tools": options.tools,
             "documents": options.documents,
             "add_generation_prompt": options.add_generation_prompt,
@@ -121,7 +125,7 @@ class ChatTemplate:
                 f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs"
             )
         request = {
-            "template": self._sources[self._name_for(options)],
+            "template": self.sources[name],
             "variables": {**self._special_tokens, **options.variables, **own},
             "continues": options.continue_final_message,
         }
@@ -140,9 +144,9 @@ class ChatTemplate:
     def _name_for(self, options: ChatOptions) -> str:
         name = options.template
         if name is None:
-            name = "tool_use" if options.tools and "tool_use" in self._sources else "default"
-        if name not in self._sources:
-            names = ", ".join(sorted(self._sources))
+            name = "tool_use" if options.tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            names = ", ".join(sorted(self.sources))
             raise InvalidParameterError(
                 f"chat_template is {name!r:.80}; only templates of the checkpoint are rendered, "
                 f"which has: {names}",

@@ -70,8 +70,8 @@ class ChatMessage(Body):
     tool_calls: Annotated[Raw, schemas.NOTHING] = ABSENT
     tool_call_id: str | None = None
 
-    def for_template(self, param: str) -> dict[str, str | None]:
-        """Return the fields for chat templates: a role, one text, and optional fields.
+    def for_template(self, param: str) -> dict[str, Any]:
+        """Return the fields for chat templates: a role, a content, and optional fields.
 
         Args:
             param: the message's place in the body, for error messages.
@@ -80,16 +80,15 @@ class ChatMessage(Body):
             raise InvalidParameterError(f"{param}: tool calls are not offered", param)
         if not _is_empty(self.annotations):
             raise InvalidParameterError(f"{param}: annotations are not offered", param)
-        role = "system" if self.role == "developer" else self.role
         return {
-            "role": role,
-            "content": self._text(f"{param}.content"),
+            "role": self.role,
+            "content": self._content(f"{param}.content"),
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
 
-    def _text(self, param: str) -> str | None:
-        """Return the content; None if an assistant's message has none."""
+    def _content(self, param: str) -> str | list[dict[str, str]] | None:
+        """Return a text or text parts; None if an assistant's message has no content."""
         data = bytes(self.content)
         if data in (b"", b"null"):
             if self.role == "assistant":
@@ -106,7 +105,7 @@ class ChatMessage(Body):
                 raise InvalidParameterError(
                     f"{param}: content of type {part.type!r:.40} is not offered; send text", param
                 )
-        return "\n".join(part.text for part in parts)
+        return [{"type": "text", "text": part.text} for part in parts]
 
 
 class GenerateRequest(Body, kw_only=True):
@@ -298,7 +297,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
 
-    def for_template(self) -> list[dict[str, str | None]]:
+    def for_template(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates need."""
         return _for_template(self, self.messages)
 
@@ -381,7 +380,7 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == _is_empty(self.messages):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
-    def for_template(self) -> list[dict[str, str | None]] | None:
+    def for_template(self) -> list[dict[str, Any]] | None:
         """Return the messages in the form that chat templates need; None if there is a prompt."""
         return None if _is_empty(self.messages) else _for_template(self, self.messages)
 
@@ -423,7 +422,7 @@ def _documents(raw: Raw) -> list[dict[str, Any]] | None:
     return found
 
 
-def _for_template(body: Body, raw: Raw) -> list[dict[str, str | None]]:
+def _for_template(body: Body, raw: Raw) -> list[dict[str, Any]]:
     messages = decode(raw, list[body.kind_of_part(ChatMessage)], "messages")  # type: ignore[misc]
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(
