@@ -9,7 +9,7 @@ A field of type ``Raw`` may have any number of items; they are counted before th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, field
 
@@ -48,15 +48,19 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
-class _Typed(Body):
-    """The type of a content part or of a response format; other fields are ignored."""
-
+class ContentPart(Body):
     type: str
     text: str | None = None
 
 
+class ResponseFormat(Body):
+    type: str
+
+
 class ChatMessage(Body):
     """A message; it also has the fields that a client's ``message.model_dump()`` contains."""
+
+    PARTS: ClassVar = {"content": ContentPart}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Raw, schemas.CONTENT] = ABSENT
@@ -97,7 +101,8 @@ class ChatMessage(Body):
         if not data.startswith(b"["):
             return str(decode(data, str, param))
         check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
-        parts = decode(data, list[_Typed], param)
+        kind = self.kind_of_part(ContentPart)
+        parts = decode(data, list[kind], param)  # type: ignore[valid-type]
         if not 1 <= len(parts) <= MAX_PARTS:
             raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
         for part in parts:
@@ -113,6 +118,8 @@ class GenerateRequest(Body, kw_only=True):
 
     ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are names that other servers use.
     """
+
+    PARTS: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
     model: str
     max_tokens: int | None = None
@@ -261,6 +268,12 @@ class GenerateRequest(Body, kw_only=True):
 
 
 class ChatRequest(GenerateRequest, kw_only=True):
+    PARTS: ClassVar = {
+        **GenerateRequest.PARTS,
+        "messages": ChatMessage,
+        "response_format": ResponseFormat,
+    }
+
     messages: Annotated[Raw, schemas.MESSAGES]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -289,7 +302,8 @@ class ChatRequest(GenerateRequest, kw_only=True):
         if bytes(self.tool_choice) not in (b"", b"null", b'"none"', b'"auto"'):
             raise InvalidParameterError("tool_choice is not offered", "tool_choice")
         if not _is_empty(self.response_format):
-            asked = decode(self.response_format, _Typed, "response_format")
+            kind = self.kind_of_part(ResponseFormat)
+            asked = decode(self.response_format, kind, "response_format")
             if asked.type != "text":
                 raise InvalidParameterError(
                     "response_format other than text is not offered", "response_format"
@@ -367,6 +381,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
 
 class TokenizeRequest(Body):
+    PARTS: ClassVar = {"messages": ChatMessage}
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Raw, schemas.MESSAGES] = ABSENT
