@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.serve.openai.body import read_body
-from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
+from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
@@ -59,14 +59,14 @@ class _ChatReply(Reply):
         self._prompt_ids = prompt_ids
         self._begun: set[int] = set()
 
-    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
+    def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
         has_more = len(piece.logprobs) > piece.has_end_token
         logprobs = self._logprobs(piece) if has_more else None
         choice = self._choice(piece.index, delta, logprobs, piece.finish_reason)
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        frame = self.chunk(generation, choice)
+        frame = self.chunk(usage, choice)
         if piece.index in self._begun:
             return frame
         self._begun.add(piece.index)
@@ -74,7 +74,7 @@ class _ChatReply(Reply):
         choice = self._choice(piece.index, first, None, None)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self._prompt_ids
-        return self.chunk(generation, choice) + frame
+        return self.chunk(usage, choice) + frame
 
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []
