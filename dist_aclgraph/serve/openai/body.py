@@ -37,7 +37,8 @@ MAX_SHOWN_CHARS = 200
 IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the paths of ignored fields
 # Number of ignored names of one request; limits what a client may write into the log.
 MAX_IGNORED = 16
-MAX_STRINGS = 1 << 14  # strings in a body whose ignored fields are collected
+# Number of strings, and of objects, in a body whose ignored fields are collected.
+MAX_STRINGS = 1 << 14
 NOT_OFFERED = frozenset(
     {
         "audio",
@@ -67,7 +68,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Only one thread, so that the event loop gets CPU time between two large bodies.
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
 _INDEX = re.compile(r"\[\d+\]")  # of an item, in the path of an ignored field
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
+# The escape of one half of a pair, without the other half.
+_UNPAIRED = re.compile(
+    rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}",
+    re.IGNORECASE,
+)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
@@ -188,7 +194,8 @@ async def read_body(
         InvalidParameterError: the body is incomplete, is not JSON, or does not match ``kind``.
     """
     data = await _receive_in_time(request, config)
-    is_strict = config.strict or data.count(b'"') > 2 * MAX_STRINGS
+    is_large = data.count(b'"') > 2 * MAX_STRINGS or data.count(b"{") > MAX_STRINGS
+    is_strict = config.strict or is_large
     wanted = strict(kind) if is_strict else kind
 
     def read() -> R:
@@ -212,15 +219,14 @@ def _ignored(data: bytes, kind: type[Body]) -> list[str]:
         InvalidParameterError: a field asks for something that the service does not offer.
     """
     found: dict[str, str] = {}
-    for path in _unknown(data, kind, ""):
+    for path in _unknown(decode(data, dict[str, msgspec.Raw]), kind, ""):
         if len(found) < MAX_IGNORED:
             found.setdefault(_without_indexes(path), path)
     return list(found.values())
 
 
-def _unknown(data: bytes | msgspec.Raw, kind: type[Body], path: str) -> Iterator[str]:
+def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Iterator[str]:
     """Yield the paths of unknown fields, such as ``messages[0].foo``."""
-    fields: dict[str, msgspec.Raw] = decode(data, dict[str, msgspec.Raw])
     for name in sorted(fields):
         value = fields[name]
         if name in kind.PARTS:
@@ -233,22 +239,20 @@ def _unknown(data: bytes | msgspec.Raw, kind: type[Body], path: str) -> Iterator
                 yield path + name
 
 
-def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, msgspec.Raw]]:
-    """Yield index and value of each object of a list, or a single object with an empty index.
+def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
+    """Yield index and fields of each object of a list, or of a single object with an empty index.
 
-    Values of other types are skipped: they are faults, which are found when the field is decoded.
+    Other values have no parts. If they are faults, they are found when the field is decoded.
     """
-    begin = _first_byte(value)
-    if begin == b"{":
-        yield "", value
-    elif begin == b"[":
-        for i, item in enumerate(decode(value, list[msgspec.Raw])):
-            if _first_byte(item) == b"{":
-                yield f"[{i}]", item
-
-
-def _first_byte(value: msgspec.Raw) -> bytes:
-    return bytes(memoryview(value)[:1])
+    begin = bytes(memoryview(value)[:1])
+    try:
+        if begin == b"{":
+            yield "", decode(value, dict[str, msgspec.Raw])
+        elif begin == b"[":
+            for i, part in enumerate(decode(value, list[dict[str, msgspec.Raw]])):
+                yield f"[{i}]", part
+    except InvalidParameterError:
+        return
 
 
 def _without_indexes(path: str) -> str:
@@ -299,7 +303,18 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
     except RecursionError:
         raise InvalidParameterError("the request body is nested too deeply") from None
     except ValueError as e:  # msgspec.DecodeError and UnicodeDecodeError
-        raise InvalidParameterError(f"the request body is not valid JSON: {e}") from None
+        raise InvalidParameterError(
+            f"the request body is not valid JSON: {_reason(str(e), bytes(data))}"
+        ) from None
+
+
+def _reason(message: str, data: bytes) -> str:
+    """Return why data is not JSON; msgspec calls empty data and unpaired surrogates truncated."""
+    if not data.strip():
+        return "it is empty"
+    if "malformed: invalid character" not in message and (found := _UNPAIRED.search(data)):
+        return f"{found[0].decode()} is an unpaired surrogate"
+    return message
 
 
 def _explained(message: str, param: str) -> InvalidParameterError:
