@@ -150,7 +150,7 @@ def reference(
     for prompt in filter(None, prompts):
         is_printed = any(form in prompt for form in PRINTED_PARTS)
         if not is_printed and all(text in prompt for text in wanted):
-            return prompt.replace(LEFT_MARK, "")
+            return prompt.replace(LEFT_MARK + " ", "").replace(LEFT_MARK, "")
     return prompts[0]
 
 
