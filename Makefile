@@ -16,6 +16,9 @@ DEV_STAMP := $(VENV)/stamp-dev
 HASH := $(shell (cat pyproject.toml setup.py; echo $(NPU)) | sha256sum | cut -d' ' -f1)
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some container images set this variable. Without stored bytecode each new process compiles torch and Ray again,
+# which doubles the time of their import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
 	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step chaos setup setup-bench setup-clients \
@@ -57,8 +60,10 @@ test-cluster: setup-dev emulator ## Test hosts in network namespaces (root), Ray
 	DIST_ACLGRAPH_JUNK=$(JUNK) $(PYTEST) -v tests/cluster
 
 # nginx, HAProxy, Caddy, promtool and chromium must be installed on the system. If a program is missing, its
-# tests are skipped.
+# tests are skipped. Some clients need a torch; they get the build of .venv, because a torch for CUDA takes
+# 6 GB.
 CLIENTS := .venv-clients
+CLIENT_PIP = $(CLIENTS)/bin/python -m pip install -q --no-compile
 CLIENTS_STAMP := $(CLIENTS)/stamp
 test-clients: setup-dev emulator setup-clients ## Test a service with other projects' clients, benchmarks and proxies
 	$(PYTEST) -v tests/clients
@@ -68,7 +73,11 @@ setup-clients: setup
 	  echo "Setting up $(CLIENTS) (once) ..."; \
 	  test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS); \
 	  $(BIN)/python tools/requirements.py --only clients > $(CLIENTS)/requirements.txt; \
-	  $(CLIENTS)/bin/python -m pip install -q --no-compile -r $(CLIENTS)/requirements.txt; \
+	  $(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+	    > $(CLIENTS)/constraints.txt; \
+	  $(CLIENT_PIP) --no-deps --retries 1 --timeout 15 --extra-index-url $(CPU_WHEELS) \
+	    -r $(CLIENTS)/constraints.txt; \
+	  $(CLIENT_PIP) -c $(CLIENTS)/constraints.txt -r $(CLIENTS)/requirements.txt; \
 	  echo $(HASH) > $(CLIENTS_STAMP); fi
 
 LINES ?=

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.device.step_measures import WORKER_STAGES
 from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.buckets import GraphFamily
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -45,6 +46,14 @@ from dist_aclgraph.steps.step import (
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
 WARM_UP = 40  # number of steps, including those of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
+# Sampling by name: fields of a row, beside its seed.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "random": {"temperature": 0.8, "top_p": 0.9},
+    "bias": {"biased": pack_ints([5, 7]), "biases": np.array([1, -1], np.float32).tobytes()},
+    "allowed": {"allowed": pack_ints(range(100))},
+}
+ROUNDS = 8  # turns of each way of sampling; a turn begins with new requests
 NOTE = "emulated NPU on the CPU, kernels skipped; not an NPU figure"
 
 
@@ -52,38 +61,41 @@ def main(
     layers: Annotated[str, typer.Option(help="Of models.")] = "4,28",
     batches: Annotated[str, typer.Option(help="Requests that decode.")] = "1,8,32",
     steps: Annotated[int, typer.Option(help="That are measured.")] = 400,
-    random: Annotated[bool, typer.Option(help="Temperature, top-p and seeds.")] = False,
+    sampling: Annotated[str, typer.Option(help=f"By turns: {', '.join(WAYS)}.")] = "greedy",
     out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
 ) -> None:
     """Measure, print and save."""
     sizes = numbers(batches)
+    ways = sampling.split(",")
     report_bench(
         "step",
         out,
-        lambda folder, _: measure_all(folder, numbers(layers), sizes, steps, random=random),
+        lambda folder, _: measure_all(folder, numbers(layers), sizes, steps, ways),
         report,
     )
 
 
 def measure_all(
-    folder: Path, layers: Sequence[int], sizes: tuple[int, ...], steps: int, *, random: bool
+    folder: Path, layers: Sequence[int], sizes: tuple[int, ...], steps: int, ways: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the times of a step for each model and number of requests."""
+    """Return the times of a step for each model, number of requests and way of sampling."""
     found: list[dict[str, Any]] = []
     for count in layers:
         npu, runner, config = make_worker(folder, count, sizes)
         for batch in sizes:
-            us = measure(npu, runner, config, batch, steps, random=random)
-            found.append({"layers": count, "batch": batch, "random": random, "us": us})
+            for way, us in measure(npu, runner, config, batch, steps, ways).items():
+                found.append({"layers": count, "batch": batch, "sampling": way, "us": us})
         runner.close()
     return {"note": NOTE, "rows": found}
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of the time of each part, with a column for each model and number of
-    requests.
+    """Return a table of the time of each part, with a column for each model, number of requests
+    and way of sampling.
     """
-    columns = {f"{row['layers']} x {row['batch']}": row["us"] for row in results["rows"]}
+    columns = {
+        f"{row['layers']} x {row['batch']} {row['sampling']}": row["us"] for row in results["rows"]
+    }
     parts = dict.fromkeys(part for us in columns.values() for part in us)
     lines = [[part, *(f"{us.get(part, 0.0):.0f}" for us in columns.values())] for part in parts]
     table = Table("Host time of a step, layers x requests", ["part, us", *columns], lines)
@@ -119,9 +131,13 @@ def make_worker(
 
 
 def make_scheduler(
-    config: Config, batch: int, sizes: tuple[int, ...], steps: int, *, random: bool
+    config: Config, batch: int, sizes: tuple[int, ...], steps: int, way: str
 ) -> Scheduler:
-    """Return a scheduler whose requests all decode for the given number of steps."""
+    """Return a scheduler whose requests all decode for the given number of steps.
+
+    Args:
+        way: a name of ``WAYS``.
+    """
     plan = GraphPlan(
         version=1,
         mode="FULL_DECODE_ONLY",
@@ -133,8 +149,7 @@ def make_scheduler(
     scheduler = Scheduler(config.scheduler, pools, GraphDispatcher(plan), max_model_len=MAX_LEN)
     for index in range(batch):
         prompt = np.arange(PROMPT_TOKENS, dtype=np.int32) + index
-        drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": index}
-        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS, **drawn if random else {})
+        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS, seed=index, **WAYS[way])
         request = Request(str(index), prompt, sampling, max_tokens=steps, stop_token_ids=[])
         request.key = index
         scheduler.add(request)
@@ -142,13 +157,28 @@ def make_scheduler(
 
 
 def measure(
-    npu: Npu, runner: ModelRunner, config: Config, batch: int, steps: int, *, random: bool
-) -> dict[str, float]:
-    """Return the 10th percentile over the steps for each part, in microseconds."""
-    scheduler = make_scheduler(config, batch, (batch,), steps + 2 * WARM_UP, random=random)
-    each = list(run_steps(npu, runner, scheduler, steps + WARM_UP))[WARM_UP:]
-    while runner.is_busy:
-        scheduler.update([runner.finish()])
+    npu: Npu,
+    runner: ModelRunner,
+    config: Config,
+    batch: int,
+    steps: int,
+    ways: Sequence[str],
+) -> dict[str, dict[str, float]]:
+    """Return, for each way of sampling, the 10th percentile over its steps for each part, in
+    microseconds. The ways take turns.
+    """
+    each: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _ in range(ROUNDS):
+        for way in ways:
+            measured = -(-steps // ROUNDS)
+            scheduler = make_scheduler(config, batch, (batch,), measured + 2 * WARM_UP, way)
+            each[way] += list(run_steps(npu, runner, scheduler, measured + WARM_UP))[WARM_UP:]
+            while runner.is_busy:
+                scheduler.update([runner.finish()])
+    return {way: _percentiles(found) for way, found in each.items()}
+
+
+def _percentiles(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     parts = [part for part in (*ENGINE_PARTS, *WORKER_STAGES) if part in each[0]]
     found = {part: _tenth([step[part] for step in each]) for part in parts}
     found["engine"] = _tenth([sum(step[part] for part in ENGINE_PARTS) for step in each])

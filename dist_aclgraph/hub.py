@@ -1,13 +1,14 @@
 """Models by their names on a hub: Hugging Face, a mirror of it, or ModelScope.
 
 The hubs' clients load files into their own caches, and read these environment variables:
-HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HOME; MODELSCOPE_API_TOKEN and
-MODELSCOPE_CACHE.
+HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HOME; MODELSCOPE_ENDPOINT,
+MODELSCOPE_API_TOKEN and MODELSCOPE_CACHE.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from dist_aclgraph.config import Config
@@ -16,6 +17,7 @@ from dist_aclgraph.extras import require
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS, WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
+MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
 UNUSED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -41,20 +43,24 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     else:
         from huggingface_hub import snapshot_download
     needs_weights = weights and config.weights == "checkpoint"
+    load = partial(
+        snapshot_download,
+        name,
+        revision=config.revision,
+        allow_patterns=[*DESCRIPTIONS, *(WEIGHTS if needs_weights else ())],
+        ignore_patterns=list(UNUSED),
+    )
     try:
-        directory = Path(
-            snapshot_download(
-                name,
-                revision=config.revision,
-                allow_patterns=[*DESCRIPTIONS, *(WEIGHTS if needs_weights else ())],
-                ignore_patterns=list(UNUSED),
-            )
-        )
+        try:
+            directory = Path(load())
+        except ConnectionError:  # only Hugging Face's client then looks into its cache by itself
+            directory = Path(load(local_files_only=True))
     except Exception as e:  # an error of a client, or of a library that it uses
         reason = " ".join(str(e).split())
+        revision = config.revision or MAIN_BRANCHES[config.hub]
         raise ModelError(
             f"model is {name!r}: there is no such directory, and {config.hub} gives no revision "
-            f"{config.revision or 'main'} of it: {type(e).__name__}: {reason:.400}"
+            f"{revision} of it: {type(e).__name__}: {reason:.400}"
         ) from e
     if not (directory / "config.json").exists():
         raise ModelError(

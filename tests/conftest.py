@@ -27,6 +27,7 @@ settings.load_profile("quick")
 LONGEST = (Path(__file__).parent / "longest_files.txt").read_text().split()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that no process waits long for another one at the end.
 
@@ -37,7 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(place)))
     of_cluster = {i.path for i in items if "ray_cluster" in getattr(i, "fixturenames", ())}
     for item in items:
-        group = "ray_cluster" if item.path in of_cluster else str(item.path)
+        file = item.nodeid.partition("::")[0]
+        group = "ray_cluster" if item.path in of_cluster else file
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.engine.race_noise import RaceNoise, make_keys
-from dist_aclgraph.engine.sampling_places import AskedLogprobs, SamplingPlaces, WideTopK
+from dist_aclgraph.engine.sampling_places import AskedLogprobs, Biases, SamplingPlaces, WideTopK
 from dist_aclgraph.engine.token_counts import ToDevice, TokenCounts
 from dist_aclgraph.ints import IntArray, pack_ints
 from dist_aclgraph.sampling import MAX_LOGPROBS
@@ -45,11 +45,9 @@ def choose_tokens(
         forbid_words: returns [n, vocab] logits in which the last tokens of bad words are -inf.
 
     Returns:
-        [n] int32.
+        [n] int64.
     """
-    adjusted = logits.float()
-    if places.biases is not None:
-        adjusted = adjusted.index_add(0, places.biases.where, places.biases.values)
+    adjusted = _add_biases(logits, places.biases)
     if places.penalties is not None:
         adjusted = counts.penalise(adjusted, places.penalties)
     adjusted = forbid_words(_suppress(adjusted, places, positions, to_device))
@@ -58,7 +56,16 @@ def choose_tokens(
         # A place without a temperature has temperature 0, so its most probable token wins.
         keys = to_device(make_keys(places.seeds, positions)).unsqueeze(-1)
         adjusted = adjusted.addcmul(noise.log_exponentials(keys), places.temperature, value=-1)
-    return adjusted.argmax(-1).int()
+    return adjusted.argmax(-1)
+
+
+def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
+    """Return float32 logits with biases."""
+    if biases is None:
+        return logits.float()
+    if biases.where is None:
+        return torch.add(biases.values, logits)  # one operator, which also converts the logits
+    return logits.float().index_add(0, biases.where, biases.values)
 
 
 def _suppress(

@@ -63,10 +63,11 @@ class Biases:
     """Places whose logits get an added value, because some tokens are preferred or forbidden.
 
     Attributes:
-        where: [m] int64, indices of the places; values: [m, vocab] float32.
+        where: [m] int64, indices of the places; None if all places are meant.
+        values: [m, vocab] float32.
     """
 
-    where: Tensor
+    where: Tensor | None
     values: Tensor
 
 
@@ -162,7 +163,9 @@ def _send_biases(
     flat = [bias.tokens.astype(np.int64) + i * vocab_size for i, bias in enumerate(each)]
     where = to_device(np.concatenate(flat))
     values.index_copy_(0, where, to_device(np.concatenate([bias.values for bias in each])))
-    return Biases(to_device(np.array(biased, np.int64)), values.view(-1, vocab_size))
+    is_all = len(biased) == len(rows)
+    places = None if is_all else to_device(np.array(biased, np.int64))
+    return Biases(places, values.view(-1, vocab_size))
 
 
 def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> Penalties | None:

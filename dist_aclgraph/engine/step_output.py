@@ -235,9 +235,9 @@ class StepOutput:
             logits, places, positions, self._counts, self._noise, upload, forbid_words
         )
         if is_all:
-            tokens.copy_(chosen)
-        else:
-            tokens.index_copy_(0, known.where, chosen)
+            return SpecialPlaces(known, logits, tokens.copy_(chosen))
+        chosen = chosen.int()
+        tokens.index_copy_(0, known.where, chosen)
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:

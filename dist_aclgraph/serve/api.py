@@ -80,9 +80,9 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
 def _bind(state: ApiState, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
         response = await endpoint(state, request)
-        if names := request.scope.get(IGNORED):
-            state.ignored_fields.note(request.url.path, names)
-            response.headers["X-Ignored-Parameters"] = ", ".join(names)
+        if paths := request.scope.get(IGNORED):
+            state.ignored_fields.note(request.url.path, paths)
+            response.headers["X-Ignored-Parameters"] = ", ".join(paths)
         return response
 
     return route

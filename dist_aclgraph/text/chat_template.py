@@ -25,6 +25,7 @@ import markupsafe
 from dist_aclgraph.errors import InvalidParameterError, ModelError
 from dist_aclgraph.shapes.json_files import read_text
 from dist_aclgraph.text import template_process
+from dist_aclgraph.text.message_form import read_form
 
 MAX_PROCESSES = 4
 
@@ -88,8 +89,10 @@ class ChatTemplate:
         Raises:
             jinja2.TemplateError: the syntax is wrong.
         """
-        for source in sources.values():
-            template_process.make_environment().parse(source)
+        environment = template_process.make_environment()
+        self._forms = {
+            name: read_form(source, environment.parse(source)) for name, source in sources.items()
+        }
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._limits = limits
@@ -110,8 +113,9 @@ class ChatTemplate:
                 "new one; set one of them to false",
                 "continue_final_message",
             )
+        name = self._name_for(options)
         own = {
-            "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
+            "messages": [self._forms[name].adapt(message) for message in messages],
             "tools": options.tools,
             "documents": options.documents,
             "add_generation_prompt": options.add_generation_prompt,
@@ -121,7 +125,7 @@ class ChatTemplate:
                 f"chat_template_kwargs must not hold {taken[0]!r}", "chat_template_kwargs"
             )
         request = {
-            "template": self.sources[self._name_for(options)],
+            "template": self.sources[name],
             "variables": {**self._special_tokens, **options.variables, **own},
             "continues": options.continue_final_message,
         }

@@ -127,11 +127,15 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Put a mark after the text of the last message, and return the text."""
-    last = messages[-1].get("content")
+    """Put a mark after the last text of the last message, and return this text."""
+    holder, key = messages[-1], "content"
+    if isinstance(holder.get(key), list):
+        parts = [part for part in holder[key] if isinstance(part, dict) and "text" in part]
+        holder, key = (parts or [{}])[-1], "text"
+    last = holder.get(key)
     if not isinstance(last, str):
         raise jinja2.TemplateError("the last message has no text that could be continued")
-    messages[-1] = {**messages[-1], "content": last + END_OF_MESSAGE}
+    holder[key] = last + END_OF_MESSAGE
     return last
 
 
@@ -140,7 +144,9 @@ def _until_mark(text: str, last: str) -> str:
     if place < 0 or last.strip() not in text:
         raise jinja2.TemplateError("it leaves out the end of the last message")
     is_stripped = not text.startswith(END_OF_MESSAGE, place)
-    return text[:place].rstrip() if is_stripped else text[:place]
+    # A template may write the last message twice.
+    text = text[:place].replace(END_OF_MESSAGE, "").replace(END_OF_MESSAGE.strip(), "")
+    return text.rstrip() if is_stripped else text
 
 
 @functools.lru_cache(maxsize=8)

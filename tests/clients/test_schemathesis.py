@@ -7,7 +7,7 @@ import re
 from tests.clients.conftest import client_program, run
 
 
-def test_no_promise_of_the_document_is_broken(service):
+def test_no_promise_of_the_document_is_broken(service, tmp_path):
     output = run(
         client_program("schemathesis"),
         "run",
@@ -15,6 +15,7 @@ def test_no_promise_of_the_document_is_broken(service):
         *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
         *("--phases", "examples,coverage,fuzzing", "--max-examples", "15", "--seed", "1"),
         *("--generation-deterministic", "--request-timeout", "30"),
+        cwd=tmp_path,  # it keeps a cache in its folder
     )
 
     found = re.search(r"(\d+) generated, (\d+) passed", output)

@@ -16,7 +16,7 @@ from dist_aclgraph.engine.sampler import LOGPROBS_WIDTH, choose_tokens, queue_lo
 from dist_aclgraph.engine.sampling_places import send_places
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.engine.token_counts import TokenCounts
-from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RowSampling
 
 VOCAB = 24
@@ -55,7 +55,7 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
     on_device = logits.to(npu.device)
     noise = RaceNoise(logits.shape[1], to_device)
     at = np.asarray(positions, np.int32)
-    chosen = choose_tokens(on_device, places, at, counts, noise, to_device)
+    chosen = choose_tokens(on_device, places, at, counts, noise, to_device).int()
     reports: dict[int, Any] = {}
     if places.logprobs is not None:
         landing = npu.pinned((len(rows) * LOGPROBS_WIDTH,), torch.float32)
@@ -182,6 +182,24 @@ def test_a_repetition_penalty_changes_the_greedy_token(npu: Any) -> None:
     ids, _ = run(npu, logits, [make_row(tokens=[5], num_prompt_tokens=1, repetition_penalty=2.0)])
 
     assert ids == [6]
+
+
+@pytest.mark.parametrize("others", [0, 2], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_to_the_logits_of_its_row(
+    npu: Any, dtype: torch.dtype, others: int
+) -> None:
+    logits = make_logits(3 + others).to(dtype)
+    biases = np.array([50, -50, 49.5], np.float32)
+    biased = {"biased": pack_ints([3, 4, 5]), "biases": biases.tobytes()}
+    rows = [make_row(**biased), make_row(allowed=pack_ints([6, 7])), make_row(**biased)]
+    expected = logits.float().clone()
+    expected[[0, 2], 3:6] += torch.from_numpy(biases)
+    expected[1, [i for i in range(VOCAB) if i not in (6, 7)]] = -torch.inf
+
+    ids, _ = run(npu, logits, rows + [make_row()] * others)
+
+    assert ids == expected.argmax(-1).tolist()
 
 
 def test_end_tokens_wait_for_min_tokens(npu: Any) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
-MAKEFILE = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def recipe(target: str) -> str:
@@ -23,3 +28,23 @@ def test_who_tests_is_told_what_was_left_out() -> None:
     assert '-m "slow and not bench and not namespaces"' in recipe("test-more")
     for target in ("test", "test-more"):
         assert "make test-cluster" in recipe(target).splitlines()[-1]
+
+
+def test_programs_keep_the_bytecode_of_their_imports_whatever_the_environment_says() -> None:
+    show = ["--eval", "show: ; @env"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        ["make", "-s", "-C", str(ROOT), *show, "show"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stdout
+    assert "PYTHONDONTWRITEBYTECODE" not in done.stdout
+
+
+def test_the_tests_of_a_file_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    """xdist keeps together the tests whose names end with the same "@" and group."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("all tests run in this process")
+    file = request.node.nodeid.partition("::")[0]
+    assert request.node.nodeid.endswith(f"@{file}")

@@ -99,6 +99,7 @@ class FakeEngine:
         frames: every frame received, as it came.
         submitted, aborted: what clients asked for, in order.
         fail_after: requests fail with this error kind after so many tokens.
+        reports_late: whether requests with prompt log-probabilities wait for the end of all others.
         skipped: how many messages are lost before the next one.
         token_limit: with so many generated tokens in its metrics it beats, and makes no more.
         metrics: what it answers when asked; generated tokens are counted in it.
@@ -124,6 +125,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.fail_after: tuple[int, str] | None = None
         self.silent = False
+        self.reports_late = False
         self.answers_queries = True
         self.skipped = 0
         self.token_limit: int | None = None
@@ -233,7 +235,11 @@ class FakeEngine:
 
     def _step(self) -> None:
         by_client: dict[bytes, list[StepDeltas]] = {}
-        for running in list(self._running.values()):
+        running_now = list(self._running.values())
+        if self.reports_late:
+            plain = [each for each in running_now if each.submit.sampling.prompt_logprobs < 0]
+            running_now = plain or running_now
+        for running in running_now:
             made = self.metrics["generation_tokens"]
             if self.token_limit is not None and made >= self.token_limit:
                 break

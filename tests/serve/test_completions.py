@@ -107,6 +107,43 @@ def test_an_echoed_prompt_has_log_probabilities(service, stream):
     assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Count from 3 to 9", [5]], ids=["text", "one token"])
+def test_log_probabilities_of_a_prompt_are_computed_for_one_choice(own_service, stream, prompt):
+    submitted = own_service.engine.submitted
+    body = {"model": MODEL, "prompt": [prompt] * 2, "n": 3, "echo": True, "logprobs": 1}
+    more = {"max_tokens": 2, "seed": 1, "stream": stream}
+
+    reply = own_service.openai.completions.create(**body, **more)
+
+    found = {i: [] for i in range(6)}
+    for part in reply if stream else [reply]:
+        for choice in part.choices:
+            found[choice.index] += choice.logprobs.token_logprobs
+    num_tokens = len(own_service.state.tokenizer.encode(prompt)) if isinstance(prompt, str) else 1
+    prompts = [None, *(-i for i in range(1, num_tokens))]
+    assert list(found.values()) == [[*prompts, -0.5, -0.5]] * 6
+    asked = [each.sampling.prompt_logprobs for each in submitted]
+    assert asked == [1, -1, -1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_wait_for_the_log_probabilities_of_their_prompt(own_service, stream):
+    own_service.engine.reports_late = True
+    body = {"model": MODEL, "prompt": "1 2", "n": 2, "echo": True, "logprobs": 0, "max_tokens": 2}
+
+    reply = own_service.openai.completions.create(**body, stream=stream)
+
+    found: dict[int, list[float]] = {0: [], 1: []}
+    texts = {0: "", 1: ""}
+    for part in reply if stream else [reply]:
+        for choice in part.choices:
+            found[choice.index] += choice.logprobs.token_logprobs
+            texts[choice.index] += choice.text
+    assert list(found.values()) == [[None, -1, -0.5, -0.5]] * 2
+    assert all(text.startswith("1 2") for text in texts.values())
+
+
 def test_an_echoed_prompt_alone_has_log_probabilities(service):
     body = {"model": MODEL, "prompt": ["1 2 3 4", "5 6 7"], "echo": True, "logprobs": 0}
 

@@ -9,6 +9,8 @@ import time
 import msgspec
 import pytest
 
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.serve.openai.body import decode
 from tests.serve.test_errors import CHAT, MODEL, TEXT, assert_error
 
 LARGEST = 2 << 20
@@ -145,3 +147,28 @@ def test_stop_ids_outside_the_vocabulary_are_refused(service):
 
     assert error["param"] == "stop_token_ids"
     assert f"[0, {size})" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "JSON: it is empty"),
+        (b" \n", "JSON: it is empty"),
+        (rb'{"a":"\ud83d"}', r"JSON: \ud83d is an unpaired surrogate"),
+        (rb'{"a":"x\uDE00\ud83d\ude00"}', r"JSON: \uDE00 is an unpaired surrogate"),
+        (rb'{"\ud83d\ude00":"\uD83Dx"}', r"JSON: \uD83D is an unpaired surrogate"),
+        (rb'{"a":"\ud83d\ude00', "JSON: Input data was truncated"),
+    ],
+)
+def test_an_error_says_what_is_wrong_with_the_text(body, words):
+    with pytest.raises(InvalidParameterError) as caught:
+        decode(body, dict[str, str])
+
+    assert str(caught.value).endswith(words)
+
+
+def test_an_error_of_a_key_names_its_field():
+    with pytest.raises(InvalidParameterError) as caught:
+        decode(b'{"x":1}', dict[int, float], "logit_bias")
+
+    assert str(caught.value) == "logit_bias: expected int, got str"

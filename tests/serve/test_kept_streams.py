@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -51,7 +51,7 @@ class Answer:
     error: str = ""
     bodies: list[bytes] = field(default_factory=list)
 
-    def read(self, stream: socket.SocketIO) -> None:
+    def read(self, stream: BinaryIO) -> None:
         """Read one response, as its own framing says where it ends."""
         status = stream.readline()
         assert status.startswith(b"HTTP/1.1 200"), status
@@ -64,7 +64,7 @@ class Answer:
         if b"content-length" in headers:
             body = stream.read(int(headers[b"content-length"]))
         elif b"transfer-encoding" not in headers:  # HTTP/1.0
-            body = stream.readall()
+            body = stream.read()
         else:
             while size := int(stream.readline(), 16):
                 body += stream.read(size)
@@ -261,6 +261,10 @@ KINDS = {
     "usage": post(
         "completions", prompt="a b c", stream=True, max_tokens=150, stream_options=USAGE, echo=True
     ),
+    "echoes": post(
+        "completions", prompt="a b c", stream=True, max_tokens=120, echo=True, logprobs=1, n=2,
+        seed=5,
+    ),
     "prompts": post("completions", prompt=["a b", "c d e"], stream=True, max_tokens=150),
     "stop": post("completions", prompt="a", stream=True, max_tokens=200, stop=["}~"]),
     "old": post("completions", version="1.0", prompt="a b c", stream=True, max_tokens=150),
@@ -285,6 +289,7 @@ def test_every_answer_goes_on_byte_by_byte_however_often_the_ingress_is_killed(
     requests = list(KINDS.values())
     wanted = service.ask_all(requests)
     assert [answer.error for answer in wanted] == [""] * len(requests)
+    assert all(answer.bodies for answer in wanted)
     rng = random.Random(7)
 
     for _ in range(3):

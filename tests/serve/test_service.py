@@ -115,9 +115,15 @@ def test_a_proper_request_id_is_echoed(service, given, echoed):
     assert reply.headers["x-request-id"]
 
 
+PART = {"type": "text", "text": "y", "cache_control": {"type": "ephemeral"}}
 EXTRA = {
     "model": MODEL,
-    "messages": [{"role": "user", "content": "x", "color": "y"}],
+    "messages": [
+        {"role": "user", "content": "x"},
+        {"role": "user", "content": "x", "color": "y"},
+        {"role": "user", "content": [PART], "color": "y", "odd name": 1, "name": None},
+    ],
+    "response_format": {"type": "text", "schema": {}},
     "max_tokens": 1,
     "plugins": [],
     "nonsense": 1,
@@ -127,34 +133,71 @@ EXTRA = {
 @pytest.mark.parametrize("stream", [False, True])
 def test_unknown_fields_are_ignored_and_named(service, caplog, stream):
     options = {"stream": True, "stream_options": {"nonsense": 1}} if stream else {}
-    for name in sorted(EXTRA):  # other tests may have had them logged
-        service.state.ignored_fields._names.discard(name)
+    names = "messages[].color, messages[].content[].cache_control, nonsense, plugins, "
+    names += "response_format.schema" + (", stream_options.nonsense" if stream else "")
+    # Other tests may have had them logged.
+    service.state.ignored_fields._names.difference_update(names.split(", "))
 
     replies = [
         service.http.post("/v1/chat/completions", json={**EXTRA, **options}) for _ in range(3)
     ]
 
     assert [reply.status_code for reply in replies] == [200] * 3
-    assert {reply.headers["x-ignored-parameters"] for reply in replies} == {"nonsense, plugins"}
+    paths = names.replace("messages[].color", "messages[1].color").replace(
+        "messages[].c", "messages[2].c"
+    )
+    paths = paths.replace("content[]", "content[0]")
+    assert {reply.headers["x-ignored-parameters"] for reply in replies} == {paths}
     (record,) = [r for r in caplog.records if "ignored" in r.message]
-    assert "nonsense, plugins" in record.message
+    assert record.message.endswith(f": {names}")
+
+
+def test_fields_with_any_content_have_no_unknown_parts(service):
+    free = {
+        "metadata": {"a": 1},
+        "chat_template_kwargs": {"tools_in_user_message": 1},
+        "documents": [{"a": 1}],
+    }
+    body = {"model": MODEL, "messages": HI, "max_tokens": 1, **free}
+
+    reply = service.http.post("/v1/chat/completions", json=body)
+
+    assert reply.status_code == 200
+    assert "x-ignored-parameters" not in reply.headers
 
 
 def test_a_strict_service_refuses_unknown_fields():
     with serving(**{"serve.strict": True}) as service:
         reply = service.http.post("/v1/chat/completions", json=EXTRA)
-        nested = {name: EXTRA[name] for name in ("model", "messages")}
-        inner = service.http.post("/v1/chat/completions", json=nested)
+        plain = {"model": MODEL, "messages": HI, "max_tokens": 1}
+        nested = [
+            {"messages": EXTRA["messages"]},
+            {"messages": [{"role": "user", "content": [PART]}]},
+            {"response_format": EXTRA["response_format"]},
+            {"stream": True, "stream_options": {"nonsense": 1}},
+        ]
+        inner = [service.http.post("/v1/chat/completions", json=plain | more) for more in nested]
 
     assert reply.json()["error"]["message"] == "unknown parameter: plugins"
-    assert inner.json()["error"]["param"] == "messages.0.color"
+    assert [each.json()["error"]["param"] for each in inner] == [
+        "messages.1.color",
+        "messages.0.content.0.cache_control",
+        "response_format.schema",
+        "stream_options.nonsense",
+    ]
 
 
-@pytest.mark.parametrize("field", [{"functions": [{"name": "f"}]}, {"guided_json": {"a": 1}}])
-def test_what_an_answer_would_lack_is_refused(service, field):
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("functions", {"functions": [{"name": "f"}]}),
+        ("guided_json", {"guided_json": {"a": 1}}),
+        ("messages[0].images", {"messages": [{"role": "user", "content": "x", "images": ["y"]}]}),
+    ],
+)
+def test_what_an_answer_would_lack_is_refused(service, name, field):
     reply = service.http.post("/v1/chat/completions", json={**EXTRA, **field})
 
-    (name,) = field
     assert reply.json()["error"] == {
         "message": f"{name} is not offered",
         "type": "invalid_request_error",

@@ -1,4 +1,6 @@
-"""A hub for tests: the part of Hugging Face's HTTP API that loads the files of a model."""
+"""A hub for tests: the parts of the HTTP APIs of Hugging Face and of ModelScope that load the files
+of a model.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl
 
+MODELSCOPE = "/api/v1/models/"
 TOKEN = "secret"  # for the models of the maker "private"
 
 
@@ -45,6 +49,8 @@ def running(hub: Hub) -> Iterator[Hub]:
             self._answer(has_body=True)
 
         def _answer(self, *, has_body: bool) -> None:
+            if self.path.startswith(MODELSCOPE):
+                return self._answer_as_modelscope(has_body=has_body)
             path = self.path.partition("?")[0].strip("/").removeprefix("api/models/")
             if path.count("/") < 3:
                 return self._send(404, b"", {}, has_body=has_body)
@@ -75,6 +81,24 @@ def running(hub: Hub) -> Iterator[Hub]:
             headers = {"X-Repo-Commit": commit, "ETag": f'"{_oid(data)}"'}
             self._send(200, data, headers, has_body=has_body)
 
+        def _answer_as_modelscope(self, *, has_body: bool) -> None:
+            path, _, query = self.path.removeprefix(MODELSCOPE).partition("?")
+            asked = dict(parse_qsl(query))
+            model, _, kind = path.partition("/repo")
+            is_free = not model.startswith("private/") or f"={TOKEN}" in self.headers["Cookie"]
+            files = hub.files.get(model, {}) if is_free else {}
+            if not files or asked["Revision"] not in ("master", "v1"):
+                return self._send(404, b"{}", {}, has_body=has_body)
+            if kind == "/files":
+                listed = [
+                    {"Path": path, "Type": "blob", "Size": len(data), "Sha256": _sha256(data)}
+                    for path, data in files.items()
+                ]
+                body = json.dumps({"Code": 200, "Success": True, "Data": {"Files": listed}})
+                return self._send(200, body.encode(), {}, has_body=has_body)
+            hub.loaded.append(asked["FilePath"])
+            self._send(200, files[asked["FilePath"]], {}, has_body=has_body)
+
         def _send(
             self, status: int, body: bytes, headers: dict[str, str], *, has_body: bool
         ) -> None:
@@ -95,6 +119,10 @@ def running(hub: Hub) -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _oid(data: bytes) -> str:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def load(hub: Hub, home: Path, *asked: tuple[dict[str, Any], bool], **variables:
         "HF_HOME": str(home),
         "HF_ENDPOINT": hub.address,
         "HF_HUB_OFFLINE": "0",
+        "MODELSCOPE_CACHE": str(home),
+        "MODELSCOPE_HOME": str(home),
+        "MODELSCOPE_ENDPOINT": hub.address,
         **variables,
     }
     done = subprocess.run(
@@ -131,8 +135,37 @@ def test_a_directory_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert with_local_model(make_config({"model": NAME})).model == NAME
 
 
+HAS_MODELSCOPE = find_spec("modelscope") is not None
+
+
+@pytest.mark.skipif(HAS_MODELSCOPE, reason="modelscope is installed")
 def test_modelscope_needs_its_extra() -> None:
     config = make_config({"model": NAME, "hub": "modelscope"})
 
     with pytest.raises(MissingPackageError, match=r"pip install 'dist-aclgraph\[modelscope\]'"):
         with_local_model(config)
+
+
+@pytest.mark.skipif(not HAS_MODELSCOPE, reason="modelscope is not installed")
+def test_modelscope_gives_the_same_files(hub: Hub, tmp_path: Path) -> None:
+    keys = {"model": NAME, "hub": "modelscope"}
+
+    described, whole, absent, other = load(
+        hub,
+        tmp_path,
+        (keys, False),
+        (keys, True),
+        (keys | {"model": "maker/absent"}, True),
+        (keys | {"revision": "v9"}, True),
+        MODELSCOPE_API_TOKEN=TOKEN,
+    )
+    closed = Hub({}, address="http://127.0.0.1:9")
+    (kept,) = load(closed, tmp_path, (keys, True))
+
+    assert described == whole == kept
+    directory, name = whole
+    assert name == NAME
+    assert {path.name for path in Path(directory).iterdir()} == NEEDED
+    assert sorted(hub.loaded) == sorted(NEEDED) and hub.loaded[-1] == WEIGHTS
+    assert "modelscope gives no revision master of it: " in absent
+    assert "modelscope gives no revision v9 of it: " in other

@@ -4,9 +4,9 @@ msgspec checks types while it decodes, and stops at the first error; nothing is 
 input. Fields that may have any number of items stay ``Raw``, which costs only a scan; their items
 are counted before they are built (``types``).
 
-Fields that no struct has are ignored; with ``serve.strict`` they are refused. The fields in
-``NOT_OFFERED`` are always refused, because a client whose field was ignored would misunderstand the
-answer.
+Fields that no struct has are ignored, in the body and in its parts; with ``serve.strict`` they are
+refused. The fields in ``NOT_OFFERED`` are always refused, because a client whose field was ignored
+would misunderstand the answer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 # decoding.
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
-IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the names of ignored fields
+IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the paths of ignored fields
 # Number of ignored names of one request; limits what a client may write into the log.
 MAX_IGNORED = 16
-MAX_STRINGS = 1 << 14  # strings in a body whose ignored fields are collected
+# Number of strings, and of objects, in a body whose ignored fields are collected.
+MAX_STRINGS = 1 << 14
 NOT_OFFERED = frozenset(
     {
         "audio",
@@ -58,7 +59,13 @@ _NOTHING = (b"null", b"false", b"[]", b"{}", b'""', b"0", b'"none"', b'"auto"')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Only one thread, so that the event loop gets CPU time between two large bodies.
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_INDEX = re.compile(r"\[\d+\]")  # of an item, in the path of an ignored field
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
+# The escape of one half of a pair, without the other half.
+_UNPAIRED = re.compile(
+    rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}",
+    re.IGNORECASE,
+)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
@@ -118,7 +125,14 @@ class HeldBody:
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base of request bodies. ``strict`` returns a subclass that refuses unknown fields."""
+    """Base of request bodies and their parts. ``strict`` returns a subclass that refuses unknown
+    fields.
+
+    Attributes:
+        PARTS: the class of each field that is decoded later, and holds one part or a list of parts.
+    """
+
+    PARTS: ClassVar[Mapping[str, type[Body]]] = {}
 
     def check_fields(self) -> None:
         """Refuse values that the types allow but the service does not offer.
@@ -172,7 +186,8 @@ async def read_body(
         InvalidParameterError: the body is incomplete, is not JSON, or does not match ``kind``.
     """
     data = await _receive_in_time(request, config)
-    is_strict = config.strict or data.count(b'"') > 2 * MAX_STRINGS
+    is_large = data.count(b'"') > 2 * MAX_STRINGS or data.count(b"{") > MAX_STRINGS
+    is_strict = config.strict or is_large
     wanted = strict(kind) if is_strict else kind
 
     def read() -> R:
@@ -188,31 +203,67 @@ async def read_body(
 
 
 def _ignored(data: bytes, kind: type[Body]) -> list[str]:
-    """Return the names of the fields that ``kind`` does not have.
+    """Return the paths of the fields that ``kind`` and its parts do not have.
+
+    If several items of a list have the same unknown field, only the first path is returned.
 
     Raises:
         InvalidParameterError: a field asks for something that the service does not offer.
     """
-    found: dict[str, msgspec.Raw] = decode(data, dict[str, msgspec.Raw])
-    names = sorted(found.keys() - set(kind.__struct_fields__))
-    for name in names:
-        if name in NOT_OFFERED and bytes(found[name]) not in _NOTHING:
-            raise InvalidParameterError(f"{name} is not offered", name)
-    return [name for name in names if _NAME.fullmatch(name)][:MAX_IGNORED]
+    found: dict[str, str] = {}
+    for path in _unknown(decode(data, dict[str, msgspec.Raw]), kind, ""):
+        if len(found) < MAX_IGNORED:
+            found.setdefault(_without_indexes(path), path)
+    return list(found.values())
+
+
+def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Iterator[str]:
+    """Yield the paths of unknown fields, such as ``messages[0].foo``."""
+    for name in sorted(fields):
+        value = fields[name]
+        if name in kind.PARTS:
+            for place, part in _parts_of(value):
+                yield from _unknown(part, kind.PARTS[name], f"{path}{name}{place}.")
+        elif name not in kind.__struct_fields__:
+            if name in NOT_OFFERED and bytes(value) not in _NOTHING:
+                raise InvalidParameterError(f"{path}{name} is not offered", f"{path}{name}")
+            if _NAME.fullmatch(name):
+                yield path + name
+
+
+def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
+    """Yield index and fields of each object of a list, or of a single object with an empty index.
+
+    Other values have no parts. If they are faults, they are found when the field is decoded.
+    """
+    begin = bytes(memoryview(value)[:1])
+    try:
+        if begin == b"{":
+            yield "", decode(value, dict[str, msgspec.Raw])
+        elif begin == b"[":
+            for i, part in enumerate(decode(value, list[dict[str, msgspec.Raw]])):
+                yield f"[{i}]", part
+    except InvalidParameterError:
+        return
+
+
+def _without_indexes(path: str) -> str:
+    return _INDEX.sub("[]", path)
 
 
 class IgnoredFields:
-    """Logs the name of each ignored field once, up to a maximum number of names."""
+    """Logs each ignored field once, up to a maximum number of fields."""
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
         self._names: set[str] = set()
 
-    def note(self, path: str, names: list[str]) -> None:
+    def note(self, route: str, paths: list[str]) -> None:
+        names = map(_without_indexes, paths)
         new = [name for name in names if name not in self._names]
         if new and len(self._names) < self._most:
             self._names.update(new)
-            log.warning("%s: unknown parameters are ignored: %s", path, ", ".join(new))
+            log.warning("%s: unknown parameters are ignored: %s", route, ", ".join(new))
 
 
 async def _receive(request: Request, max_bytes: int) -> bytes:
@@ -244,7 +295,18 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
     except RecursionError:
         raise InvalidParameterError("the request body is nested too deeply") from None
     except ValueError as e:  # msgspec.DecodeError and UnicodeDecodeError
-        raise InvalidParameterError(f"the request body is not valid JSON: {e}") from None
+        raise InvalidParameterError(
+            f"the request body is not valid JSON: {_reason(str(e), bytes(data))}"
+        ) from None
+
+
+def _reason(message: str, data: bytes) -> str:
+    """Return why data is not JSON; msgspec calls empty data and unpaired surrogates truncated."""
+    if not data.strip():
+        return "it is empty"
+    if "malformed: invalid character" not in message and (found := _UNPAIRED.search(data)):
+        return f"{found[0].decode()} is an unpaired surrogate"
+    return message
 
 
 def _explained(message: str, param: str) -> InvalidParameterError:

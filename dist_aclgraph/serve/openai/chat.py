@@ -11,7 +11,7 @@ from dist_aclgraph.formats.events import CallBegin
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.chat_deltas import delta_of, message_of
 from dist_aclgraph.serve.openai.conversation import Conversation, open_conversation
-from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
+from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from dist_aclgraph.serve.openai.reply import Reply, reply
 from dist_aclgraph.serve.openai.state import ApiState
@@ -54,7 +54,7 @@ class _ChatReply(Reply):
         self._begun: set[int] = set()
         self._calling: set[int] = set()  # choices that have called a tool
 
-    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
+    def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
         if piece.events:
             delta = delta_of(piece.events, self._name_of(piece))
@@ -63,7 +63,7 @@ class _ChatReply(Reply):
         choice = self._choice(piece.index, delta, logprobs, self._finish_reason(piece))
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        frame = self.chunk(generation, choice)
+        frame = self.chunk(usage, choice)
         if piece.index in self._begun:
             return frame
         self._begun.add(piece.index)
@@ -71,7 +71,7 @@ class _ChatReply(Reply):
         choice = self._choice(piece.index, first, None, None)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self._prompt_ids
-        return self.chunk(generation, choice) + frame
+        return self.chunk(usage, choice) + frame
 
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = []

@@ -129,12 +129,12 @@ class _CompletionReply(Reply):
         prompt = self._given[index // self._body.num_choices]
         return prompt if isinstance(prompt, str) else self.state.tokenizer.decode(prompt)
 
-    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
+    def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         is_first = piece.index not in self._lengths
         offset = self._lengths.get(piece.index, 0)
         choice = self._choice(piece, offset, is_first=is_first)
         self._lengths[piece.index] = offset + len(choice["text"])
-        return self.chunk(generation, choice)
+        return self.chunk(usage, choice)
 
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
         choices = [self._choice(piece, 0, is_first=True) for piece in pieces]

@@ -39,7 +39,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
         token_ids: the new tokens.
         token_texts: the text of each token that has an entry in ``logprobs``.
         prompt_logprobs: if requested, rows of all tokens of the prompt except the first token; only
-            one piece contains them.
+            the first piece of a choice contains them.
         has_end_token: whether the last entry of ``logprobs`` is for an end token, which has no
             text.
         events: for a chat, the text as events.
@@ -117,7 +117,9 @@ class Generation:
     """Owns the outstanding engine requests of one HTTP request, and its journal.
 
     Choices are numbered prompt by prompt, with ``num_choices`` for each prompt. Choice j of a
-    prompt uses seed + j as its seed. ``close`` aborts all requests that still run.
+    prompt uses seed + j as its seed. Only the first choice of a prompt has the engine compute the
+    prompt's log-probabilities; pieces of the other choices wait for them. ``close`` aborts all
+    requests that still run.
 
     Attributes:
         make_reader: makes the reader of a choice's answer; returns None if answers are only text.
@@ -133,6 +135,9 @@ class Generation:
     make_reader: Callable[[], Reader | None] = _no_reader
     max_calls: int | None = None
     _choices: list[_Choice] = field(default_factory=list)
+    # By prompt: its log-probabilities, and the pieces that wait for them.
+    _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
+    _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
     _num_slots: int = 0  # in addition to the slot that the HTTP request already has
     _num_open: int = 0  # choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
@@ -149,7 +154,10 @@ class Generation:
         for prompt_ids, params in zip(self.prompts, self.params, strict=True):
             seed = params.seed if params.seed is not None else chance + len(self._choices)
             for j in range(self.num_choices):
-                self._add(prompt_ids, replace(params, seed=seed_of_choice(seed, j)), now_s)
+                own = replace(params, seed=seed_of_choice(seed, j))
+                if j:
+                    own = replace(own, prompt_logprobs=None)
+                self._add(prompt_ids, own, now_s)
         for entry in self.journal.take_entries():
             choice = self._choices[entry.index]
             choice.tokens_before += entry.token_ids
@@ -231,7 +239,8 @@ class Generation:
 
     def _hand_on(self, sink: Sink, choice: _Choice, delta: RequestDelta, now_s: float) -> None:
         try:
-            sink.add_piece(self._advance(choice, delta, now_s))
+            for piece in self._with_report(self._advance(choice, delta, now_s)):
+                sink.add_piece(piece)
         except Exception as e:  # any exception: the client waits for the end
             self._num_open = 0
             sink.finish(e)
@@ -279,6 +288,30 @@ class Generation:
             has_end_token,
             piece.events,
         )
+
+    def _with_report(self, piece: ChoicePiece) -> list[ChoicePiece]:
+        """Return the pieces that can be handed on now: none while the prompt's log-probabilities
+        are missing, and with them all pieces that have waited.
+        """
+        prompt, place = divmod(piece.index, self.num_choices)
+        if self.params[prompt].prompt_logprobs is None or self.num_choices == 1:
+            return [piece]
+        if not place:  # its first piece has the log-probabilities
+            self._reports.setdefault(prompt, piece.prompt_logprobs)
+        if prompt not in self._reports:
+            self._waiting.setdefault(prompt, []).append(piece)
+            return []
+        pieces = [piece, *self._waiting.pop(prompt, ())]
+        return [self._first_with_report(each, self._reports[prompt]) for each in pieces]
+
+    def _first_with_report(
+        self, piece: ChoicePiece, report: tuple[PromptLogprobs, ...]
+    ) -> ChoicePiece:
+        choice = self._choices[piece.index]
+        if choice.has_prompt_logprobs:
+            return piece
+        choice.has_prompt_logprobs = True
+        return msgspec.structs.replace(piece, prompt_logprobs=report)
 
     def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
         self.state.metrics.finished(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +21,7 @@ from dist_aclgraph.serve.openai.generation import (
     ChoicePiece,
     ClientGoneError,
     Generation,
+    Usage,
     unless_gone,
 )
 from dist_aclgraph.serve.openai.state import ApiState
@@ -47,7 +51,7 @@ class Reply(ABC):
         self.state = state
         self._kind, chunk_kind = kind
         self._shows_usage = streaming.include_usage
-        self._shows_usage_so_far = streaming.include_usage and streaming.continuous_usage_stats
+        self.shows_usage_so_far = streaming.include_usage and streaming.continuous_usage_stats
         self._common = {
             "id": f"{prefix}-{chance.name}",
             "created": chance.created_s,
@@ -63,11 +67,15 @@ class Reply(ABC):
         """Return a whole reply."""
         return {**self._common, "object": self._kind, "choices": choices, "usage": usage}
 
-    def chunk(self, generation: Generation, choice: dict[str, Any]) -> bytes:
-        """Return the frame of a chunk with one choice."""
+    def chunk(self, usage: Usage | None, choice: dict[str, Any]) -> bytes:
+        """Return the frame of a chunk with one choice.
+
+        Args:
+            usage: the usage so far; None if the client has not asked for it.
+        """
         end = self._chunk_end
-        if self._shows_usage_so_far:
-            end = b'],"usage":' + _json.encode(generation.usage.as_json()) + b"}\n\n"
+        if usage is not None:
+            end = b'],"usage":' + _json.encode(usage.as_json()) + b"}\n\n"
         return self._chunk_begin + _json.encode(choice) + end
 
     def last_frames(self, generation: Generation) -> bytes:
@@ -78,8 +86,8 @@ class Reply(ABC):
         return self._chunk_begin + b'],"usage":' + usage + b"}\n\n" + sse.DONE
 
     @abstractmethod
-    def frames(self, generation: Generation, piece: ChoicePiece) -> bytes:
-        """Return the frames of a piece."""
+    def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
+        """Return the frames of a piece; ``usage`` as in ``chunk``."""
 
     @abstractmethod
     def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
@@ -157,7 +165,11 @@ def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
 
 
 class _Frames:
-    """Receives the pieces of a stream, and sends their frames."""
+    """Receives the pieces of a stream, and sends their frames in the order of the pieces.
+
+    A thread makes the frame of a piece with a prompt's log-probabilities, because this takes long
+    and other requests' streams must not wait. Later frames of this stream wait for it.
+    """
 
     def __init__(self, shape: Reply, generation: Generation) -> None:
         self.outlet = sse.Outlet()
@@ -165,14 +177,27 @@ class _Frames:
         self._generation = generation
         self._is_begun = False
         self._first: asyncio.Future[Exception | None] = _future()
+        self._later: deque[Callable[[], bytes]] = deque()
+        self._making: asyncio.Task[None] | None = None
+        self._finish_later: Callable[[], None] | None = None
 
     def add_piece(self, piece: ChoicePiece) -> None:
-        self.outlet.put(self._shape.frames(self._generation, piece))
-        if not self._is_begun:
+        usage = self._generation.usage if self._shape.shows_usage_so_far else None
+        make = partial(self._shape.frames, usage, piece)
+        if self._making is not None:
+            self._later.append(make)
+        elif piece.prompt_logprobs:
+            self._later.append(make)
+            self._making = asyncio.get_running_loop().create_task(self._make_later())
+        else:
+            self.outlet.put(make())
             self._begin(None)
 
     def finish(self, error: Exception | None) -> None:
         """Send the stream's end; after a failure, send one error frame and no [DONE]."""
+        if self._making is not None:
+            self._finish_later = partial(self.finish, error)
+            return
         if error is None:
             self.outlet.put(self._shape.last_frames(self._generation))
         elif self._is_begun:
@@ -188,6 +213,18 @@ class _Frames:
         """
         if (error := await self._first) is not None:
             raise error
+
+    async def _make_later(self) -> None:
+        """Send the frames that wait, one after the other; a failure ends the stream."""
+        try:
+            while self._later:
+                self.outlet.put(await asyncio.to_thread(self._later.popleft()))
+                self._begin(None)
+        except Exception as e:
+            self._finish_later = partial(self.finish, e)
+        self._making = None
+        if self._finish_later is not None:
+            self._finish_later()
 
     def _begin(self, error: Exception | None) -> None:
         self._is_begun = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
@@ -23,12 +23,18 @@ class _JsonSchema(Body, kw_only=True):
     strict: bool | None = None
 
 
-class _ResponseFormat(Body, kw_only=True):
+class ResponseFormat(Body, kw_only=True):
+    """The form of an answer, as OpenAI names it."""
+
+    PARTS: ClassVar = {"json_schema": _JsonSchema}
+
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: _JsonSchema | None = None
 
 
-class _Structured(Body, kw_only=True):
+class Structured(Body, kw_only=True):
+    """The form of an answer, as vLLM names it."""
+
     json: Raw = Raw(b"")
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
@@ -85,7 +91,7 @@ def _read(name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | No
     if name == "response_format":
         return _read_response_format(raw, whitespace)
     if name == "structured_outputs":
-        found: _Structured = decode(raw, _Structured, name)
+        found: Structured = decode(raw, Structured, name)
         if found.structural_tag is not None:
             raise InvalidParameterError("structured_outputs.structural_tag is not offered", name)
         has_json = bytes(found.json) not in (b"", b"null")
@@ -104,7 +110,7 @@ def _read(name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | No
 
 
 def _read_response_format(raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
-    found: _ResponseFormat = decode(raw, _ResponseFormat, "response_format")
+    found: ResponseFormat = decode(raw, ResponseFormat, "response_format")
     if found.type == "text":
         return None
     if found.type == "structural_tag":

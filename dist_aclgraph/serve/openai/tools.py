@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
@@ -31,7 +31,11 @@ class _Function(Body, kw_only=True):
     strict: bool | None = None
 
 
-class _Tool(Body, kw_only=True):
+class Tool(Body, kw_only=True):
+    """A tool that the answer may call."""
+
+    PARTS: ClassVar = {"function": _Function}
+
     type: str
     function: _Function
 
@@ -61,7 +65,11 @@ class _CalledFunction(Body, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
-class _Call(Body, kw_only=True):
+class ToolCall(Body, kw_only=True):
+    """A call in an assistant's message."""
+
+    PARTS: ClassVar = {"function": _CalledFunction}
+
     function: _CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
@@ -106,7 +114,7 @@ def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | N
     if len(data) > MAX_BYTES:
         raise InvalidParameterError(f"tools exceed {MAX_BYTES >> 10} KiB", "tools")
     check_num_strings(data, MAX_STRINGS, "tools")
-    found = decode(data, list[_Tool], "tools")
+    found = decode(data, list[Tool], "tools")
     if len(found) > MAX_TOOLS:
         raise InvalidParameterError(
             f"tools has {len(found)} items; at most {MAX_TOOLS} are allowed", "tools"
@@ -173,7 +181,7 @@ def read_calls(calls: Raw, param: str) -> list[dict[str, Any]] | None:
     if data in _NOTHING:
         return None
     check_num_strings(data, MAX_STRINGS, param)
-    found = decode(data, list[_Call], param)
+    found = decode(data, list[ToolCall], param)
     if len(found) > MAX_CALLS:
         raise InvalidParameterError(
             f"{param} has {len(found)} calls; at most {MAX_CALLS} are allowed", param

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, field
 
@@ -35,8 +35,8 @@ from dist_aclgraph.serve.openai.counted import (
     decode_strings,
 )
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
-from dist_aclgraph.serve.openai.structured import read_structured
-from dist_aclgraph.serve.openai.tools import read_calls, read_tools
+from dist_aclgraph.serve.openai.structured import ResponseFormat, Structured, read_structured
+from dist_aclgraph.serve.openai.tools import Tool, ToolCall, read_calls, read_tools
 from dist_aclgraph.text.chat_template import ChatOptions
 
 MAX_CHOICES = 16
@@ -53,15 +53,15 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
-class _Typed(Body):
-    """The type of a content part or of a response format; other fields are ignored."""
-
+class ContentPart(Body):
     type: str
     text: str | None = None
 
 
 class ChatMessage(Body):
     """A message; it also has the fields that a client's ``message.model_dump()`` contains."""
+
+    PARTS: ClassVar = {"content": ContentPart, "tool_calls": ToolCall}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Raw, schemas.CONTENT] = ABSENT
@@ -76,7 +76,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def for_template(self, param: str) -> dict[str, Any]:
-        """Return the fields for chat templates: a role, one text, and optional fields.
+        """Return the fields for chat templates: a role, a content, and optional fields.
 
         Args:
             param: the message's place in the body, for error messages.
@@ -88,18 +88,17 @@ class ChatMessage(Body):
             )
         if not _is_empty(self.annotations):
             raise InvalidParameterError(f"{param}: annotations are not offered", param)
-        role = "system" if self.role == "developer" else self.role
         return {
-            "role": role,
-            "content": self._text(f"{param}.content"),
+            "role": self.role,
+            "content": self._content(f"{param}.content"),
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning,
             "tool_calls": calls,
             "tool_call_id": self.tool_call_id,
         }
 
-    def _text(self, param: str) -> str | None:
-        """Return the content; None if an assistant's message has none."""
+    def _content(self, param: str) -> str | list[dict[str, str]] | None:
+        """Return a text or text parts; None if an assistant's message has no content."""
         data = bytes(self.content)
         if data in (b"", b"null"):
             if self.role == "assistant":
@@ -108,7 +107,8 @@ class ChatMessage(Body):
         if not data.startswith(b"["):
             return str(decode(data, str, param))
         check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
-        parts = decode(data, list[_Typed], param)
+        kind = self.kind_of_part(ContentPart)
+        parts = decode(data, list[kind], param)  # type: ignore[valid-type]
         if not 1 <= len(parts) <= MAX_PARTS:
             raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
         for part in parts:
@@ -116,7 +116,7 @@ class ChatMessage(Body):
                 raise InvalidParameterError(
                     f"{param}: content of type {part.type!r:.40} is not offered; send text", param
                 )
-        return "\n".join(part.text for part in parts)
+        return [{"type": "text", "text": part.text} for part in parts]
 
 
 class GenerateRequest(Body, kw_only=True):
@@ -124,6 +124,8 @@ class GenerateRequest(Body, kw_only=True):
 
     ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are names that other servers use.
     """
+
+    PARTS: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
     model: str
     max_tokens: int | None = None
@@ -318,6 +320,14 @@ class GenerateRequest(Body, kw_only=True):
 
 
 class ChatRequest(GenerateRequest, kw_only=True):
+    PARTS: ClassVar = {
+        **GenerateRequest.PARTS,
+        "messages": ChatMessage,
+        "response_format": ResponseFormat,
+        "structured_outputs": Structured,
+        "tools": Tool,
+    }
+
     messages: Annotated[Raw, schemas.MESSAGES]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -427,6 +437,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
 
 class TokenizeRequest(Body):
+    PARTS: ClassVar = {"messages": ChatMessage}
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Raw, schemas.MESSAGES] = ABSENT

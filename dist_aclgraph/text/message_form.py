@@ -1,0 +1,132 @@
+"""MessageForm: the form in which a chat template reads a message's content and its role.
+
+A content is one text, or a list of parts ``{"type": "text", "text": ...}``. Most templates read
+texts, some read parts, and some read both. The form is found in the template's syntax tree: a
+template that loops over a content and reads the text of each item, or the text of one item, reads
+parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import nodes
+
+CONTENT = "content"
+_OF_PARTS = frozenset({"text", "type"})  # keys of a part
+# Filters whose result is still a list of parts.
+_OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})
+# Tests by which a template tells a text from a list of parts.
+_OF_KIND = frozenset({"iterable", "sequence", "string"})
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """What one template reads.
+
+    Attributes:
+        reads_parts: whether a content may be a list of parts.
+        reads_texts: whether a content may be one text.
+        knows_developer: whether the template has a rule for the role "developer".
+    """
+
+    reads_parts: bool = False
+    reads_texts: bool = True
+    knows_developer: bool = False
+
+    def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message in this form, without the keys whose value is None.
+
+        Parts are joined by line breaks if the template reads texts only. A content with other parts
+        than texts is not changed.
+        """
+        found = {name: value for name, value in message.items() if value is not None}
+        content = found.get(CONTENT)
+        if isinstance(content, str) and not self.reads_texts:
+            found[CONTENT] = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and not self.reads_parts and all(map(_is_text, content)):
+            found[CONTENT] = "\n".join(part["text"] for part in content)
+        if found.get("role") == "developer" and not self.knows_developer:
+            found["role"] = "system"
+        return found
+
+
+def read_form(source: str, template: nodes.Template) -> MessageForm:
+    """Return the form that a template reads.
+
+    Args:
+        template: the syntax tree of ``source``.
+    """
+    names = _names_of_contents(template)
+    reads_parts = any(_reads_parts(node, names) for node in template.find_all(nodes.Node))
+    tells_kinds = any(
+        test.name in _OF_KIND and _is_content(test.node, names)
+        for test in template.find_all(nodes.Test)
+    )
+    return MessageForm(reads_parts, not reads_parts or tells_kinds, "developer" in source)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _reads_parts(node: nodes.Node, names: set[str]) -> bool:
+    """Return whether a node reads the text of a content's item, or of all items in a loop."""
+    if isinstance(node, nodes.For):
+        items = {name.name for name in node.target.find_all(nodes.Name)} | _own_name(node.target)
+        return _is_content(node.iter, names) and any(
+            _key(inner) in _OF_PARTS and _own_name(inner.node) & items  # type: ignore[attr-defined]
+            for inner in node.find_all((nodes.Getattr, nodes.Getitem))
+        )
+    if _key(node) not in _OF_PARTS:
+        return False
+    item = node.node  # type: ignore[attr-defined]
+    return isinstance(_key(item), int) and _is_content(item.node, names)
+
+
+def _own_name(node: nodes.Node) -> set[str]:
+    return {node.name} if isinstance(node, nodes.Name) else set()
+
+
+def _names_of_contents(template: nodes.Template) -> set[str]:
+    """Return the variables, and the parameters of macros, that have a content as their value."""
+    names: set[str] = set()
+    while found := set(_more_names(template, names)) - names:
+        names |= found
+    return names
+
+
+def _more_names(template: nodes.Template, names: set[str]) -> Iterator[str]:
+    for assign in template.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
+            yield assign.target.name
+    macros = {macro.name: macro for macro in template.find_all(nodes.Macro)}
+    for call in template.find_all(nodes.Call):
+        macro = macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
+        for given, parameter in zip(call.args, macro.args if macro else (), strict=False):
+            if _is_content(given, names):
+                yield parameter.name
+
+
+def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
+    """Return whether an expression is a message's content."""
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, nodes.CondExpr):
+        return _is_content(node.expr1, names) or _is_content(node.expr2, names)
+    if isinstance(node, nodes.Filter):
+        return node.name in _OF_LISTS and _is_content(node.node, names)
+    return bool(_key(node) == CONTENT)
+
+
+def _key(node: nodes.Node | None) -> Any:
+    """Return the constant key of ``a.key``, ``a[key]`` or ``a.get(key)``; None for other nodes."""
+    if isinstance(node, nodes.Call) and _key(node.node) == "get" and node.args:
+        return node.args[0].value if isinstance(node.args[0], nodes.Const) else None
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.arg.value
+    return None

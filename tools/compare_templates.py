@@ -1,0 +1,180 @@
+"""Compare prompts with those of transformers: ``python -m tools.compare_templates DIR...``.
+
+A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.jinja). Each of its
+templates renders the conversations below with each of the options. Two results are equal if the
+texts are equal, or if both sides refuse the conversation.
+
+transformers passes a content to the template as it is. The runtime passes text parts to a template
+that reads parts, and one text to any other template. So the reference is the form, parts or text,
+whose prompt has all texts of the conversation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.shapes.json_files import read_json_object
+from dist_aclgraph.text.added_tokens import read_added_tokens
+from dist_aclgraph.text.chat_template import ChatOptions, ChatTemplate, read_chat_template
+
+USER = {"role": "user", "content": '  How warm is it in Zürich & "München"? <b>🙂\n'}
+SYSTEM = {"role": "system", "content": "Answer in <one> word."}
+ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nWarm. "}
+ARGUMENTS = {"city": "Zürich", "days": 1, "units": ["°C", None, True]}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "call00001", **CALL}]}
+RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "call00001", "content": '{"t": 9}'}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "A <city>"},
+        "days": {"type": "integer", "enum": [1, 2]},
+        "units": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city"],
+}
+DESCRIBED = {"name": "get_weather", "description": "The weather", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": DESCRIBED}]
+DOCUMENTS = [{"doc_id": 1, "title": "One", "text": "Zürich: 9 °C", "contents": "Zürich"}]
+TWO_PARTS = [{"type": "text", "text": "First."}, {"type": "text", "text": "Second."}]
+REASONED = {"role": "assistant", "content": "Warm.", "reasoning_content": "It is June."}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "user": [USER],
+    "system": [SYSTEM, USER, ANSWER, USER],
+    "developer": [{**SYSTEM, "role": "developer"}, USER],
+    "names": [{**USER, "name": "ann"}, {**ANSWER, "name": "bot"}, USER],
+    "reasoning": [USER, REASONED, USER],
+    "calls": [SYSTEM, USER, CALLS, RESULT],
+    "called": [USER, {**CALLS, "content": "I look."}, RESULT, ANSWER, USER],
+    "reasoned calls": [USER, {**CALLS, "reasoning": "I must look."}, RESULT],
+    "parts": [USER, ANSWER, {"role": "user", "content": TWO_PARTS}],
+    "null": [USER, {"role": "assistant", "content": None, "tool_calls": None, "name": None}, USER],
+    "unknown keys": [{**USER, "weight": 1, "prefix": True}],
+    "odd order": [ANSWER, USER, USER, SYSTEM],
+    "answer last": [SYSTEM, USER, ANSWER],
+    "reasoned answer last": [USER, REASONED],
+    "parts last": [USER, {"role": "assistant", "content": TWO_PARTS}],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "prompt": {"add_generation_prompt": True},
+    "no prompt": {},
+    "continued": {"continue_final_message": True},
+    "no thinking": {"add_generation_prompt": True, "enable_thinking": False},
+    "thinking": {"add_generation_prompt": True, "enable_thinking": True, "thinking": True},
+    "tools": {"add_generation_prompt": True, "tools": TOOLS},
+    "documents": {"add_generation_prompt": True, "documents": DOCUMENTS},
+    "effort": {"add_generation_prompt": True, "reasoning_effort": "high", "tools": TOOLS},
+}
+TEXTS = ("How warm is it", "First.", "Second.")  # texts of users
+# How a template that reads texts prints parts.
+PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
+# transformers leaves it in a prompt that has the last message twice.
+LEFT_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
+NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents")
+
+
+def read_templates(directory: Path) -> Iterator[tuple[str, str, dict[str, str], ChatTemplate]]:
+    """Yield name, source, special tokens and our template of each template in a folder."""
+    described = directory / "tokenizer_config.json"
+    if described.exists():
+        config = read_json_object(described)
+        special = read_added_tokens(directory, config, ()).by_name
+        template = read_chat_template(directory, config, special)
+        for name, source in (template.sources if template else {}).items():
+            yield f"{directory}:{name}", source, special, ChatTemplate({"default": source}, special)
+        return
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    for path in sorted(directory.glob("*.jinja")):
+        source = path.read_text(encoding="utf-8")
+        try:
+            yield path.stem, source, special, ChatTemplate({"default": source}, special)
+        except jinja2.TemplateError as e:
+            print(f"{path}: {e}")
+
+
+def theirs(
+    source: str, special: Mapping[str, str], chat: list[dict[str, Any]], options: dict[str, Any]
+) -> str | None:
+    """Return the prompt of transformers; None if it refuses the conversation."""
+    chat = [{key: value for key, value in m.items() if value is not None} for m in chat]
+    if "developer" not in source:  # a role that most templates do not know
+        chat = [{**m, "role": m["role"].replace("developer", "system")} for m in chat]
+    try:
+        (text,), _ = render_jinja_template([chat], chat_template=source, **{**special, **options})
+    except Exception:  # each template has errors of its own
+        return None
+    return str(text)
+
+
+def ours(
+    template: ChatTemplate, chat: list[dict[str, Any]], options: dict[str, Any]
+) -> tuple[str | None, str]:
+    """Return our prompt, or None and the error."""
+    named = {"add_generation_prompt": False} | {k: options[k] for k in NAMED if k in options}
+    variables = {key: value for key, value in options.items() if key not in NAMED}
+    try:
+        return template.render(chat, ChatOptions(**named, variables=variables)), ""
+    except DistAclGraphError as e:
+        return None, str(e)
+
+
+def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield a conversation as it is, with contents as texts, and with contents as parts."""
+    yield chat
+    for is_parts in (False, True):
+        found = []
+        for message in chat:
+            content = message.get("content")
+            if isinstance(content, list) and not is_parts:
+                content = "\n".join(part["text"] for part in content)
+            elif isinstance(content, str) and is_parts:
+                content = [{"type": "text", "text": content}]
+            found.append({**message, "content": content})
+        yield found
+
+
+def reference(
+    source: str, special: Mapping[str, str], chat: list[dict[str, Any]], options: dict[str, Any]
+) -> str | None:
+    """Return the prompt of transformers for the first form whose prompt has all texts."""
+    sent = str(chat)
+    wanted = [text for text in TEXTS if text in sent]
+    prompts = [theirs(source, special, form, options) for form in forms(chat)]
+    for prompt in filter(None, prompts):
+        is_printed = any(form in prompt for form in PRINTED_PARTS)
+        if not is_printed and all(text in prompt for text in wanted):
+            return prompt.replace(LEFT_MARK + " ", "").replace(LEFT_MARK, "")
+    return prompts[0]
+
+
+def main(directories: list[str]) -> int:
+    """Print each difference, and a count; return 1 if there is a difference."""
+    num_equal = num_refused = num_different = num_templates = 0
+    for directory in directories:
+        for name, source, special, template in read_templates(Path(directory)):
+            num_templates += 1
+            for about, chat in CONVERSATIONS.items():
+                for setting, options in OPTIONS.items():
+                    expected = reference(source, special, chat, options)
+                    found, error = ours(template, chat, options)
+                    num_equal += found == expected is not None
+                    num_refused += found is None is expected
+                    if found != expected:
+                        num_different += 1
+                        print(f"{name}: {about}, {setting}: {error}\n  {expected!r}\n  {found!r}")
+    print(
+        f"{num_templates} templates: {num_equal} prompts are equal, both sides refuse "
+        f"{num_refused}, {num_different} are different"
+    )
+    return min(num_different, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
