@@ -81,7 +81,7 @@ BAD_CHAT = [
     {"stream_options": {"include_usage": True}},
     {"tools": [{"type": "function"}]},
     {"tool_choice": "required"},
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema"}},
     {"functions": [{"name": "f"}]},
     {"priority": 1},
     {"truncate_prompt_tokens": 0},

@@ -191,7 +191,7 @@ def test_a_strict_service_refuses_unknown_fields():
     ("name", "field"),
     [
         ("functions", {"functions": [{"name": "f"}]}),
-        ("guided_json", {"guided_json": {"a": 1}}),
+        ("n_probs", {"n_probs": 3}),
         ("messages[0].images", {"messages": [{"role": "user", "content": "x", "images": ["y"]}]}),
     ],
 )

@@ -48,11 +48,15 @@ class Structured(Body, kw_only=True):
 
 
 def read_structured(
-    objects: Mapping[str, Raw], texts: Mapping[str, str | None], whitespace: str | None
+    body: Body,
+    objects: Mapping[str, Raw],
+    texts: Mapping[str, str | None],
+    whitespace: str | None,
 ) -> StructuredOutputs | None:
     """Return the form that a request asks for; None for any text.
 
     Args:
+        body: the request; it says whether unknown fields of parts are refused.
         objects: fields whose values are JSON.
         texts: fields whose values are texts.
         whitespace: the pattern of white space in JSON.
@@ -70,7 +74,7 @@ def read_structured(
                 f"{name} has {len(data)} bytes; at most {2 * MAX_STRUCTURE_CHARS} are allowed", name
             )
         check_num_strings(data, MAX_STRINGS, name)
-        form = _read(name, raw, whitespace)
+        form = _read(body, name, raw, whitespace)
         if form is not None:
             forms[name] = form
     for name, text in texts.items():
@@ -87,11 +91,11 @@ def read_structured(
     return next(iter(forms.values()), None)
 
 
-def _read(name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
+def _read(body: Body, name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
     if name == "response_format":
-        return _read_response_format(raw, whitespace)
+        return _read_response_format(body, raw, whitespace)
     if name == "structured_outputs":
-        found: Structured = decode(raw, Structured, name)
+        found: Structured = decode(raw, body.kind_of_part(Structured), name)
         if found.structural_tag is not None:
             raise InvalidParameterError("structured_outputs.structural_tag is not offered", name)
         has_json = bytes(found.json) not in (b"", b"null")
@@ -109,8 +113,9 @@ def _read(name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | No
     return StructuredOutputs(json=_schema(raw, name), whitespace_pattern=whitespace)
 
 
-def _read_response_format(raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
-    found: ResponseFormat = decode(raw, ResponseFormat, "response_format")
+def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> StructuredOutputs | None:
+    kind = body.kind_of_part(ResponseFormat)
+    found: ResponseFormat = decode(raw, kind, "response_format")
     if found.type == "text":
         return None
     if found.type == "structural_tag":

@@ -219,6 +219,7 @@ class GenerateRequest(Body, kw_only=True):
             InvalidParameterError: several fields ask for a form, or one of them is wrong.
         """
         return read_structured(
+            self,
             {
                 "response_format": self.response_format,
                 "structured_outputs": self.structured_outputs,
