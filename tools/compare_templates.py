@@ -11,6 +11,8 @@ whose prompt has all texts of the conversation.
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -76,6 +78,7 @@ TEXTS = ("How warm is it", "First.", "Second.")  # texts of users
 # How a template that reads texts prints parts.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 # transformers leaves it in a prompt that has the last message twice.
+NONE_TEST = re.compile(r"content['\"\])]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 LEFT_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
 NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents")
 
@@ -103,7 +106,15 @@ def theirs(
     source: str, special: Mapping[str, str], chat: list[dict[str, Any]], options: dict[str, Any]
 ) -> str | None:
     """Return the prompt of transformers; None if it refuses the conversation."""
-    chat = [{key: value for key, value in m.items() if value is not None} for m in chat]
+    tests_none = NONE_TEST.search(source) is not None
+    chat = [
+        {
+            key: value
+            for key, value in m.items()
+            if value is not None or (tests_none and key == "content" and m.get("tool_calls"))
+        }
+        for m in chat
+    ]
     if "developer" not in source:  # a role that most templates do not know
         chat = [{**m, "role": m["role"].replace("developer", "system")} for m in chat]
     try:
@@ -126,6 +137,25 @@ def ours(
 
 
 def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield a conversation with its contents as they are, as texts, and as parts; each first with
+    arguments of calls as objects, then as JSON texts.
+    """
+    for found in forms_of_contents(chat):
+        yield found
+    for found in forms_of_contents(chat):
+        yield [with_texts(message) for message in found]
+
+
+def with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON texts."""
+    if not message.get("tool_calls"):
+        return message
+    text = json.dumps(ARGUMENTS, ensure_ascii=False)
+    calls = [{**c, "function": {**c["function"], "arguments": text}} for c in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def forms_of_contents(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation as it is, with contents as texts, and with contents as parts."""
     yield chat
     for is_parts in (False, True):

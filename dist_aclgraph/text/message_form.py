@@ -30,19 +30,25 @@ class MessageForm:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
         knows_developer: whether the template has a rule for the role "developer".
+        tests_none: whether the template tests whether a content is None. Some templates find
+            messages with calls by this.
     """
 
     reads_parts: bool = False
     reads_texts: bool = True
     knows_developer: bool = False
+    tests_none: bool = False
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the message in this form, without the keys whose value is None.
+        """Return the message in this form, without the keys whose value is None. Only a content
+        stays None if the message has calls, and the template tests for None.
 
         Parts are joined by line breaks if the template reads texts only. A content with other parts
         than texts is not changed.
         """
         found = {name: value for name, value in message.items() if value is not None}
+        if self.tests_none and found.get("tool_calls"):
+            found.setdefault(CONTENT, None)
         content = found.get(CONTENT)
         if isinstance(content, str) and not self.reads_texts:
             found[CONTENT] = [{"type": "text", "text": content}]
@@ -65,7 +71,12 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
         test.name in _OF_KIND and _is_content(test.node, names)
         for test in template.find_all(nodes.Test)
     )
-    return MessageForm(reads_parts, not reads_parts or tells_kinds, "developer" in source)
+    tests_none = any(
+        test.name == "none" and _is_content(test.node, names)
+        for test in template.find_all(nodes.Test)
+    )
+    reads_texts = not reads_parts or tells_kinds
+    return MessageForm(reads_parts, reads_texts, "developer" in source, tests_none)
 
 
 def _is_text(part: Any) -> bool:

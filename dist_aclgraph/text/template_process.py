@@ -33,6 +33,13 @@ LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3  # exit code
 MAX_ERROR_CHARS = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# The form of transformers comes first.
+FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
+    {},
+    {"as_text": True},
+    {"has_content": True},
+    {"as_text": True, "has_content": True},
+)
 END_OF_MESSAGE = "CONTINUE-THE-LAST-MESSAGE-HERE "  # a template may strip the space
 
 
@@ -102,9 +109,52 @@ def packed(message: Any) -> bytes:
 
 
 def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
-    """Return the ``text`` of a render, or the ``error`` that ended the render."""
+    """Return the ``text`` of a render, or the ``error`` that ended the render.
+
+    Templates read calls of tools in different forms. If a template cannot render messages with
+    calls, the other forms are tried, too.
+    """
+    messages = [_with_reasoning(message) for message in request["variables"]["messages"]]
+    forms = FORMS_OF_CALLS if any(message.get("tool_calls") for message in messages) else ({},)
+    replies = []
+    for form in forms:
+        request["variables"]["messages"] = [_with_calls(message, **form) for message in messages]
+        replies.append(_render(request, max_chars))
+        if "text" in replies[-1]:
+            return replies[-1]
+    return replies[0]
+
+
+def _with_calls(
+    message: dict[str, Any], *, as_text: bool = False, has_content: bool = False
+) -> dict[str, Any]:
+    """Return a message whose calls have one of the forms that templates read.
+
+    Args:
+        as_text: whether arguments are JSON text, and not an object.
+        has_content: whether a message that has only calls gets an empty content.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return {**message}
+    found = {**message}
+    if has_content and found.get("content") is None:
+        found["content"] = ""
+    if as_text:
+        found["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _text_of(call)}}
+            for call in calls
+        ]
+    return found
+
+
+def _text_of(call: dict[str, Any]) -> str:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
     variables = request["variables"]
-    variables["messages"] = [_with_reasoning(message) for message in variables["messages"]]
     try:
         last = _mark_end(variables["messages"]) if request["continues"] else None
         text = _joined(_compile(request["template"]).generate(variables), max_chars)

@@ -1,0 +1,39 @@
+"""Calls of earlier messages reach a template in the form that it reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.text.chat_template import ChatTemplate
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+LOOP = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+END = "{% endfor %}{% endfor %}"
+RAISES = "{{ raise_exception(m.content or 'none') }}"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"a": "ü"}'),
+        ("{{ 'x' + c.function.arguments }}", 'x{"a": "ü"}'),
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "a=ü"),
+        ("{% if m.content is none %}{{ 'x' + c.function.arguments }}{% endif %}", 'x{"a": "ü"}'),
+        ("{{ m.content + c.function.name }}", "f"),
+        ("{{ m.content + c.function.arguments }}", '{"a": "ü"}'),
+        ("{{ m.content | trim }}{{ c.function.name }}", "f"),
+    ],
+)
+def test_arguments_and_contents_have_the_form_that_the_template_reads(body, expected):
+    template = ChatTemplate({"default": LOOP + body + END}, {})
+
+    assert template.render([{"role": "user", "content": "x"}, CALLING]) == expected
+
+
+def test_the_error_is_that_of_the_first_form():
+    template = ChatTemplate({"default": LOOP + RAISES + END}, {})
+
+    with pytest.raises(InvalidParameterError, match="none"):
+        template.render([CALLING])
