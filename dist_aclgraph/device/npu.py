@@ -438,6 +438,13 @@ def end_task_group(stream: Any) -> Any:
     return runtime().graph_task_group_end(stream)
 
 
+def update_at_once(operator: str) -> Any:
+    """Return torch_npu's function that begins an update, issues the operator, ends the update and
+    records an event, in one call without the GIL; None if the operator has no such function.
+    """
+    return getattr(torch_npu()._C, f"_{operator}_out_graph", None)
+
+
 def begin_task_update(stream: Any, handle: Any) -> None:
     runtime().graph_task_update_begin(stream, handle)
 
