@@ -30,6 +30,7 @@ from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kin
 from dist_aclgraph.device.launch_gate import LaunchGate
 from dist_aclgraph.device.staging import Staging
 from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
 
@@ -359,6 +360,21 @@ class GraphPool:
         self._num_graphs -= 1
         if self._num_graphs == 0:
             self.handle = runtime().graph_pool_handle()
+
+
+def release_failed_capture(pool: Any) -> None:
+    """Release the memory of a capture that CANN has refused to end.
+
+    torch_npu raises CANN's error before it tells its allocator that the capture has ended, and
+    ``reset`` does nothing for such a graph. So the pool would never release its memory.
+
+    Args:
+        pool: handle of the pool of the capture.
+    """
+    functions = torch_npu()._C
+    if not installed_line().forgets_failed_captures:
+        functions._npu_endAllocateCurrentStreamToPool(0, pool)
+    functions._npu_releasePool(0, pool)
 
 
 def hccl_options(buffer_mb: int | None) -> Any:
