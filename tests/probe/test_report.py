@@ -149,14 +149,16 @@ def test_names_are_unique_and_quick_questions_few():
 @pytest.mark.parametrize(
     ("chip", "cann", "answer"),
     [
+        ("Ascend910B1", "9.1.0", "always"),
         ("Ascend910_9391", "8.5.1", "no"),
         ("Ascend910_9391", "", "no"),
         ("Ascend910_9391", "9.1.0", "yes"),
         ("Ascend910B1", "8.5.1", "never"),
-        ("Ascend910B1", "9.1.0", "yes"),
     ],
 )
 def test_answers_depend_on_cann_and_chip_and_an_unknown_cann_has_the_stricter(chip, cann, answer):
-    probe = Probe("a", "a?", lambda bench: "", ByCann("no", "yes", a2_cann_8="never"))
+    probe = Probe(
+        "a", "a?", lambda bench: "", ByCann("no", "yes", a2_cann_8="never", a2_cann_9="always")
+    )
 
     assert probe.expected(chip, cann) == answer
