@@ -81,7 +81,7 @@ setup-clients: setup
 	  echo $(HASH) > $(CLIENTS_STAMP); fi
 
 LINES ?=
-test-versions: setup-dev ## Run the emulator's tests and a set of parity tests with each torch_npu, or LINES="2.10 2.12"
+test-versions: setup-dev ## Run tests of the emulator, graphs and parity with each torch_npu, or LINES="2.10 2.12"
 	$(BIN)/python -m tools.test_versions $(LINES)
 
 test-all: setup-dev emulator lint ## Lint, then run all tests, including benches and laws with many examples

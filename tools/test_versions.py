@@ -1,5 +1,5 @@
-"""``make test-versions``: run the emulator's tests and a set of parity tests with each line of
-torch_npu.
+"""``make test-versions``: run the tests of the emulator and of graphs, and a set of parity tests,
+with each line of torch_npu.
 
 Each line has its own virtual environment (.venv-2.12 for 2.12) and its own build of the emulator.
 """
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 # A process cannot change the emulator's settings, so each set of tests has its own process.
 SETS: dict[str, tuple[str, ...]] = {
     "emulator": ("tests/emulator",),
+    "graphs": ("tests/graphs",),
     "parity": ("tests/parity/test_chips.py", "tests/parity/test_spread_experts.py"),
 }
 SETUP_S, TESTS_S = 3600, 1800

@@ -333,7 +333,8 @@ def probe(
     compare: Annotated[
         Path | None,
         typer.Option(
-            metavar="REPORT", help="ask nothing: show a report's differences, write them as rules"
+            metavar="REPORT",
+            help="ask nothing: show a report's differences, write its rules and page",
         ),
     ] = None,
 ) -> None:
@@ -344,14 +345,14 @@ def probe(
     """
     with _user_errors():
         from dist_aclgraph.cli.probe import compare as compare_report
-        from dist_aclgraph.cli.probe import run_probe
+        from dist_aclgraph.cli.probe import page_of, run_probe
         from dist_aclgraph.config import DeviceConfig
 
         if compare is not None:
             print(compare_report(compare))
             return
         report = run_probe(level, out, DeviceConfig(kind=kind))
-        print(f"{report.summary()}: {out}, {out.with_suffix('.md')}", flush=True)
+        print(f"{report.summary()}: {out}, {page_of(out)}", flush=True)
         if multiprocessing.active_children():
             os._exit(0)  # Python would wait for a killed process that hangs in the driver
 

@@ -108,8 +108,8 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"[bold]{model['name']}[/bold]: {model['architecture']}, {model['num_layers']} layers; "
         f"{layout['world_size']} NPUs ({layout_in_words(layout)}) in "
-        f"{len(layout['lockstep_groups'])} lockstep groups, on at least "
-        f"{report['nodes']} nodes of {report['node_npus']} NPUs"
+        f"{_counted(len(layout['lockstep_groups']), 'lockstep group')}, on at least "
+        f"{_counted(report['nodes'], 'node')} of {report['node_npus']} NPUs"
     )
     for sentence in report["assumptions"]:
         console.print(f"  assumed: {sentence}")
@@ -119,9 +119,9 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     for family in graph["families"]:
         console.print(f"  {family['price_per_bucket']} streams for each {family['name']} bucket")
         _print_terms(family["terms"], console)
-    console.print(f"  {graph['fixed_price']} streams fixed")
+    console.print(f"  {graph['fixed_price']} streams for the plan as a whole")
     _print_terms(graph["fixed_terms"], console)
-    console.print(f"  streams are kept for {graph['lazy_capacity']} lazy graphs")
+    console.print(f"  streams are reserved for {graph['lazy_capacity']} lazy graphs")
     for entry in report["exchanges"]:
         sizes = f"{entry['first']} to {entry['last']} tokens"
         algorithm = f" ({entry['algorithm']})" if entry["algorithm"] else ""
@@ -222,6 +222,10 @@ def _memory_table(memory: dict[str, Any]) -> Table:
     table.add_row("left", f"{memory['left_bytes'] / GIB:.2f}")
     table.add_row("in all", f"{memory['device_bytes'] / GIB:.2f}")
     return table
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:

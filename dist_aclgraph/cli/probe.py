@@ -46,13 +46,23 @@ def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
         print(f"{len(report.rows)}/{len(probes)} {row.name}: {row.found}{mark}", file=sys.stderr)
 
     runner.run(probes, report, lambda r: write_report(r, out), show)
-    out.with_suffix(".md").write_text(report_page(report), encoding="utf-8")
+    write_page(report, out)
     return report
 
 
+def page_of(report: Path) -> Path:
+    """Return the path of the page that belongs to a report."""
+    return report.with_suffix(".html")
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Write the page of the report that is stored at ``path``."""
+    page_of(path).write_text(report_page(report), encoding="utf-8")
+
+
 def compare(path: Path) -> str:
-    """Write a report's differences as emulator rules into a file beside the report; return the
-    differences as a table.
+    """Write a report's page, and its differences as emulator rules, into files beside the report;
+    return the differences as a table.
 
     Raises:
         ConfigError: the file is not a report, or its device has an invalid name.
@@ -61,5 +71,9 @@ def compare(path: Path) -> str:
     name = rules_name(report.chip or "unknown", report.cann or "unknown")
     rules = path.with_name(name)
     rules.write_text(rules_text(report), encoding="utf-8")
+    write_page(report, path)
     differences = "\n".join(table(report.differences()))
-    return f"{differences}\n\n{rules}: copy it to emulator/rules/ to make these answers known"
+    return (
+        f"{differences}\n\n{rules}: copy it to emulator/rules/ to make these answers known\n"
+        f"{page_of(path)}: the report as a page"
+    )

@@ -66,8 +66,8 @@ def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
     shares = share_cores(cores, nodes_of_npus(npus))
     if not shares:
         raise NotBoundError(
-            f"{len(cores)} cores are too few for {npus} NPUs, with {CORES_OF_AN_NPU} cores of its "
-            "NUMA node for each, and one for other processes"
+            f"{len(cores)} cores are too few for {npus} NPUs: each needs {CORES_OF_AN_NPU} cores "
+            "of its NUMA node, and other processes need one core"
         )
     return shares
 

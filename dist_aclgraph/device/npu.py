@@ -30,6 +30,7 @@ from dist_aclgraph.device.kind import DeviceKind, emulator_settings, resolve_kin
 from dist_aclgraph.device.launch_gate import LaunchGate
 from dist_aclgraph.device.staging import Staging
 from dist_aclgraph.device.torch_build import check_torch
+from dist_aclgraph.device.versions import installed_line
 from dist_aclgraph.environment import prepare_device
 from dist_aclgraph.errors import DeviceError, DeviceFault
 
@@ -361,6 +362,21 @@ class GraphPool:
             self.handle = runtime().graph_pool_handle()
 
 
+def release_failed_capture(pool: Any) -> None:
+    """Release the memory of a capture that CANN has refused to end.
+
+    torch_npu raises CANN's error before it tells its allocator that the capture has ended, and
+    ``reset`` does nothing for such a graph. So the pool would never release its memory.
+
+    Args:
+        pool: handle of the pool of the capture.
+    """
+    functions = torch_npu()._C
+    if not installed_line().forgets_failed_captures:
+        functions._npu_endAllocateCurrentStreamToPool(0, pool)
+    functions._npu_releasePool(0, pool)
+
+
 def hccl_options(buffer_mb: int | None) -> Any:
     """Return the options of a process group whose communicators have buffers of ``buffer_mb`` MB.
     None means buffers of the size HCCL_BUFFSIZE.
@@ -436,6 +452,13 @@ def begin_task_group(stream: Any) -> None:
 
 def end_task_group(stream: Any) -> Any:
     return runtime().graph_task_group_end(stream)
+
+
+def update_at_once(operator: str) -> Any:
+    """Return torch_npu's function that begins an update, issues the operator, ends the update and
+    records an event, in one call without the GIL; None if the operator has no such function.
+    """
+    return getattr(torch_npu()._C, f"_{operator}_out_graph", None)
 
 
 def begin_task_update(stream: Any, handle: Any) -> None:

@@ -19,8 +19,9 @@ class Line:
         cann: the release of CANN to install with this torch_npu.
         is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
         loads_beside_cuda: whether torch_npu can be loaded beside a torch that is built for CUDA.
-        captures_after_refusal: whether ``torch.npu.graph`` works after a capture that could not
-            begin. The runtime does not need this, because it calls ``Npu.try_capture`` first.
+        forgets_failed_captures: whether torch_npu's allocator forgets a capture that CANN has
+            refused to begin or to end. Otherwise ``torch.npu.graph`` and ``torch.npu.empty_cache``
+            fail from then on.
         all_gather, reduce_scatter: torch.distributed's names for collectives of single tensors.
     """
 
@@ -29,7 +30,7 @@ class Line:
     cann: str = "9.1.0"
     is_published: bool = True
     loads_beside_cuda: bool = True
-    captures_after_refusal: bool = False
+    forgets_failed_captures: bool = False
     all_gather: str = "all_gather_into_tensor"
     reduce_scatter: str = "reduce_scatter_tensor"
 
@@ -44,7 +45,7 @@ LINES = {
         "2.13.0",
         is_published=False,
         loads_beside_cuda=False,
-        captures_after_refusal=True,
+        forgets_failed_captures=True,
         all_gather="all_gather_single",
         reduce_scatter="reduce_scatter_single",
     ),

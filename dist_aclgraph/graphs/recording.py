@@ -7,7 +7,14 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from dist_aclgraph.device.npu import GraphPool, Npu, external_event, runtime, translated
+from dist_aclgraph.device.npu import (
+    GraphPool,
+    Npu,
+    external_event,
+    release_failed_capture,
+    runtime,
+    translated,
+)
 
 
 class EventPool:
@@ -85,11 +92,15 @@ def _record(graph: Any, body: Callable[[], None], pool_handle: Any) -> None:
     except BaseException:
         # The capture may be invalid already; report the error that made it invalid.
         with suppress(RuntimeError):
-            graph.capture_end()
+            _end(graph, pool_handle)
         graph.reset()
         raise
+    _end(graph, pool_handle)
+
+
+def _end(graph: Any, pool_handle: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        graph.reset()
+        release_failed_capture(pool_handle)
         raise

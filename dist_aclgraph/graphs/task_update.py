@@ -29,6 +29,7 @@ Orders on the device:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,19 +57,36 @@ class UpdatableTask:
     event: Any
     ahead: int = 0
 
-    def patch(self, stream: Any, lens: Lens) -> None:
-        """Send lengths, unless the task already has these lengths. ``stream`` must be current."""
+    def open(self, stream: Any, lens: Lens) -> None:
+        """Send lengths, unless the task already has these lengths, and record the event.
+
+        ``stream`` must be current.
+        """
         operator, arguments = self.operator, self.arguments
         query_ends, kv_lens = lens.query_ends, lens.kv_lens[self.ahead]
         if arguments[operator.kv_lens] == kv_lens and arguments[operator.query_ends] == query_ends:
+            self.event.record(stream)
             return
         arguments[operator.query_ends] = query_ends
         arguments[operator.kv_lens] = kv_lens
-        npu.begin_task_update(stream, self.handle)
         try:
-            operator.overload(**arguments)
-        finally:
-            npu.end_task_update(stream)
+            self._update(stream)
+        except RuntimeError:
+            # If the operator has failed, the update is still open. Otherwise no update is open, and
+            # CANN refuses to end one. Only the first error names the cause, e.g. a stopped device.
+            with suppress(RuntimeError):
+                npu.end_task_update(stream)
+            raise
+
+    def _update(self, stream: Any) -> None:
+        """Issue the operator into the task group, and record the event behind it."""
+        if self.operator.update_at_once is not None:
+            self.operator.update_at_once(stream, self.handle, self.event, **self.arguments)
+            return
+        npu.begin_task_update(stream, self.handle)
+        self.operator.overload(**self.arguments)
+        npu.end_task_update(stream)
+        self.event.record(stream)
 
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task, and reset the task's event on ``stream``."""
@@ -214,8 +232,7 @@ class TaskUpdates:
             update_stream.wait_event(self._replayed)
         with npu.on_stream(update_stream, back=main_stream):
             for task in self._tasks[self._num_open :]:
-                task.patch(update_stream, lens)
-                task.event.record(update_stream)
+                task.open(update_stream, lens)
                 self._num_open += 1
                 if is_stopped():
                     return

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.context.prompt_parts import Launch
+from dist_aclgraph.device import npu
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
 
@@ -43,6 +44,11 @@ class AttentionOperator:
     def overload(self) -> Any:
         """The overload that writes to given tensors."""
         return getattr(torch.ops.npu, self.name).out
+
+    @cached_property
+    def update_at_once(self) -> Any:
+        """The function that updates a captured task in one call; None if torch_npu has none."""
+        return npu.update_at_once(self.name)
 
     def max_workspace(self, arguments: Arguments) -> Tensor:
         """Return a workspace that is large enough for any lengths."""

@@ -217,7 +217,7 @@ def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart
     own = MemoryPart(
         MC2_BUFFERS,
         BUFFERS_OF_A_DOMAIN * mc2_buffer_mb * MIB,
-        f"{BUFFERS_OF_A_DOMAIN} x {mc2_buffer_mb} MiB for the domain of its own; {documented}",
+        f"{BUFFERS_OF_A_DOMAIN} x {mc2_buffer_mb} MiB for MC2's own domain; {documented}",
     )
     return shared, own
 

@@ -1,43 +1,45 @@
-"""A report as a page to read, in Markdown."""
+"""A report as a page to read, and its differences as a table for a terminal."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import jinja2
 
 from dist_aclgraph.probe.row import Report, Row, plain
 
 MAX_CELL = 200  # characters
+TEMPLATE = Path(__file__).with_name("report.html")
+FACTS = "facts"  # the folder of questions about the machine
 
 
 def report_page(report: Report) -> str:
-    """Return the page: differences first, then all answers, then the texts of errors."""
-    device = f"{report.chip or 'no device'}, CANN {report.cann or 'unknown'}"
-    kind = "emulated NPU" if report.kind == "emulated" else "NPU"
-    lines = [
-        f"# Probe of {_cell(device)}",
-        "",
-        f"{kind}; dist-aclgraph {report.version}, level {report.level}; {report.summary()}.",
-        "",
-        "## Differences",
-        "",
-        *table(report.differences()),
-        "",
-        "## All answers",
-        "",
-        *table(report.rows),
-        "",
-        "## Details",
-    ]
-    for row in report.rows:
-        if row.text:
-            quoted = "\n".join(f"    {line}" for line in row.text.splitlines())
-            lines += ["", f"### {_cell(row.name)}", "", quoted]
-    return "\n".join(lines) + "\n"
+    """Return the report as one HTML file, which needs no other file and runs no script.
+
+    The page shows the facts of the machine, then the differences, then all other answers by folder.
+    Texts of the report may come from a stranger; the page shows them as text.
+    """
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"plain": plain, "lines": _lines}
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    differences = report.differences()
+    facts = [row for row in report.rows if _folder(row) == FACTS]
+    others = [row for row in report.rows if row not in facts and row not in differences]
+    return page.render(
+        report=report,
+        device=plain(f"{report.chip or 'no device'}, CANN {report.cann or 'unknown'}"),
+        kind="emulated NPU" if report.kind == "emulated" else "NPU",
+        facts=facts,
+        differences=differences,
+        sections=[(title, list(rows)) for title, rows in groupby(others, _folder)],
+    )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table, or one word if there is no row."""
+    """Return the lines of a table in Markdown, or one word if there is no row."""
     if not rows:
         return ["None."]
     lines = [
@@ -56,6 +58,14 @@ def table(rows: Sequence[Row]) -> list[str]:
         ),
     ]
     return [f"| {' | '.join(map(_cell, line))} |" for line in lines]
+
+
+def _folder(row: Row) -> str:
+    return row.name.partition(".")[0]
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(plain, text.splitlines()))
 
 
 def _cell(text: str) -> str:

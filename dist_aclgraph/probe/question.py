@@ -80,13 +80,14 @@ class Between:
 
 @dataclass(frozen=True)
 class ByCann:
-    """The answer depends on CANN's release series. With CANN 8, an A2 may have another answer,
-    ``a2_cann_8``.
+    """The answer depends on CANN's release series. An A2 may have other answers, ``a2_cann_8`` and
+    ``a2_cann_9``.
     """
 
     cann_8: str
     cann_9: str
     a2_cann_8: str | None = None
+    a2_cann_9: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ class Probe:
         plans.
         """
         if isinstance(self.says, ByCann):
-            if cann and not cann.startswith("8."):
-                return self.says.cann_9
             is_a2 = generation_of(chip) == "A2"
+            if cann and not cann.startswith("8."):
+                return (is_a2 and self.says.a2_cann_9) or self.says.cann_9
             return (is_a2 and self.says.a2_cann_8) or self.says.cann_8
         return self.says

@@ -193,7 +193,7 @@ class AssumedDeployment:
                 "operators are assumed to be those of an A2"
             )
         if device.kind == "npu":
-            known = "as given, or as the first NPU of this machine says"
+            known = "as configured, or else as read from the first NPU of this machine"
             if unknown := device.unknown:
                 keys = [f"device.{key}" for key in unknown]
                 known = f"no NPU was asked for {', '.join(keys)}"
@@ -201,8 +201,8 @@ class AssumedDeployment:
                 *found,
                 f"{device.assumed}: {known}",
                 f"each NPU has {NPU_STREAMS} streams; the runtime and its communication domains "
-                f"take {NPU_STREAMS_TAKEN} streams and what HCCL's expansion mode costs, nobody "
-                "else takes any; a running deployment negotiates over what they really have",
+                f"take {NPU_STREAMS_TAKEN} streams, HCCL's expansion mode takes more, and other "
+                "processes take none; a deployment negotiates over the streams that are free then",
             ]
         return [
             *found,
@@ -239,8 +239,8 @@ def _check_nodes(config: Config) -> None:
     if parallel.tp > family.node_npus:
         raise ConfigError(
             f"parallel.tp is {parallel.tp}; a node has {family.node_npus} NPUs of the chip "
-            f"{config.device.chip}: lower it, or set parallel.tp_across_nodes=true where nodes are "
-            "linked as NPUs of one node are"
+            f"{config.device.chip}: lower it, or set parallel.tp_across_nodes=true if the links "
+            "between nodes are those between the NPUs of one node"
         )
 
 

@@ -105,7 +105,7 @@ def test_a_plan_is_for_the_chip_of_the_host(on_host: Run, chip: str) -> None:
     said = on_host("plan", LARGE)
 
     assert said.returncode == 0, said.stderr
-    assert f"each NPU is an {chip} with 60.96 GiB under CANN 9.1.0: as given" in said.stdout
+    assert f"each NPU is an {chip} with 60.96 GiB under CANN 9.1.0: as configured" in said.stdout
     assert said.stderr == ""
 
 

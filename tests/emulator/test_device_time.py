@@ -437,8 +437,8 @@ def test_a_stall_of_one_rank_is_waited_for_by_the_clocks_of_all(run_ranks):
         + RANKS
         + textwrap.dedent("""
         begun, ended = events(2)
-        dist.all_reduce(x)
         begun.record()
+        dist.all_reduce(x)  # it ends after both ranks have recorded; so the stall begins later
         dist.all_reduce(x)
         ended.record()
         torch.npu.synchronize()

@@ -74,15 +74,15 @@ def test_a_fault_of_one_rank_leaves_the_others_alone(run_ranks):
 
 CAPTURES = """
 x = torch.ones(4, device="npu")
-def capture(body):
+def capture(body, pool=None):
     graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    with torch.npu.graph(graph, pool=pool):
         body()
     return graph
-def attempt(what, body):
+def attempt(what, body, pool=None):
     begin = time.monotonic()
     try:
-        capture(body).replay()
+        capture(body, pool).replay()
         torch.npu.synchronize()
         print(what, "FINE", time.monotonic() - begin)
     except RuntimeError as e:
@@ -94,6 +94,7 @@ def test_the_second_recording_fails_and_the_next_capture_does_not(run_script):
     status, output = run_script(
         CAPTURES
         + """
+from dist_aclgraph.device.npu import release_failed_capture
 x.cumsum(0)
 before = emulator.counters()
 attempt("FIRST", lambda: x.cumsum(0))
@@ -102,7 +103,9 @@ def careless():
         x.cumsum(0)
     except RuntimeError as e:
         print("SWALLOWED", str(e).replace(chr(10), " "))
-attempt("SECOND", careless)
+pool = torch.npu.graph_pool_handle()
+attempt("SECOND", careless, pool)
+release_failed_capture(pool)
 attempt("THIRD", lambda: x.cumsum(0))
 after = emulator.counters()
 print("LEFT", {k: after[k] - before[k] for k in ("captured", "graphs")})

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch_npu
 
+from dist_aclgraph.device.npu import release_failed_capture
+
 
 def capture(body, **options):
     graph = torch.npu.NPUGraph()
@@ -181,8 +183,10 @@ def test_an_unjoined_stream_is_refused():
         with torch.npu.stream(side):
             return x + 1
 
+    pool = torch.npu.graph_pool_handle()
     with pytest.raises(RuntimeError, match="107025"):
-        capture(body)
+        capture(body, pool=pool)
+    release_failed_capture(pool)
 
 
 def test_a_missing_wait_gives_another_result_than_with_it(run_script):

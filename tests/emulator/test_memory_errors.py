@@ -56,7 +56,8 @@ attempt("AGAIN", step)
         fault_offset=4 << 20,
     )
     assert status == 0, output
-    assert re.search(r"STRUCK FAILED .*UCE ERROR, .*507053.*\[device mem", output), output
+    # Not all release series of torch_npu add CANN's reason, "[device mem error]".
+    assert re.search(r"STRUCK FAILED .*UCE ERROR, error code is 507053", output), output
     for line in (
         "TOLD True 100000",
         "REFUSED 107000",

@@ -40,7 +40,7 @@ def test_captures_take_ids_until_207008_and_give_them_back(run_script):
             graph.reset()
         print("AFTER", available() == start)
         from dist_aclgraph.device.versions import installed_line
-        if installed_line().captures_after_refusal:
+        if installed_line().forgets_failed_captures:
             capture().replay()
             torch.npu.synchronize()
         """),

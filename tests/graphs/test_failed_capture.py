@@ -30,6 +30,27 @@ def test_streams_are_back_after_a_failed_capture(decoder: AttentionDecoder) -> N
     assert decoder.npu.available_streams() == before
 
 
+def test_memory_is_back_after_a_capture_that_cannot_end(decoder: AttentionDecoder) -> None:
+    decoder.capture(4).release()
+    decoder.npu.give_back()
+    before = decoder.npu.memory().free_bytes
+
+    def forward(tasks: TaskRecorder) -> None:
+        decoder.forward(4, tasks)
+        large = torch.zeros(64 << 20, dtype=torch.int8, device="npu")
+        main, side = torch.npu.current_stream(), torch.npu.Stream()
+        side.wait_stream(main)
+        with torch.npu.stream(side):
+            large.add_(1)  # no stream waits for this one
+
+    with pytest.raises(CaptureError, match="107025"):
+        decoder.capture(4, forward)
+
+    decoder.npu.give_back()
+    assert decoder.npu.memory().free_bytes == before
+    decoder.capture(4).release()
+
+
 def test_a_capture_after_a_failed_one_works(decoder: AttentionDecoder) -> None:
     fail_with_a_host_read(decoder, 4)
 

@@ -6,6 +6,7 @@ from dist_aclgraph.config import DeviceConfig, EmulatorConfig
 from dist_aclgraph.device import emulator
 from dist_aclgraph.probe import child
 from dist_aclgraph.probe.device_rules import rules_text
+from dist_aclgraph.probe.question import REFUSED
 from dist_aclgraph.probe.questions import PROBES, probes_of
 from dist_aclgraph.probe.row import Report
 from dist_aclgraph.probe.runner import Runner
@@ -37,6 +38,9 @@ def test_the_emulator_answers_as_it_says():
 
     assert [(row.name, row.found, row.text) for row in report.differences()] == []
     assert report.chip == "Ascend910B1" and report.cann == "9.1.0"
+    rules = {probe.name: probe.rule for probe in PROBES if probe.rule}
+    refused = [row for row in report.rows if row.name in rules and row.found == REFUSED]
+    assert [(row.name, row.text) for row in refused if rules[row.name] not in row.text] == []
 
 
 @pytest.mark.slow

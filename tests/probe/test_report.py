@@ -1,5 +1,6 @@
 """The report's file, its page, and the rules that are made from it."""
 
+import re
 import tomllib
 from collections import Counter
 
@@ -8,7 +9,7 @@ import pytest
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.device_rules import answers_of, rules_name, rules_text
-from dist_aclgraph.probe.page import report_page
+from dist_aclgraph.probe.page import report_page, table
 from dist_aclgraph.probe.question import ByCann, Probe
 from dist_aclgraph.probe.questions import PROBES, probes_of
 from dist_aclgraph.probe.row import Outcome, Report, judged, read_report, write_report
@@ -73,8 +74,49 @@ def test_a_strangers_text_stays_text():
     report = make_report(operators__swiglu=Outcome('a"\n[settings]\nx = 1\x07 | <b>', text="<b>"))
 
     assert set(tomllib.loads(rules_text(report))["settings"]) == set()
-    table = report_page(report).partition("## Details")[0]
-    assert "\\<b\\>" in table and 'a"\n' not in table and "\\|" in table and "\x07" not in table
+    (line,) = table(report.rows)[2:]
+    assert "\\<b\\>" in line and "\\|" in line and "\x07" not in line
+
+
+def test_the_page_shows_the_machine_then_the_differences_then_the_rest():
+    report = make_report(
+        operators__matmul=Outcome("equal", us=7.4),
+        operators__swiglu=Outcome("refused", us=1.0, code=161002, text="line 1\nline 2"),
+        facts__machine=Outcome("aarch64, Linux 5.10", text="more"),
+        collectives__all_gather=Outcome("too few NPUs", was_asked=False),
+    )
+    page = report_page(report)
+
+    places = [
+        page.index(text)
+        for text in (
+            "Probe of Ascend910B3, CANN 9.1.0",
+            "4 questions, 1 answers differ from the emulator&#39;s, 1 could not be asked",
+            "aarch64, Linux 5.10",
+            "Differences from the emulator (1)",
+            "operators.swiglu",
+            "<details open><summary>details</summary><pre>line 1\nline 2</pre>",
+            ">161002<",
+            "operators (1)",
+            "operators.matmul",
+            ">7<",
+            "collectives (1)",
+            '<tr class="unasked">',
+        )
+    ]
+    assert places == sorted(places)
+    assert page.count("operators.swiglu") == 1
+    assert not re.search(r"<script|src=|href=\"(?!data:)|url\(", page)  # no other file is loaded
+
+
+def test_a_strangers_text_is_text_on_the_page():
+    report = make_report(facts__machine=Outcome("<img src=x>\u202e\x07", text="</pre><script>"))
+    report.chip, report.version = "<b>", "<i>"
+
+    page = report_page(report)
+
+    assert not re.search(r"<img|<script|<b>|<i>|[\u202e\x07]", page)
+    assert "&lt;img src=x&gt;" in page and "&lt;/pre&gt;&lt;script&gt;" in page
 
 
 def test_names_that_leave_the_folder_are_refused(tmp_path):
@@ -96,6 +138,7 @@ def test_compare_shows_a_table_and_writes_rules(tmp_path):
         done.output
     )
     assert (tmp_path / "Ascend910B3-9.1.0.toml").is_file()
+    assert "operators.swiglu" in (tmp_path / "r.html").read_text()
 
 
 def test_names_are_unique_and_quick_questions_few():
@@ -106,14 +149,16 @@ def test_names_are_unique_and_quick_questions_few():
 @pytest.mark.parametrize(
     ("chip", "cann", "answer"),
     [
+        ("Ascend910B1", "9.1.0", "always"),
         ("Ascend910_9391", "8.5.1", "no"),
         ("Ascend910_9391", "", "no"),
         ("Ascend910_9391", "9.1.0", "yes"),
         ("Ascend910B1", "8.5.1", "never"),
-        ("Ascend910B1", "9.1.0", "yes"),
     ],
 )
 def test_answers_depend_on_cann_and_chip_and_an_unknown_cann_has_the_stricter(chip, cann, answer):
-    probe = Probe("a", "a?", lambda bench: "", ByCann("no", "yes", a2_cann_8="never"))
+    probe = Probe(
+        "a", "a?", lambda bench: "", ByCann("no", "yes", a2_cann_8="never", a2_cann_9="always")
+    )
 
     assert probe.expected(chip, cann) == answer

@@ -149,8 +149,8 @@ def plan_bundles(
     raise PlacementError(
         f"the deployment needs {needed // unit} times {unit} NPUs (parallel.tp) that share "
         f"a node, {has}, which is room for {sum(node.npus // unit for node in fitting)}; lower "
-        "parallel.tp, or set parallel.tp_across_nodes=true where nodes are linked as NPUs of one "
-        "node are"
+        "parallel.tp, or set parallel.tp_across_nodes=true if the links between nodes are those "
+        "between the NPUs of one node"
     )
 
 

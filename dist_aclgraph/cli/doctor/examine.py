@@ -197,7 +197,7 @@ def _graphs() -> list[Finding]:
     name = f"graphs of {start['name']}, started {when}"
     warnings = start["report"].get("graph_warnings", [])
     if not warnings:
-        return [Finding(name, True, "no operator of the AI CPU is known of")]
+        return [Finding(name, True, "no operator is known to run on the AI CPU")]
     remedy = (
         "answers are right, steps are slower; report the model, its configuration and this line"
     )

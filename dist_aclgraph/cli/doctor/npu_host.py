@@ -59,7 +59,7 @@ def npu_host_findings(npus: list[str], files: HostFiles = HOST) -> list[Finding]
 
 def _device_nodes(dev: Path) -> Finding:
     missing = [name for name in MANAGEMENT if not (dev / name).exists()]
-    found = f"missing: {', '.join(missing)}" if missing else f"{', '.join(MANAGEMENT)} are there"
+    found = f"missing: {', '.join(missing)}" if missing else f"{', '.join(MANAGEMENT)} exist"
     options = " ".join(f"--device=/dev/{name}" for name in missing)
     return Finding(
         "device nodes", not missing, found, f"install the driver, or give the container {options}"
@@ -77,7 +77,10 @@ def _access(npus: list[str], dev: Path) -> Finding:
 def _firmware(path: Path) -> Finding:
     version = read_version(path)
     if version is None:
-        remedy = f"to compare it with the driver, mount {path.parent} into the container"
+        remedy = (
+            f"mount {path.parent} into the container, so that the versions of firmware and driver "
+            "can be compared"
+        )
         return Finding("firmware", True, f"no {path}", remedy, is_warning=True)
     return Finding("firmware", True, version)
 
@@ -89,8 +92,8 @@ def _rdma_addresses(npus: list[str], path: Path) -> Finding:
         return Finding("RDMA addresses", True, f"{path} has one of each NPU")
     found = f"{path} has no address of {', '.join(lacking)}" if path.exists() else f"no {path}"
     remedy = (
-        "only for groups over several nodes: set one of each NPU with hccn_tool, and mount "
-        f"{path} into containers"
+        "only groups over several nodes need it: give each NPU an address with hccn_tool, and "
+        f"mount {path} into containers"
     )
     return Finding("RDMA addresses", True, found, remedy, is_warning=True)
 

@@ -11,6 +11,7 @@ from dist_aclgraph.probe.questions import (
     facts,
     graphs,
     memory,
+    model_calls,
     operators,
     rules,
 )
@@ -18,6 +19,7 @@ from dist_aclgraph.probe.questions import (
 PROBES: tuple[Probe, ...] = (
     *facts.PROBES,
     *operators.PROBES,
+    *model_calls.PROBES,
     *memory.PROBES,
     *attention_rules.PROBES,
     *rules.PROBES,

@@ -4,10 +4,13 @@ NPU that does not recover answers no further question.
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 from typing import Any
 
-from dist_aclgraph.probe.question import ACCEPTED, REFUSED, Answer, Bench, Probe
-from dist_aclgraph.probe.questions.collectives import captured_sum
+from dist_aclgraph.probe.question import ACCEPTED, REFUSED, STOPPED, Answer, Bench, ByCann, Probe
+from dist_aclgraph.probe.questions.collectives import captured_sum, mc2
 from dist_aclgraph.probe.questions.graphs import captured
 
 ABORT_S = 20.0
@@ -78,6 +81,28 @@ def _work_after_stop(bench: Bench) -> str:
     return ACCEPTED
 
 
+def _batch_beyond_buffer(bench: Bench) -> Answer:
+    """Send a batch by MC2 that needs more than the 200 MB of HCCL's buffer."""
+    return mc2(bench, num_tokens=256, hidden=7168, num_experts=512, top_k=16)
+
+
+def _destroy_beside_dead(bench: Bench) -> str:
+    """Destroy a communicator, another member of which has died."""
+    torch = bench.torch
+    torch.distributed.all_reduce(torch.ones(64, device="npu"))
+    bench.synchronize()
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    if bench.rank == 1:
+        store.set("pid", str(os.getpid()))
+        store.wait(["watched"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    process = os.pidfd_open(int(store.get("pid")))
+    store.set("watched", b"1")
+    select.select([process], [], [])
+    torch.distributed.destroy_process_group()
+    return ACCEPTED
+
+
 PROBES = (
     Probe("aborts.memory_stays", "Does memory outlive an abort?", _memory_stays, "equal"),
     Probe("aborts.graph_stays", "Does a graph outlive an abort?", _graph_stays, "equal"),
@@ -99,5 +124,19 @@ PROBES = (
         "Is work refused between an abort and the restart?",
         _work_after_stop,
         REFUSED,
+    ),
+    Probe(
+        "aborts.destroy_beside_dead",
+        "Can a communicator be destroyed after the death of another member?",
+        _destroy_beside_dead,
+        "rank 0: accepted; rank 1: the process died",
+        ranks=2,
+    ),
+    Probe(
+        "aborts.mc2_beyond_buffer",
+        "Does MC2 refuse a batch that needs more than the 200 MB of HCCL's buffer?",
+        _batch_beyond_buffer,
+        ByCann(REFUSED, REFUSED, a2_cann_8=REFUSED, a2_cann_9=STOPPED),
+        ranks=2,
     ),
 )

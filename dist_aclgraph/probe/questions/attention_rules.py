@@ -22,12 +22,17 @@ def _call(
     block: int = 128,
     rows: int = 1,
     length: int = 20,
+    padded: int | None = None,
     sparse: int = 0,
     blocks: int = 4,
     rope: bool = False,
     lse: bool = False,
 ) -> str:
-    """Call the operator for two requests; all contents are zero."""
+    """Call the operator for two requests; all contents are zero.
+
+    Args:
+        padded: number of keys of the second request; None means ``length``.
+    """
     torch = bench.torch
     half = getattr(torch, dtype)
     query = torch.zeros(2 * rows, heads, dim, dtype=half)
@@ -45,7 +50,7 @@ def _call(
         keys.npu(),
         values.npu(),
         actual_seq_qlen=[rows, 2 * rows],
-        actual_seq_kvlen=[length, length],
+        actual_seq_kvlen=[length, length if padded is None else padded],
         block_table=torch.zeros(2, -(-length // block) or 1, dtype=torch.int32).npu(),
         num_query_heads=heads,
         num_key_value_heads=kv_heads,
@@ -84,6 +89,9 @@ _CASES: tuple[tuple[str, dict[str, Any], bool, bool, str | None], ...] = (
     ("dim_192", {"dim": 192}, False, True, "head size 192 "),
     ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, False, False, "query rows, more"),
     ("as_long_as_keys", {"rows": 5, "length": 5, "sparse": 3}, True, True, None),
+    # vllm-ascend pads a step by requests with one row and without keys.
+    ("padded_row", {"padded": 0, "sparse": 3}, False, False, "query rows, more"),
+    ("padded_row_sparse_0", {"padded": 0}, True, True, None),
     ("sparse_2", {"sparse": 2}, False, False, "sparse_mode must be 0, 3 or 4"),
     ("no_keys", {"length": 0}, False, True, "must not be all zero"),
     ("shared_block", {"blocks": 1}, False, True, "blocks, the cache has"),

@@ -103,16 +103,18 @@ def _captured(bench: Bench) -> Answer:
     return answer
 
 
-def _mc2(bench: Bench) -> Answer:
+def mc2(
+    bench: Bench, num_tokens: int = 6, hidden: int = 1024, num_experts: int = 8, top_k: int = 3
+) -> Answer:
     """Send tokens to identity experts on all ranks, and add up the returned tokens."""
-    torch, num_experts = bench.torch, 8
+    torch = bench.torch
     own = _dist(bench).new_group(list(range(bench.ranks)))
     name = own._get_backend(torch.device("npu")).get_hccl_comm_name(bench.rank)
     domain = (name, bench.ranks, bench.rank, num_experts)
     is_a2 = generation_of(bench.npu.name) == "A2"  # an A2 sends the experts' weights, too
     torch.manual_seed(bench.rank)
-    x, weights = torch.randn(6, 1024).bfloat16(), torch.rand(6, 3)
-    experts = torch.rand(6, num_experts).topk(3).indices.int().npu()
+    x, weights = torch.randn(num_tokens, hidden).bfloat16(), torch.rand(num_tokens, top_k)
+    experts = torch.rand(num_tokens, num_experts).topk(top_k).indices.int().npu()
     scales = weights.npu()
     rows, _, origins, _, counts, _, row_scales = bench.ops.npu_moe_distribute_dispatch_v2(
         x.npu(),
@@ -150,6 +152,13 @@ def _equal(
 
 PROBES = (
     _equal("all_reduce", "Is an all-reduce of 2 ranks right?", _all_reduce, "quick"),
+    Probe(
+        "collectives.all_reduce_of_4",
+        "Is an all-reduce of 4 ranks right?",
+        _all_reduce,
+        EQUAL,
+        ranks=4,
+    ),
     _equal("all_gather", "Is an all-gather of 2 ranks right?", _all_gather),
     _equal("reduce_scatter", "Is a reduce-scatter of 2 ranks right?", _reduce_scatter),
     _equal("all_to_all", "Is an all-to-all of 2 ranks right?", _all_to_all),
@@ -158,9 +167,16 @@ PROBES = (
     Probe(
         "collectives.mc2",
         "Do tokens travel to experts and back by MC2?",
-        _mc2,
+        mc2,
         ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),  # A2: only domains of 8, 16, ... ranks
         ranks=2,
+    ),
+    Probe(
+        "collectives.mc2_of_4",
+        "Do they with 4 ranks?",
+        mc2,
+        ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),
+        ranks=4,
     ),
     Probe(
         "collectives.streams",

@@ -60,7 +60,7 @@ def test_the_report_has_nodes_and_the_requests_that_fit(checkpoint: Path) -> Non
     console = Console(file=io.StringIO(), width=200)
     render_plan(report, console)
     shown = console.file.getvalue()
-    assert "on at least 2 nodes of 8 NPUs" in shown
+    assert "in 5 lockstep groups, on at least 2 nodes of 8 NPUs" in shown
     assert "20 of 1024 tokens; 10 of 2048 tokens" in shown
 
 
