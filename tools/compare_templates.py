@@ -138,12 +138,14 @@ def ours(
 
 def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation with its contents as they are, as texts, and as parts; each first with
-    arguments of calls as objects, then as JSON texts.
+    arguments of calls as objects, then as JSON texts; then all with empty contents beside calls.
     """
-    for found in forms_of_contents(chat):
-        yield found
-    for found in forms_of_contents(chat):
-        yield [with_texts(message) for message in found]
+    filled = [{**m, "content": m.get("content") or ""} if m.get("tool_calls") else m for m in chat]
+    for each in (chat, filled):
+        for found in forms_of_contents(each):
+            yield found
+        for found in forms_of_contents(each):
+            yield [with_texts(message) for message in found]
 
 
 def with_texts(message: dict[str, Any]) -> dict[str, Any]:

@@ -47,8 +47,9 @@ class MessageForm:
         than texts is not changed.
         """
         found = {name: value for name, value in message.items() if value is not None}
-        if self.tests_none and found.get("tool_calls"):
-            found.setdefault(CONTENT, None)
+        if found.get("tool_calls") and (self.tests_none or not self.reads_texts):
+            empty = [{"type": "text", "text": ""}]
+            found.setdefault(CONTENT, None if self.reads_texts else empty)
         content = found.get(CONTENT)
         if isinstance(content, str) and not self.reads_texts:
             found[CONTENT] = [{"type": "text", "text": content}]
