@@ -21,6 +21,7 @@ from dist_aclgraph.device.npu import Npu, open_npu, runtime
 from dist_aclgraph.engine.model_runner import TORCH_DTYPES, ModelRunner
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.planning.buckets import candidate_families
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.shapes.model_spec import read_model_spec
@@ -72,7 +73,9 @@ class OneRank:
         self._model = Decoder(
             read_model_spec(config.model),
             RankGroups(tp=group, ep=ALONE),
-            Checkpoint(
+            DummyCheckpoint(TORCH_DTYPES[config.dtype], device=self.npu.device, quantises=False)
+            if config.weights == "dummy"
+            else Checkpoint(
                 config.model,
                 TORCH_DTYPES[config.dtype],
                 quantises=config.quantization == "w8a8",

@@ -108,14 +108,40 @@ def make_worker(
     """Return a rank alone in this process, with graphs of these sizes."""
     shape = Shape(hidden=512, layers=layers, heads=8, kv_heads=2, ffn=1024)
     path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
+    rank, runner, config = make_rank(path, sizes)
+    return rank.npu, runner, config
+
+
+def make_rank(
+    path: Path,
+    sizes: tuple[int, ...],
+    steps_in_flight: int = 1,
+    kernels: str = "skip",
+    memory_mb: int | None = None,
+    **settings: Any,
+) -> tuple[OneRank, ModelRunner, Config]:
+    """Return a rank alone in this process for a checkpoint, with graphs of these sizes.
+
+    Args:
+        memory_mb: memory of the device; None means the default.
+        settings: further keys of the configuration.
+    """
+    emulated: dict[str, Any] = {"kernels": kernels, "strict": False}
+    if memory_mb is not None:
+        emulated["memory_mb"] = memory_mb
     config = make_config(
         {
             "model": str(path),
             "profile": True,
             "dtype": "bfloat16",
             "max_model_len": MAX_LEN,
-            "scheduler": {"max_num_seqs": max(sizes), "prefix_cache": False},
-            "device": {"kind": "emulated", "emulator": {"kernels": "skip", "strict": False}},
+            "scheduler": {
+                "max_num_seqs": max(sizes),
+                "prefix_cache": False,
+                "steps_in_flight": steps_in_flight,
+            },
+            "device": {"kind": "emulated", "emulator": emulated},
+            **settings,
         }
     )
     rank = OneRank(config)
@@ -127,16 +153,20 @@ def make_worker(
         runner.commit(graph)
     gc.collect()
     gc.freeze()
-    return rank.npu, runner, config
+    return rank, runner, config
 
 
 def make_scheduler(
-    config: Config, batch: int, sizes: tuple[int, ...], steps: int, way: str
+    config: Config,
+    batch: int,
+    sizes: tuple[int, ...],
+    steps: int,
+    samplings: Sequence[Mapping[str, Any]],
 ) -> Scheduler:
     """Return a scheduler whose requests all decode for the given number of steps.
 
     Args:
-        way: a name of ``WAYS``.
+        samplings: for each request, fields of its row beside its seed.
     """
     plan = GraphPlan(
         version=1,
@@ -149,7 +179,7 @@ def make_scheduler(
     scheduler = Scheduler(config.scheduler, pools, GraphDispatcher(plan), max_model_len=MAX_LEN)
     for index in range(batch):
         prompt = np.arange(PROMPT_TOKENS, dtype=np.int32) + index
-        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS, seed=index, **WAYS[way])
+        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS, seed=index, **samplings[index])
         request = Request(str(index), prompt, sampling, max_tokens=steps, stop_token_ids=[])
         request.key = index
         scheduler.add(request)
@@ -171,7 +201,9 @@ def measure(
     for _ in range(ROUNDS):
         for way in ways:
             measured = -(-steps // ROUNDS)
-            scheduler = make_scheduler(config, batch, (batch,), measured + 2 * WARM_UP, way)
+            scheduler = make_scheduler(
+                config, batch, (batch,), measured + 2 * WARM_UP, [WAYS[way]] * batch
+            )
             each[way] += list(run_steps(npu, runner, scheduler, measured + WARM_UP))[WARM_UP:]
             while runner.is_busy:
                 scheduler.update([runner.finish()])

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import llguidance
-import llguidance.numpy
 import numpy as np
 import torch
 from torch import Tensor
@@ -76,8 +75,10 @@ class _Row:
         self._coming = matcher
         self._matcher: llguidance.LLMatcher | None = None
         self._end_words = end_words  # the bits of tokens that end an output
+        self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
         self._num_consumed = 0
+        self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
         self._answer: int | None = None  # where the answer begins, in tokens of the output
         self._rewind_phase()
@@ -92,11 +93,6 @@ class _Row:
         if self._coming is not None:
             self._matcher, self._coming = self._coming.result(), None
         return self._matcher
-
-    @property
-    def _is_over(self) -> bool:
-        matcher = self._matcher
-        return matcher is not None and matcher.stop_reason() == "EndOfSentence"
 
     def _rewind_phase(self) -> None:
         structure = self.structure
@@ -122,6 +118,7 @@ class _Row:
             if too_many > 0:
                 matcher.rollback(too_many)
                 self._num_consumed -= too_many
+                self._is_over = False
         self._rewind_phase()
 
     def add(self, token: int) -> bool:
@@ -143,11 +140,12 @@ class _Row:
             if matcher.try_consume_tokens([token]) != 1:
                 return False
             self._num_consumed += 1
+            self._is_over = token in self._ends
         self.num_seen += 1
         return True
 
     def fill(self, words: IntArray) -> None:
-        """Write the mask of the next token into ``words``, [1, num_words]."""
+        """Write the mask of the next token into ``words``, [num_words]."""
         structure, matcher = self.structure, self._ready()
         if self._is_thinking:
             begin = 0 if structure.is_thinking else 1
@@ -161,7 +159,7 @@ class _Row:
         if matcher is None or self._is_over:
             words[:] = ALL
             return
-        llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._answer is None:
             _allow(words, structure.think_begin)
         if self.num_seen < self.free_from:
@@ -172,7 +170,7 @@ class _Row:
 
 def _allow(words: IntArray, token: int) -> None:
     if token >= 0:
-        words.view(np.uint32)[0, token // BITS] |= np.uint32(1 << token % BITS)
+        words.view(np.uint32)[token // BITS] |= np.uint32(1 << token % BITS)
 
 
 class Matchers:
@@ -209,7 +207,7 @@ class Matchers:
         matcher = None
         if structure.grammar:
             matcher = self._grammars.compile(structure.grammar, structure.salt)
-        ends = np.zeros((1, self._num_words), np.int32)
+        ends = np.zeros(self._num_words, np.int32)
         for token in structure.end_ids:
             _allow(ends, token)
         self._rows[row] = _Row(sampling, matcher, ends)
@@ -244,58 +242,54 @@ class Matchers:
         Args:
             drafts: [max_rows, k], the drafts of this step; None without drafts.
         """
-        firsts = step.kv_lens[step.sampled] - step.num_logits + 1
-        places: list[int] = []
-        words: list[IntArray] = []
-        for index in range(0, len(known.samples), self._num_places):
-            sample = int(known.samples[index])
-            row_id = int(step.sampled_rows[sample])
-            row = self._rows.get(row_id)
-            if row is None:
-                continue
-            num_logits = int(step.num_logits[sample])
-            drafted = [] if drafts is None else drafts[row_id, : num_logits - 1].tolist()
-            try:
-                found = self._fill(row_id, row, int(firsts[sample]), drafted)
-                error = row.error
-            except RuntimeError as e:
-                error = str(e)
-            if error:
+        firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
+        rows, size = step.sampled_rows.tolist(), self._num_places
+        samples = known.samples[::size].tolist()
+        wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
+        # Places that nothing is written to allow every token.
+        words = np.full((len(wanted) * size, self._num_words), ALL)
+        for at, (_, sample) in enumerate(wanted):
+            num_logits, row = int(step.num_logits[sample]), rows[sample]
+            drafted = [] if drafts is None else drafts[row, : num_logits - 1].tolist()
+            own = words[at * size : (at + 1) * size]
+            if error := self._fill(row, firsts[sample], drafted, own):
                 self._failed[sample] = error
+                own[:] = ALL
                 continue
-            # A request with fewer places repeats its last place.
-            last = num_logits - 1
-            places += range(index, index + self._num_places)
-            words += [found[min(i, last)] for i in range(self._num_places)]
-        if not places:
+            own[num_logits:] = own[num_logits - 1]  # The last place is repeated.
+        if not wanted:
             return None
-        return Masks(np.array(places, np.int32), np.stack(words))
+        first = np.array([index for index, _ in wanted], np.int32) * size
+        places: IntArray = np.add.outer(first, np.arange(size, dtype=np.int32)).ravel()
+        return Masks(places, words)
 
     def take_failed(self) -> dict[int, str]:
         """Return the samples whose rows cannot go on since the last call, and why."""
         failed, self._failed = self._failed, {}
         return failed
 
-    def _fill(self, row_id: int, row: _Row, first: int, drafts: list[int]) -> IntArray:
-        """Return the masks of the places of a row, [1 + len(drafts), num_words].
+    def _fill(self, row_id: int, first: int, drafts: list[int], words: IntArray) -> str:
+        """Write the masks of the places of a row; return why the row cannot go on, or "".
 
         Args:
             first: position of the token that is sampled at the first place.
+            words: [>= 1 + len(drafts), num_words].
         """
+        row = self._rows[row_id]
         target = first - row.begin
         row.go_back(target)
         for token in self._tokens(row_id, row.begin + row.num_seen, first):
             if not row.add(token):
-                raise RuntimeError("the output does not match the grammar")
+                return row.error or "the output does not match the grammar"
+        row.fill(words[0])
         # A place behind a forbidden draft is never used: that draft is not accepted.
-        words = np.full((1 + len(drafts), self._num_words), ALL)
-        row.fill(words[:1])
         for place, draft in enumerate(drafts, start=1):
             if not row.add(draft):
                 break
-            row.fill(words[place : place + 1])
-        row.go_back(target)
-        return words
+            row.fill(words[place])
+        if drafts:
+            row.go_back(target)
+        return row.error
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
         """Return the tokens of a row at the positions from ``begin`` to ``end``."""
@@ -310,14 +304,34 @@ class Matchers:
         return tokens
 
 
-def apply_masks(logits: Tensor, masks: Masks, upload: ToDevice) -> Tensor:
-    """Return [n, vocab] logits; the logits of tokens that are not allowed are -inf."""
-    vocab = logits.shape[1]
-    bits = upload((np.uint32(1) << np.arange(BITS, dtype=np.uint32)).view(np.int32))
-    words = upload(masks.words)
-    is_forbidden = ((words.unsqueeze(-1) & bits) == 0).view(len(words), -1)[:, :vocab]
-    if len(masks.places) == len(logits):
-        return logits.masked_fill(is_forbidden, -torch.inf)
-    where = upload(masks.places.astype(np.int64))
-    masked = logits.index_select(0, where).masked_fill(is_forbidden, -torch.inf)
-    return logits.index_copy(0, where, masked)
+class Masking:
+    """Applies masks to logits. Owns a constant on the device."""
+
+    def __init__(self, upload: ToDevice) -> None:
+        self._upload = upload
+        self._bits: Tensor | None = None  # [16] int16, the bits of a half word
+
+    def forget(self) -> None:
+        """Reset after an abort of the device, because the constant may not have arrived."""
+        self._bits = None
+
+    def apply(self, logits: Tensor, masks: Masks) -> None:
+        """Set the logits of tokens that are not allowed to -inf, in place.
+
+        Args:
+            logits: [n, vocab].
+        """
+        if self._bits is None:
+            bits = np.uint16(1) << np.arange(16, dtype=np.uint16)
+            self._bits = self._upload(bits.view(np.int16))
+        # The bits of a little-endian word are those of its halves in order. The AI core has no
+        # bitwise operators of smaller types.
+        halves = self._upload(masks.words.view(np.int16))
+        allowed = (halves.unsqueeze(-1) & self._bits).view(len(halves), -1)
+        is_forbidden = allowed[:, : logits.shape[1]] == 0
+        if len(masks.places) == len(logits):
+            logits.masked_fill_(is_forbidden, -torch.inf)
+            return
+        where = self._upload(masks.places.astype(np.int64))
+        rows = logits.index_select(0, where).masked_fill_(is_forbidden, -torch.inf)
+        logits.index_copy_(0, where, rows)

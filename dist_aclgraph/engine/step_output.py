@@ -14,7 +14,7 @@ from torch import Tensor
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.bad_words import find_forbidden, forbid
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.engine.matchers import Masks, apply_masks
+from dist_aclgraph.engine.matchers import Masking, Masks
 from dist_aclgraph.engine.prompt_report import ComingPrompt
 from dist_aclgraph.engine.race_noise import RaceNoise
 from dist_aclgraph.engine.sampler import (
@@ -146,6 +146,7 @@ class StepOutput:
         # for each row, the number of counted tokens
         self._counted: IntArray = np.zeros(max_samples, np.int32)
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
+        self._masking = Masking(npu.upload)
         self._noise = RaceNoise(vocab_size, npu.upload)
         self._known = KnownPlaces(batch.sampling, self._num_places, vocab_size, npu.upload)
 
@@ -216,7 +217,7 @@ class StepOutput:
         """Sample the special places, and write the chosen tokens into ``tokens``.
 
         Args:
-            logits: [num_samples * (k + 1), vocab].
+            logits: [num_samples * (k + 1), vocab]; masks change them.
             tokens: [num_samples * (k + 1)] int32, the most probable tokens.
             masks_of: returns the allowed tokens of places; None if no row has a mask.
         """
@@ -229,7 +230,7 @@ class StepOutput:
         upload, positions = self._npu.upload, known.positions(inputs)
         masks = None if masks_of is None else masks_of(known)
         if masks is not None:
-            logits = apply_masks(logits, masks, upload)
+            self._masking.apply(logits, masks)
         forbid_words = partial(self._forbid_words, inputs, known)
         chosen = choose_tokens(
             logits, places, positions, self._counts, self._noise, upload, forbid_words
@@ -243,6 +244,7 @@ class StepOutput:
     def forget(self) -> None:
         """Reset after an abort of the device, because sent values may not have arrived."""
         self._known.forget()
+        self._masking.forget()
 
     def queue(
         self,

@@ -40,10 +40,14 @@ OP(aclnnIsInTensorScalar,
 OP(aclnnSWhere, [](Tensor condition, Tensor a, Tensor b, Tensor out) {
   out.copy_(at::where(condition.to(at::kBool), a, b));
 })
-OP(aclnnInplaceMaskedFillScalar,
-   [](Tensor a, Tensor mask, Scalar v) { a.masked_fill_(mask.to(at::kBool), v); })
-OP(aclnnInplaceMaskedFillTensor,
-   [](Tensor a, Tensor mask, Tensor v) { a.masked_fill_(mask.to(at::kBool), v.reshape({})); })
+OP(aclnnInplaceMaskedFillScalar, [](Tensor a, Tensor mask, Scalar v) {
+  if (!skips(a))
+    a.masked_fill_(mask.to(at::kBool), v);
+})
+OP(aclnnInplaceMaskedFillTensor, [](Tensor a, Tensor mask, Tensor v) {
+  if (!skips(a))
+    a.masked_fill_(mask.to(at::kBool), v.reshape({}));
+})
 OP(aclnnInplaceMaskedScatter, [](Tensor a, Tensor mask, Tensor source) {
   a.masked_scatter_(mask.to(at::kBool), source);
 })

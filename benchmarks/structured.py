@@ -1,0 +1,242 @@
+"""``make bench-structured``: what constrained requests cost a decode step.
+
+The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
+each step, some of the requests have a grammar: a typical JSON schema. Their numbers take turns. The
+device is modelled (``docs/develop/device-time.md``) with the shapes of Qwen3-8B and without
+weights; it computes nothing, so the tokens are arbitrary. The bench gives the matchers the tokens
+of a valid answer in their place. The vocabulary is made. The figures say nothing about an NPU.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+import tokenizers
+import typer
+
+from benchmarks.command import numbers, report_bench, run_command
+from benchmarks.overlap import MEMORY_MB, qwen3
+from benchmarks.report import Report, Table
+from benchmarks.step import make_rank, make_scheduler, run_steps
+from dist_aclgraph.engine.matchers import Matchers
+from dist_aclgraph.sampling import Structure, StructuredOutputs
+from dist_aclgraph.text.grammars import make_limits, open_tokenizer, vocabulary_of
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+VOCAB = 151_936
+NOTE = "modelled device on the CPU; not an NPU figure"
+BATCH, WARM_UP, ROUNDS = 32, 40, 8
+NUM_SCHEMAS = 200  # compiled for the times of compiling
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["new", "old", "open", "closed"]}},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "zip": {"type": "string"}},
+            "required": ["street", "zip"],
+            "additionalProperties": False,
+        },
+        "score": {"type": "number"},
+    },
+    "required": ["name", "age", "tags", "address", "score"],
+    "additionalProperties": False,
+}
+
+
+def main(
+    constrained: Annotated[str, typer.Option(help=f"Requests of {BATCH}.")] = "0,1,8,32",
+    steps: Annotated[int, typer.Option(help="That are measured.")] = 400,
+    out: Annotated[Path, typer.Option(help="Where results go.")] = Path("bench-results"),
+) -> None:
+    """Measure, print and save."""
+    report_bench(
+        "structured",
+        out,
+        lambda folder, _: measure_all(folder, numbers(constrained), steps),
+        report,
+    )
+
+
+def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
+    """Return the times of steps by number of constrained requests; and those of compiling and of
+    masks.
+    """
+    config = qwen3(hidden=4096, layers=36, heads=32, ffn=12288)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+    tokenizer = Tokenizer(folder)
+    compiling = measure_compiling(tokenizer)
+    rank, runner, found_config = make_rank(
+        folder,
+        (BATCH,),
+        steps_in_flight=2,
+        kernels="timed",
+        memory_mb=MEMORY_MB,
+        weights="dummy",
+    )
+    # The device's tokens are arbitrary, so the matchers get those of a valid answer.
+    runner._matchers = _Scripted.of(runner._matchers, valid_answer(tokenizer, steps + 3 * WARM_UP))
+    each: dict[int, list[float]] = {number: [] for number in constrained}
+    for _ in range(ROUNDS):
+        for number in constrained:
+            measured = -(-steps // ROUNDS)
+            scheduler = make_scheduler(
+                found_config, BATCH, (BATCH,), measured + 2 * WARM_UP, sampling_of(number)
+            )
+            found: list[float] = []
+            begin_s = time.perf_counter()
+            for step in run_steps(rank.npu, runner, scheduler, measured + WARM_UP):
+                found.append((time.perf_counter() - begin_s) * 1e6)
+                begin_s = time.perf_counter()
+                assert step
+            each[number] += found[WARM_UP:]
+            while runner.is_busy:
+                scheduler.update([runner.finish()])
+    runner.close()
+    rows = [
+        {"constrained": number, "us": _percentile(times, 50), "p99": _percentile(times, 99)}
+        for number, times in each.items()
+    ]
+    return {"note": NOTE, "rows": rows, "compiling": compiling}
+
+
+def report(results: dict[str, Any]) -> Report:
+    """Return a table of steps, and one of compiling and masks."""
+    free = next((row["us"] for row in results["rows"] if not row["constrained"]), None)
+    lines = [
+        [
+            f"{row['constrained']} of {BATCH} constrained",
+            f"{row['us']:.0f}",
+            f"{row['p99']:.0f}",
+            f"{row['us'] / free:.3f}" if free else "",
+        ]
+        for row in results["rows"]
+    ]
+    compiling = [[name, f"{us:.0f}"] for name, us in results["compiling"].items()]
+    return Report(
+        "Steps with constrained requests",
+        [
+            Table("Time of a step", ["requests", "us, p50", "p99", "ratio of p50"], lines),
+            Table(f"{NUM_SCHEMAS} schemas, {VOCAB} tokens", ["what", "us"], compiling),
+        ],
+    )
+
+
+class _Scripted(Matchers):
+    """Matchers that read the tokens of one valid answer, whatever the device has sampled."""
+
+    answer: list[int]
+
+    @classmethod
+    def of(cls, matchers: Matchers, answer: list[int]) -> _Scripted:
+        found = cls.__new__(cls)
+        found.__dict__.update(matchers.__dict__)
+        found.answer = answer
+        return found
+
+    def _tokens(self, row: int, begin: int, end: int) -> list[int]:
+        super()._tokens(row, begin, end)  # takes its time, too
+        start = self._rows[row].begin
+        return self.answer[begin - start : end - start]
+
+
+def sampling_of(constrained: int) -> list[dict[str, Any]]:
+    """Return the fields of each row: the first rows have a grammar."""
+    form = StructuredOutputs(json=SCHEMA)
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(
+        form.text,
+        overrides=form.json_options,  # type: ignore[arg-type]
+    )
+    structure = Structure(grammar=grammar, end_ids=(0,))
+    return [{"structure": structure if i < constrained else None} for i in range(BATCH)]
+
+
+def valid_answer(tokenizer: Tokenizer, length: int) -> list[int]:
+    """Return the beginning of an answer: an object whose last text does not end."""
+    text = '{"name": "Ann Example", "age": 41, "tags": ["new", "open"], "address": {"street": "'
+    rng = random.Random(1)
+    while True:
+        ids = tokenizer.encode(text)
+        if len(ids) >= length:
+            return ids[:length]
+        text += "".join(rng.choices("abcdefghij klm", k=8 * length))
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write a byte-level tokenizer whose tokens are bytes and random words."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary: dict[str, int] = {"<|end|>": 0}
+    for letter in letters:
+        vocabulary[letter] = len(vocabulary)
+    rng, merges, words = random.Random(0), list[tuple[str, str]](), letters[:]
+    while len(vocabulary) < VOCAB:
+        one, other = rng.choice(words), rng.choice(letters)
+        if one + other not in vocabulary and len(one) < 10:
+            vocabulary[one + other] = len(vocabulary)
+            merges.append((one, other))
+            words.append(one + other)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+
+
+def measure_compiling(tokenizer: Tokenizer) -> dict[str, float]:
+    """Return percentiles of compiling made schemas, and of their masks, in microseconds."""
+    rng, prepared = random.Random(3), open_tokenizer(vocabulary_of(tokenizer))
+    compiled, masks = [], []
+    words = llguidance.numpy.allocate_token_bitmask(1, VOCAB)
+    for _ in range(NUM_SCHEMAS):
+        begin_s = time.thread_time()
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(_schema(rng, 3)))
+        matcher = llguidance.LLMatcher(prepared, grammar, log_level=0, limits=make_limits())
+        compiled.append((time.thread_time() - begin_s) * 1e6)
+        assert not matcher.is_error(), matcher.get_error()
+        for _ in range(40):
+            begin_s = time.thread_time()
+            llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+            masks.append((time.thread_time() - begin_s) * 1e6)
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8)[0], bitorder="little"))
+            matcher.consume_token(int(rng.choice(allowed.tolist())))
+            if matcher.is_stopped():
+                break
+    return {
+        f"{what}, p{q}": _percentile(times, q)
+        for what, times in (("compile", compiled), ("mask", masks))
+        for q in (50, 99)
+    }
+
+
+def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
+    """Return a random schema."""
+    kind = rng.choice(["string", "integer", "number", "boolean", "enum", "object", "array"])
+    if kind == "enum":
+        return {"enum": [f"value{i}" for i in range(rng.randint(1, 8))]}
+    if kind == "object" and depth:
+        names = [f"key{i}" for i in range(rng.randint(1, 8))]
+        properties = {name: _schema(rng, depth - 1) for name in names}
+        return {"type": "object", "properties": properties, "required": names[::2]}
+    if kind == "array" and depth:
+        return {"type": "array", "items": _schema(rng, depth - 1)}
+    return {"type": kind if kind not in ("object", "array") else "string"}
+
+
+def _percentile(values: Iterator[float] | Sequence[float], q: int) -> float:
+    return float(np.percentile(np.array(list(values)), q))
+
+
+if __name__ == "__main__":
+    run_command(main)
