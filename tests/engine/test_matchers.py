@@ -1,0 +1,161 @@
+"""Masks are those of a fresh matcher that read the output, however steps went forward and back."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_aclgraph.engine.matchers import Matchers
+from dist_aclgraph.sampling import Structure
+from dist_aclgraph.steps.step import RowSampling
+from dist_aclgraph.text.grammars import make_limits, open_tokenizer, vocabulary_of
+from tests.engine.test_structured import DEMO, END, GRAMMARS, TOKENIZER, thought
+
+VOCABULARY = vocabulary_of(TOKENIZER)
+LL = open_tokenizer(VOCABULARY)
+PROMPT = 5
+BEGIN, STOP = 300, 301  # tokens around the reasoning
+
+
+class Row:
+    """One row, whose output grows and shrinks."""
+
+    def __init__(self, structure: Structure, k: int, min_tokens: int = 0) -> None:
+        self.output: list[int] = []
+        self.num_known = 0  # tokens that the engine has sent back
+        self._k = k
+        self._batch = SimpleNamespace(
+            num_tokens=np.array([PROMPT]), token_ids=np.zeros((1, 200), np.int32)
+        )
+        batch: Any = self._batch
+        self.matchers = Matchers(batch, lambda: VOCABULARY, TOKENIZER.vocab_size, k + 1)
+        sampling = RowSampling(num_prompt_tokens=PROMPT, structure=structure, min_tokens=min_tokens)
+        self.matchers.begin(0, sampling)
+
+    def masks(self, drafts: list[int] | None = None) -> np.ndarray:
+        """Return which tokens are allowed at each place, [k + 1, vocab]."""
+        drafts = drafts or []
+        self._batch.token_ids[0, PROMPT : PROMPT + len(self.output)] = self.output
+        self._batch.num_tokens[0] = PROMPT + self.num_known
+        num_logits = len(drafts) + 1
+        first = PROMPT + len(self.output)
+        step: Any = SimpleNamespace(
+            kv_lens=np.array([first + num_logits - 1]),
+            sampled=np.array([0]),
+            num_logits=np.array([num_logits]),
+            sampled_rows=np.array([0]),
+        )
+        if self.num_known < len(self.output):
+            new = np.array(self.output[self.num_known :])
+            before: Any = SimpleNamespace(
+                kv_lens=np.array([first - 1]),
+                sampled=np.array([0]),
+                num_logits=np.array([len(new)]),
+                sampled_rows=np.array([0]),
+            )
+            self.matchers.note(before, np.array([len(new)]), new)
+        known: Any = SimpleNamespace(samples=np.zeros(self._k + 1, np.intp))
+        table = np.array([[*drafts, *[0] * (self._k - len(drafts))]]) if self._k else None
+        masks = self.matchers.masks(step, known, table)
+        assert masks is not None
+        assert masks.places.tolist() == list(range(self._k + 1))
+        bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
+        return bits[:, : TOKENIZER.vocab_size].astype(bool)
+
+
+def fresh_mask(grammar: str, output: list[int]) -> np.ndarray:
+    matcher = llguidance.LLMatcher(LL, grammar, log_level=0, limits=make_limits())
+    assert matcher.try_consume_tokens(output) == len(output)
+    words = llguidance.numpy.allocate_token_bitmask(1, TOKENIZER.vocab_size)
+    llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+    return np.unpackbits(words.view(np.uint8)[0], bitorder="little")[: TOKENIZER.vocab_size] > 0
+
+
+@given(st.data(), st.sampled_from(sorted(GRAMMARS)), st.integers(0, 3))
+def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k):
+    grammar = GRAMMARS[name]
+    row = Row(Structure(grammar=grammar, end_ids=(END,)), k)
+    for _ in range(data.draw(st.integers(1, 12))):
+        if END in row.output:
+            break
+        drafts: list[int] = []
+        while len(drafts) < k and END not in drafts and data.draw(st.booleans()):
+            allowed = np.flatnonzero(fresh_mask(grammar, row.output + drafts)).tolist()
+            drafts.append(data.draw(st.sampled_from(allowed)))
+        found = row.masks(drafts)
+        for place in range(len(drafts) + 1):
+            if END in drafts[:place]:
+                continue
+            assert (found[place] == fresh_mask(grammar, row.output + drafts[:place])).all()
+        action = data.draw(st.sampled_from(["accept", "sample", "void", "rewind"]))
+        if action == "rewind":  # the last steps are decided again
+            row.output = row.output[: data.draw(st.integers(row.num_known, len(row.output)))]
+        elif action != "void":
+            accepted = (
+                drafts[: data.draw(st.integers(0, len(drafts)))] if action == "accept" else []
+            )
+            row.num_known = len(row.output)
+            row.output = row.output + accepted
+            if END not in accepted:
+                allowed = np.flatnonzero(fresh_mask(grammar, row.output)).tolist()
+                row.output = [*row.output, data.draw(st.sampled_from(allowed))]
+
+
+def test_reasoning_is_free_but_has_no_end_token():
+    row = Row(thought(grammar=GRAMMARS["choice"], is_thinking=True, end_ids=(END,)), 0)
+
+    assert np.flatnonzero(~row.masks()[0]).tolist() == [END]
+    row.output = [17, END - END + 44, STOP]
+    assert (row.masks()[0] == fresh_mask(GRAMMARS["choice"], [])).all()
+
+
+def test_the_model_may_open_the_reasoning_with_its_first_token_only():
+    row = Row(thought(grammar=GRAMMARS["choice"], end_ids=(END,)), 0)
+    first = row.masks()[0]
+
+    assert first[BEGIN]
+    first[BEGIN] = False
+    assert (first == fresh_mask(GRAMMARS["choice"], [])).all()
+    row.output = [BEGIN]
+    assert np.flatnonzero(~row.masks()[0]).tolist() == [END]
+    row.output = TOKENIZER.encode("n")
+    assert not row.masks()[0][BEGIN]
+
+
+@pytest.mark.parametrize(("is_thinking", "begun"), [(True, []), (False, [BEGIN])])
+@pytest.mark.parametrize("grammar", ["", GRAMMARS["regex"]])
+def test_the_reasoning_is_ended_after_its_budget(is_thinking, begun, grammar):
+    structure = thought(grammar=grammar, is_thinking=is_thinking, max_thought=2, end_ids=(END,))
+    row = Row(structure, 0)
+
+    for length in range(3):
+        row.output = [*begun, *[17] * length]
+        allowed = np.flatnonzero(row.masks()[0]).tolist()
+        assert (allowed == [STOP]) == (length == 2)
+    row.output = [*begun, 17, 17, STOP]
+    assert row.masks()[0].all() == (not grammar)
+
+
+def test_the_end_waits_for_min_tokens_where_something_else_is_allowed():
+    row = Row(Structure(grammar=GRAMMARS["regex"], end_ids=(END,)), 0, min_tokens=5)
+    row.output = TOKENIZER.encode("aba", add_special_tokens=False)
+    assert re.fullmatch("[ab]{3}", TOKENIZER.decode(row.output))
+    assert not row.masks()[0][END]
+
+    row.output = TOKENIZER.encode("abaabb, 12", add_special_tokens=False)[:4]
+    row = Row(Structure(grammar=GRAMMARS["choice"], end_ids=(END,)), 0, min_tokens=50)
+    row.output = TOKENIZER.encode("yes", add_special_tokens=False)
+    assert np.flatnonzero(row.masks()[0]).tolist() == [END, *[]] or row.masks()[0][END]
+
+
+def test_the_demo_has_the_tokens_that_this_file_uses():
+    assert DEMO.name == "tiny-deepseek"
+    assert TOKENIZER.vocab_size > STOP
