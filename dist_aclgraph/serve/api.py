@@ -11,9 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.serve import openapi
 from dist_aclgraph.serve.http.access import OPEN_PATHS, Access
 from dist_aclgraph.serve.http.edge import Edge
-from dist_aclgraph.serve.openai import misc, openapi
+from dist_aclgraph.serve.openai import misc
 from dist_aclgraph.serve.openai.body import IGNORED
 from dist_aclgraph.serve.openai.chat import chat_completions
 from dist_aclgraph.serve.openai.completions import completions
@@ -34,6 +35,8 @@ GETS: dict[str, Endpoint] = {
     "/ping": misc.ping,
     "/ready": misc.ready,
     "/version": misc.version,
+    "/load": misc.load,
+    "/v1/load": misc.load_v1,
     "/metrics": misc.metrics,
     "/": misc.status_page,
     "/status.json": misc.status_numbers,

@@ -26,6 +26,7 @@ BODIES: dict[str, type[Body]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+STREAMS = ("/v1/chat/completions", "/v1/completions")
 ERRORS = {
     400: "The request is not valid.",
     401: "The API key is missing or wrong.",
@@ -71,6 +72,8 @@ REPLIES: dict[str, Json] = {
     "/ping": _object(status=_STRING),
     "/ready": _object(status=_STRING),
     "/version": _object(version=_STRING),
+    "/load": _object(server_load=_INTEGER),
+    "/v1/load": _object(server_load=_INTEGER),
     "/status.json": _object(
         model=_STRING,
         version=_STRING,
@@ -143,7 +146,7 @@ def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
         reply["content"] = {TEXTS[path]: {"schema": _STRING}}
     else:
         reply["content"] = _json(REPLIES[path])
-    if path.startswith("/v1/") and path in BODIES:
+    if path in STREAMS:
         reply["content"]["text/event-stream"] = {"schema": _STRING}
     found: Json = {
         "operationId": endpoint.__name__,
