@@ -19,12 +19,14 @@ from dist_aclgraph.serve.openai.body import IGNORED
 from dist_aclgraph.serve.openai.chat import chat_completions
 from dist_aclgraph.serve.openai.completions import completions
 from dist_aclgraph.serve.openai.errors import error_response, json_response, plain_error
+from dist_aclgraph.serve.openai.responses import responses
 from dist_aclgraph.serve.openai.state import ApiState
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
 POSTS: dict[str, Endpoint] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
+    "/v1/responses": responses,
     "/tokenize": misc.tokenize,
     "/detokenize": misc.detokenize,
 }

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dist_aclgraph.serve.openai.body import Body, strict
+from dist_aclgraph.serve.openai.response_types import ResponsesRequest
 from dist_aclgraph.serve.openai.types import (
     ChatMessage,
     ChatRequest,
@@ -23,10 +24,11 @@ REF = "#/components/schemas/{name}"
 BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-STREAMS = ("/v1/chat/completions", "/v1/completions")
+STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ERRORS = {
     400: "The request is not valid.",
     401: "The API key is missing or wrong.",
@@ -63,6 +65,15 @@ REPLIES: dict[str, Json] = {
     "/v1/chat/completions": _object(**_HEAD, choices=_list(_CHAT_CHOICE), usage=_USAGE),
     "/v1/completions": _object(
         **_HEAD, choices=_list(_object(**_CHOICE, text=_STRING)), usage=_USAGE
+    ),
+    "/v1/responses": _object(
+        id=_STRING,
+        object={"const": "response"},
+        created_at=_INTEGER,
+        model=_STRING,
+        status={"enum": ["completed", "incomplete"]},
+        output=_list({"type": "object"}),
+        usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
     ),
     "/tokenize": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
     "/detokenize": _object(prompt=_STRING),
