@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.serve import openapi
+from dist_aclgraph.serve.anthropic.messages import count_tokens, messages
 from dist_aclgraph.serve.http.access import OPEN_PATHS, Access
 from dist_aclgraph.serve.http.edge import Edge
 from dist_aclgraph.serve.openai import misc
@@ -27,6 +28,8 @@ POSTS: dict[str, Endpoint] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
     "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
     "/tokenize": misc.tokenize,
     "/detokenize": misc.detokenize,
 }
@@ -94,9 +97,10 @@ def _bind(state: ApiState, endpoint: Endpoint) -> Callable[[Request], Awaitable[
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def _router_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return plain_error(error.status_code, str(error.detail), error.headers)
+    path = request.scope["path"]
+    return plain_error(error.status_code, str(error.detail), error.headers, path)

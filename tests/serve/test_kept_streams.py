@@ -259,6 +259,7 @@ KINDS = {
         top_logprobs=3,
     ),
     "response": post("responses", input="how are you", stream=True, max_output_tokens=150),
+    "message": post("messages", messages=MESSAGES, stream=True, max_tokens=150),
     "usage": post(
         "completions", prompt="a b c", stream=True, max_tokens=150, stream_options=USAGE, echo=True
     ),
