@@ -179,6 +179,25 @@ def test_items_become_messages(tooled):
     assert '"description": "The weather of a city"' in prompt
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace_are_called_by_namespace_and_name(tooled, stream):
+    tooled.answer('<tool_call>\n{"name": "crm__find", "arguments": {}}\n</tool_call>')
+    find = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    namespace = {"type": "namespace", "name": "crm", "description": "Customers", "tools": [find]}
+    tools = [namespace, CLOCK]
+
+    if stream:
+        _, reply = events_of(tooled, tools=tools)
+    else:
+        reply = ask(tooled, tools=tools)
+
+    (call,) = reply.output
+    assert (call.namespace, call.name) == ("crm", "find")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+    ask(tooled, input=[{"role": "user", "content": "x"}, call.to_dict(), result], tools=tools)
+    assert '<tool_call>{"name": "crm__find", "arguments": {}}</tool_call>' in prompt_of(tooled)
+
+
 def test_an_output_is_an_input_of_the_next_request(tooled):
     tooled.answer("<think>\nI look.</think>" + CALLS)
     first = ask(tooled, tools=[WEATHER, CLOCK])
@@ -288,6 +307,15 @@ WRONG = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
     ({"tools": [CLOCK, CLOCK]}, "tools.1.name"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+        "tools.0.tools.0.type",
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [CLOCK, CLOCK]}]},
+        "tools.0.tools.1.name",
+    ),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": 5}]}, "tools.0.tools"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice"),

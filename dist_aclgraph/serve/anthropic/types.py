@@ -145,7 +145,7 @@ class CountTokensRequest(Body, kw_only=True):
             check_needs_no_tools(choice)
             return None
         for i, tool in enumerate(tools):
-            check_type(tool.type or "custom", i, "custom")
+            check_type(tool.type or "custom", f"tools.{i}", "custom")
         functions = [
             Function(
                 name=tool.name,
@@ -155,7 +155,8 @@ class CountTokensRequest(Body, kw_only=True):
             )
             for tool in tools
         ]
-        return use_tools(functions, choice, is_parallel=is_parallel)
+        places = [f"tools.{i}.name" for i in range(len(tools))]
+        return use_tools(functions, choice, is_parallel=is_parallel, places=places)
 
     def _choice(self) -> tuple[ToolChoice, bool]:
         """Return the choice, and whether the answer may have several calls."""

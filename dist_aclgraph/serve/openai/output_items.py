@@ -14,6 +14,7 @@ from dist_aclgraph.formats.events import (
     Reasoning,
 )
 from dist_aclgraph.serve.openai.chat_deltas import id_of_call
+from dist_aclgraph.serve.openai.response_input import Namespaces
 
 Json = dict[str, Any]
 
@@ -28,9 +29,11 @@ class OutputItems:
 
     Args:
         name: the name of the answer, from which ids are made.
+        namespaces: namespaces and names of functions, by the names that the model got.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, namespaces: Namespaces) -> None:
+        self._namespaces = namespaces
         self.items: list[Json] = []
         self._name = name
         self._open: Json | None = None  # the item that the model writes now
@@ -119,6 +122,8 @@ class OutputItems:
     def _begin_call(self, event: CallBegin) -> Iterator[Json]:
         call_id = event.call_id or id_of_call(self._name, event.index)
         item = {"type": "function_call", "call_id": call_id, "name": event.name, "arguments": ""}
+        if event.name in self._namespaces:
+            item["namespace"], item["name"] = self._namespaces[event.name]
         yield from self._begin(item, "fc")
 
     def _begin(self, item: Json, prefix: str) -> Iterator[Json]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import dropwhile
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Raw
 
@@ -20,6 +21,8 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant")
 _NOTHING = (b"", b"null", b"[]")
+# A function's namespace and name, by the name that the model gets.
+Namespaces: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 class _Item(Body, kw_only=True):
@@ -31,6 +34,7 @@ class _Item(Body, kw_only=True):
     summary: Raw = Raw()
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: Raw = Raw()
 
@@ -45,6 +49,11 @@ class _Item(Body, kw_only=True):
                 f"items of type {self.type!r:.40} are not offered; the types are "
                 f"{', '.join(ITEM_TYPES)}"
             )
+
+
+def name_in(namespace: str, name: str) -> str:
+    """Return the name that the model gets for a function of a namespace."""
+    return f"{namespace}__{name}"
 
 
 def read_input(raw: Raw, instructions: str | None) -> list[dict[str, Any]]:
@@ -99,6 +108,8 @@ class _Conversation:
             self._reasoning += _read_reasoning(item, param)
         elif item.type == "function_call":
             call_id, name = _call_id(item, param), _needed(item.name, f"{param}.name")
+            if item.namespace is not None:
+                name = name_in(item.namespace, name)
             self._calls.append(call_for_template(call_id, name, item.arguments))
         elif item.type == "function_call_output":
             call_id = _call_id(item, param)

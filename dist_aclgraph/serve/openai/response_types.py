@@ -17,7 +17,7 @@ from dist_aclgraph.sampling import MAX_LOGPROBS, StructuredOutputs
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.conversation import Conversation
-from dist_aclgraph.serve.openai.response_input import read_input
+from dist_aclgraph.serve.openai.response_input import Namespaces, name_in, read_input
 from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
@@ -53,12 +53,18 @@ class _Reasoning(Body):
     generate_summary: str | None = None
 
 
-class _Tool(Body, kw_only=True):
+class _Function(Body, kw_only=True):
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class _Tool(_Function, kw_only=True):
+    """A function, or a namespace with functions."""
+
+    tools: Annotated[list[_Function], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class _AllowedTool(Body, kw_only=True):
@@ -135,13 +141,15 @@ class ResponsesRequest(Body, kw_only=True):
                 "background",
             )
 
-    def conversation_asked(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
+    def asked(
+        self, tools: ToolUse | None, defaults: Mapping[str, Any], context_len: int
+    ) -> Conversation:
         """Return what the request asks for.
 
         Args:
+            tools: the request's own tools, from ``read_tools``.
             defaults: sampling parameters for those that the request omits.
         """
-        tools = self._tools()
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -201,24 +209,33 @@ class ResponsesRequest(Body, kw_only=True):
     def _truncated(self, context_len: int, ids: list[int]) -> list[int]:
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
-    def _tools(self) -> ToolUse | None:
+    def read_tools(self) -> tuple[ToolUse | None, Namespaces]:
+        """Return the tools that the answer may call, and the functions of namespaces.
+
+        Raises:
+            InvalidParameterError: a tool is wrong, or is of a type that is not offered.
+        """
         choice = self._choice()
         tools = decode_tools(self.tools, _Tool)
         if not tools:
             check_needs_no_tools(choice)
-            return None
+            return None, {}
+        functions: list[Function] = []
+        places: list[str] = []
+        namespaces: dict[str, tuple[str, str]] = {}
         for i, tool in enumerate(tools):
-            check_type(tool.type, i)
-        functions = [
-            Function(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.parameters,
-                strict=tool.strict,
-            )
-            for tool in tools
-        ]
-        return use_tools(functions, choice, is_parallel=self.parallel_tool_calls is not False)
+            if tool.type != "namespace":
+                check_type(tool.type, f"tools.{i}")
+                functions.append(_function(tool, tool.name))
+                places.append(f"tools.{i}.name")
+            for j, inner in enumerate(tool.tools or ()):
+                check_type(inner.type, f"tools.{i}.tools.{j}")
+                name = name_in(tool.name, inner.name)
+                namespaces[name] = tool.name, inner.name
+                functions.append(_function(inner, name))
+                places.append(f"tools.{i}.tools.{j}.name")
+        is_parallel = self.parallel_tool_calls is not False
+        return use_tools(functions, choice, is_parallel=is_parallel, places=places), namespaces
 
     def _choice(self) -> ToolChoice:
         data = bytes(self.tool_choice)
@@ -236,6 +253,15 @@ class ResponsesRequest(Body, kw_only=True):
             "choose function with a name, or allowed_tools with tools",
             "tool_choice",
         )
+
+
+def _function(tool: _Function, name: str) -> Function:
+    return Function(
+        name=name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
 
 
 def _all_of(ids: list[int]) -> list[int]:

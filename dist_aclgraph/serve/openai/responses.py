@@ -19,6 +19,7 @@ from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs
 from dist_aclgraph.serve.openai.output_items import OutputItems
 from dist_aclgraph.serve.openai.reply import Shape, reply
+from dist_aclgraph.serve.openai.response_input import Namespaces
 from dist_aclgraph.serve.openai.response_types import ResponsesRequest
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Chance
@@ -31,13 +32,18 @@ NOTHING_YET = b": \n\n"
 async def responses(state: ApiState, request: Request) -> Response:
     """Answer the items of a conversation; with ``stream``, by server-sent events."""
 
-    def convert(body: ResponsesRequest) -> tuple[ResponsesRequest, Conversation]:
+    def convert(body: ResponsesRequest) -> tuple[ResponsesRequest, Conversation, Namespaces]:
         state.admit(body.model)
-        return body, body.conversation_asked(state.sampling_defaults, state.context_len)
+        tools, namespaces = body.read_tools()
+        asked = body.asked(tools, state.sampling_defaults, state.context_len)
+        return body, asked, namespaces
 
-    body, asked = await read_body(request, ResponsesRequest, convert, state.config.serve)
+    body, asked, namespaces = await read_body(
+        request, ResponsesRequest, convert, state.config.serve
+    )
     found = await open_conversation(state, request.scope, asked)
-    shape = _ResponseReply(state, body, asked, found.chance)
+    items = OutputItems(found.chance.name, namespaces)
+    shape = _ResponseReply(state, body, asked, found.chance, items)
     return await reply(request, found.generation, shape, stream=bool(body.stream))
 
 
@@ -45,12 +51,17 @@ class _ResponseReply(Shape):
     """Shapes pieces into a response object."""
 
     def __init__(
-        self, state: ApiState, body: ResponsesRequest, asked: Conversation, chance: Chance
+        self,
+        state: ApiState,
+        body: ResponsesRequest,
+        asked: Conversation,
+        chance: Chance,
+        items: OutputItems,
     ) -> None:
         self._state = state
         self._wants_logprobs = body.wants_logprobs
         self._common = _common(state, body, asked, chance)
-        self._items = OutputItems(chance.name)
+        self._items = items
         self._logprobs: list[Json] = []  # of tokens whose text is not shown yet
         self._num_frames = 0
         self._status = "in_progress"

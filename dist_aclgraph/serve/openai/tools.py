@@ -129,12 +129,12 @@ def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | N
         check_needs_no_tools(asked)
         return None
     for i, tool in enumerate(found):
-        check_type(tool.type, i)
+        check_type(tool.type, f"tools.{i}")
     return use_tools(
         [tool.function for tool in found],
         asked,
         is_parallel=is_parallel is not False,
-        place="tools.{}.function.name",
+        places=[f"tools.{i}.function.name" for i in range(len(found))],
         definitions=decode(bytes(tools), list[dict[str, Any]], "tools"),
     )
 
@@ -165,12 +165,16 @@ def check_needs_no_tools(choice: ToolChoice) -> None:
         raise InvalidParameterError("tool_choice needs tools", "tool_choice")
 
 
-def check_type(kind: str, index: int, offered: str = "function") -> None:
-    """Raise if the service cannot offer a tool of this type."""
+def check_type(kind: str, place: str, offered: str = "function") -> None:
+    """Raise if the service cannot offer a tool of this type.
+
+    Args:
+        place: the tool's place in the body, for errors.
+    """
     if kind != offered:
         raise InvalidParameterError(
-            f"tools.{index}.type is {kind!r:.40}; only tools of type {offered} are offered",
-            f"tools.{index}.type",
+            f"{place}.type is {kind!r:.40}; only tools of type {offered} are offered",
+            f"{place}.type",
         )
 
 
@@ -179,27 +183,27 @@ def use_tools(
     choice: ToolChoice,
     *,
     is_parallel: bool,
-    place: str = "tools.{}.name",
+    places: Sequence[str],
     definitions: Sequence[Mapping[str, Any]] | None = None,
 ) -> ToolUse:
     """Return the tools that an answer may call.
 
     Args:
-        place: the field of a tool's name, with {} for the tool's position.
+        places: the field of each tool's name, for errors.
         definitions: the definitions for the chat template; None makes them from ``functions``.
 
     Raises:
         InvalidParameterError: a name is wrong, or the choice names a tool that does not exist.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
-    for i, function in enumerate(functions):
+    for function, place in zip(functions, places, strict=True):
         name = function.name
         if not _NAME.fullmatch(name) or name in schemas:
             problem = "is used twice" if name in schemas else "is not a name"
             raise InvalidParameterError(
-                f"{place.format(i)}: {name!r:.140} {problem}; a name has 1 to 128 letters, "
-                "digits and characters of _ . : / -",
-                place.format(i),
+                f"{place}: {name!r:.140} {problem}; a name has 1 to 128 letters, digits and "
+                "characters of _ . : / -",
+                place,
             )
         schemas[name] = function.parameters or {}
     if unknown := sorted(choice.names - schemas.keys()):
