@@ -147,6 +147,26 @@ def test_blocks_become_messages(tooled):
     assert f"{results}<|im_start|>user\nWell?<|im_end|>" in prompt
 
 
+def test_only_the_first_message_is_a_system_message(tooled):
+    tooled.answer("x")
+    history = [
+        {"role": "system", "content": "Be polite."},
+        *HI,
+        {"role": "system", "content": [{"type": "text", "text": "It is late."}]},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "system", "content": "Go on."},
+    ]
+
+    ask(tooled, messages=history, system="Be brief.")
+
+    assert prompt_of(tooled).startswith(
+        "<|im_start|>system\nBe brief.\nBe polite.<|im_end|>\n"
+        "<|im_start|>user\nHi\nIt is late.<|im_end|>\n"
+        "<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\nGo on.<|im_end|>\n"
+    )
+
+
 def test_an_answer_is_a_message_of_the_next_request(tooled):
     tooled.answer("<think>\nI look.</think>" + CALLS)
     first = ask(tooled, tools=[WEATHER, CLOCK])
@@ -328,6 +348,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
     ({"messages": HI * 2000}, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
     (block_of("user", {"type": "image", "source": {}}), "messages.0.content.0"),
     (block_of("user", {"type": "text"}), "messages.0.content.0.text"),
     (block_of("user", {"type": "tool_use", "name": "f", "input": {}}), "messages.0.content.0"),

@@ -16,6 +16,7 @@ from dist_aclgraph.serve.openai.text_parts import (
     message,
     not_offered,
     read_texts,
+    texts_of,
 )
 from dist_aclgraph.serve.openai.tools import MAX_CALLS, call_for_template
 
@@ -47,6 +48,9 @@ class _Block(Body, kw_only=True):
 def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
     """Return the messages of a request, the system prompt first.
 
+    System messages at the beginning are added to the system prompt. Later ones become a part of the
+    user's message, because many templates refuse them.
+
     Raises:
         InvalidParameterError: a message is wrong, or there are too many messages.
     """
@@ -55,15 +59,24 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
         raise InvalidParameterError(
             f"messages has {len(turns)} items; it must have 1 to {MAX_MESSAGES}", "messages"
         )
-    found = []
+    prompt: list[str] = []
     if bytes(system) not in _NOTHING:
         texts = read_texts(system, "system", ("text",))
-        kept = [text for text in texts if not text.startswith(BILLING)]
-        if kept:
-            found.append(message("system", kept))
+        prompt = [text for text in texts if not text.startswith(BILLING)]
+    found: list[dict[str, Any]] = []
     for i, turn in enumerate(turns):
-        found += _messages_of(turn, f"messages.{i}.content")
-    return found
+        for each in _messages_of(turn, f"messages.{i}.content"):
+            if each["role"] != "system":
+                found.append(each)
+            elif not found:
+                prompt += texts_of(each)
+            elif found[-1]["role"] == "user":
+                found[-1] = message("user", [*texts_of(found[-1]), *texts_of(each)])
+            else:
+                found.append({**each, "role": "user"})
+    if not found:
+        raise InvalidParameterError("messages needs at least one message of the user", "messages")
+    return [message("system", prompt), *found] if prompt else found
 
 
 def continues(messages: list[dict[str, Any]]) -> bool:
