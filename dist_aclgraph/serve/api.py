@@ -11,19 +11,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.serve import openapi
+from dist_aclgraph.serve.anthropic.messages import count_tokens, messages
 from dist_aclgraph.serve.http.access import OPEN_PATHS, Access
 from dist_aclgraph.serve.http.edge import Edge
-from dist_aclgraph.serve.openai import misc, openapi
+from dist_aclgraph.serve.openai import misc
 from dist_aclgraph.serve.openai.body import IGNORED
 from dist_aclgraph.serve.openai.chat import chat_completions
 from dist_aclgraph.serve.openai.completions import completions
 from dist_aclgraph.serve.openai.errors import error_response, json_response, plain_error
+from dist_aclgraph.serve.openai.responses import responses
 from dist_aclgraph.serve.openai.state import ApiState
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
 POSTS: dict[str, Endpoint] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
     "/tokenize": misc.tokenize,
     "/detokenize": misc.detokenize,
 }
@@ -34,6 +40,8 @@ GETS: dict[str, Endpoint] = {
     "/ping": misc.ping,
     "/ready": misc.ready,
     "/version": misc.version,
+    "/load": misc.load,
+    "/v1/load": misc.load_v1,
     "/metrics": misc.metrics,
     "/": misc.status_page,
     "/status.json": misc.status_numbers,
@@ -89,9 +97,10 @@ def _bind(state: ApiState, endpoint: Endpoint) -> Callable[[Request], Awaitable[
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def _router_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return plain_error(error.status_code, str(error.detail), error.headers)
+    path = request.scope["path"]
+    return plain_error(error.status_code, str(error.detail), error.headers, path)

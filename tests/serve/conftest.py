@@ -19,6 +19,7 @@ from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.holder import HolderLink
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine, echo
+from tests.serve.tooled import MODEL, write_checkpoint
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
@@ -107,15 +108,33 @@ def shared_service():
         yield service
 
 
+@pytest.fixture(scope="session")
+def shared_tooled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tooled")
+    write_checkpoint(folder)
+    with serving(model=str(folder), served_model_name=MODEL) as service:
+        yield service
+
+
 @pytest.fixture
 def service(shared_service):
     """The shared service, with its engine as new."""
-    engine = shared_service.engine
+    return as_new(shared_service)
+
+
+@pytest.fixture
+def tooled(shared_tooled):
+    """The shared service of a model with tools and reasoning, with its engine as new."""
+    return as_new(shared_tooled)
+
+
+def as_new(service: Service) -> Service:
+    engine = service.engine
     until(lambda: engine.num_running == 0)
     engine.reply, engine.fail_after, engine.step_s = echo, None, 0.002
     engine.submitted.clear()
     engine.aborted.clear()
-    return shared_service
+    return service
 
 
 @pytest.fixture

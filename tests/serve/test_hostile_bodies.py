@@ -14,6 +14,7 @@ from dist_aclgraph.serve.openai.body import decode
 from tests.serve.test_errors import CHAT, MODEL, TEXT, assert_error
 
 LARGEST = 2 << 20
+RESPONSES = "/v1/responses"
 
 
 def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
@@ -33,6 +34,10 @@ def field(name: bytes, item: bytes) -> bytes:
 
 def chat(item: bytes) -> bytes:
     return filled(b'{"model":"tiny-qwen3","messages":[', item, b"]}")
+
+
+def items(item: bytes) -> bytes:
+    return filled(b'{"model":"tiny-qwen3","input":[', item, b"]}")
 
 
 BODIES = {
@@ -55,6 +60,16 @@ BODIES = {
         ),
     ),
     "unknown fields": (CHAT, filled(b'{"model":"tiny-qwen3",', b'"a":{}', b"}")),
+    "items": (RESPONSES, items(b'{"role":"user","content":"x"}')),
+    "items without anything": (RESPONSES, items(b"{}")),
+    "parts of an item": (
+        RESPONSES,
+        filled(
+            b'{"model":"tiny-qwen3","input":[{"role":"user","content":[',
+            b'{"type":"input_text","text":""}',
+            b"]}]}",
+        ),
+    ),
     "stop strings": (CHAT, field(b"stop", b'"a"')),
     "stop ids": (CHAT, field(b"stop_token_ids", b"1")),
     "tools": (CHAT, field(b"tools", b"{}")),

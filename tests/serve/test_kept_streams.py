@@ -34,7 +34,7 @@ from tests.slow import slow
 INGRESS = "serve:ingress"
 WAIT_S = 60.0
 MANY_BYTES = 64 << 20  # more than the kernel's buffers of a connection
-BY_CHANCE = re.compile(rb'"(id|created)":("[^"]*"|[0-9]+),')
+BY_CHANCE = re.compile(rb'"(id|item_id|created|created_at)":("[^"]*"|[0-9]+),')
 HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 
 
@@ -258,6 +258,8 @@ KINDS = {
         "chat/completions", messages=MESSAGES, stream=True, max_tokens=150, logprobs=True,
         top_logprobs=3,
     ),
+    "response": post("responses", input="how are you", stream=True, max_output_tokens=150),
+    "message": post("messages", messages=MESSAGES, stream=True, max_tokens=150),
     "usage": post(
         "completions", prompt="a b c", stream=True, max_tokens=150, stream_options=USAGE, echo=True
     ),

@@ -105,6 +105,15 @@ def test_tokenize_applies_the_chat_template(service):
     assert made["tokens"] == service.state.tokenizer.encode_chat(HI)
 
 
+@pytest.mark.parametrize("path", ["/load", "/v1/load"])
+def test_the_load_is_the_number_of_completions_in_progress(service, path):
+    service.state.slots.acquire(3)
+    try:
+        assert service.http.get(path).json() == {"server_load": 3}
+    finally:
+        service.state.slots.release(3)
+
+
 @pytest.mark.parametrize(
     ("given", "echoed"), [("abc-1", True), ("a\tb", False), ("x" * 500, False)]
 )

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import openai
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
-from tests.serve.conftest import serving
 from tests.serve.test_errors import assert_error
+from tests.serve.tooled import MODEL
 
-MODEL = "tiny-qwen3"
-SOURCE = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 HI = [{"role": "user", "content": "Hi"}]
-TEMPLATE = """
-{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-{{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
-{%- endfor %}{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
-{%- if enable_thinking %}{{ '<think>\n' }}{% elif false %}{{ '</think>' }}{% endif %}{% endif %}"""
-ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 WEATHER = {
     "type": "function",
     "function": {
@@ -41,36 +23,6 @@ CALLS = (
     'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A checkpoint without weights whose template and vocabulary have tools and reasoning."""
-    folder = tmp_path_factory.mktemp("tools")
-    for path in SOURCE.glob("*.json"):
-        shutil.copy(path, folder)
-    described = json.loads((folder / "tokenizer_config.json").read_text())
-    described["chat_template"] = TEMPLATE
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    size = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
-    for i, text in enumerate(ADDED):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        tokenizer["added_tokens"].append({"id": size + i, "content": text, **flags})
-    config = json.loads((folder / "config.json").read_text())
-    config["vocab_size"] = size + len(ADDED)
-    for name, value in (
-        ("tokenizer_config", described),
-        ("tokenizer", tokenizer),
-        ("config", config),
-    ):
-        (folder / f"{name}.json").write_text(json.dumps(value))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tooled(checkpoint):
-    with serving(model=str(checkpoint), served_model_name=MODEL) as service:
-        yield service
 
 
 def ask(service, **options):
@@ -152,6 +104,18 @@ def test_the_template_gets_the_tools_and_earlier_calls(tooled):
     assert '"description": "The weather of a city"' in prompt
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>' in prompt
     assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
+
+
+def test_tokenize_takes_tools_and_fields_of_templates_as_a_chat_does(tooled):
+    tooled.answer("x")
+    fields = {"model": MODEL, "messages": HI, "tools": [WEATHER], "enable_thinking": True}
+
+    made = tooled.http.post("/tokenize", json=fields).json()
+    assert tooled.http.post("/v1/chat/completions", json=fields).status_code == 200
+
+    prompt = unpack_ints(tooled.engine.submitted[-1].prompt).tolist()
+    assert made["tokens"] == prompt
+    assert tooled.state.tokenizer.decode(prompt, skip_special_tokens=False).endswith("<think>\n")
 
 
 @pytest.mark.parametrize("choice", ["none", None])

@@ -21,7 +21,7 @@ from dist_aclgraph.serve.openai.errors import error_response
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
 
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
 FIRST_ERROR = 400  # the lowest HTTP status that is an error
 REQUEST_ID = b"x-request-id"
@@ -51,7 +51,7 @@ class Edge:
             return None
         if method == b"POST" and path in _GENERATING_BYTES and slots.is_full:
             self._state.metrics.refused(503)
-            return _full(slots.total)
+            return _full(slots.total, path.decode())
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +79,7 @@ class Edge:
                 self._state.admit(None)
                 self._state.slots.acquire(1, is_owed=is_owed)
         except DistAclGraphError as e:
-            await error_response(e)(scope, receive, send)
+            await error_response(e, path)(scope, receive, send)
             return
         # Only the body of a POST is read. A journal keeps the body until the request is answered.
         copies = 2 if JOURNAL in extensions else 1
@@ -101,8 +101,8 @@ class Edge:
 
 
 @lru_cache
-def _full(total: int) -> Refusal:
-    return Refusal(error_response(full_error(total, total)))
+def _full(total: int, path: str) -> Refusal:
+    return Refusal(error_response(full_error(total, total), path))
 
 
 def _own_path(scope: Scope) -> str:

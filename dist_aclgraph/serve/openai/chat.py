@@ -13,7 +13,7 @@ from dist_aclgraph.serve.openai.chat_deltas import delta_of, message_of
 from dist_aclgraph.serve.openai.conversation import Conversation, open_conversation
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, prompt_logprobs
-from dist_aclgraph.serve.openai.reply import Reply, reply
+from dist_aclgraph.serve.openai.reply import Reply, joined, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import ChatRequest
 from dist_aclgraph.serve.resume.journal import Chance
@@ -73,9 +73,9 @@ class _ChatReply(Reply):
             choice["prompt_token_ids"] = self._prompt_ids
         return self.chunk(usage, choice) + frame
 
-    def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
+    def whole(self, generation: Generation, pieces: list[list[ChoicePiece]]) -> dict[str, Any]:
         choices = []
-        for piece in pieces:
+        for piece in map(joined, pieces):
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             if piece.events:
                 message = message_of(piece.events, self._name_of(piece))
@@ -91,7 +91,7 @@ class _ChatReply(Reply):
                 choices[-1]["token_ids"] = piece.token_ids
         reply = self.body(choices, generation.usage.as_json())
         if self._body.prompt_logprobs is not None:
-            parts = pieces[0].prompt_logprobs
+            parts = joined(pieces[0]).prompt_logprobs
             reply["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, parts)
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = self._prompt_ids

@@ -14,7 +14,7 @@ from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs, rows_of
-from dist_aclgraph.serve.openai.reply import Reply, reply
+from dist_aclgraph.serve.openai.reply import Reply, joined, reply
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import CompletionRequest
 from dist_aclgraph.serve.resume.journal import Chance
@@ -136,8 +136,8 @@ class _CompletionReply(Reply):
         self._lengths[piece.index] = offset + len(choice["text"])
         return self.chunk(usage, choice)
 
-    def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
-        choices = [self._choice(piece, 0, is_first=True) for piece in pieces]
+    def whole(self, generation: Generation, pieces: list[list[ChoicePiece]]) -> dict[str, Any]:
+        choices = [self._choice(piece, 0, is_first=True) for piece in map(joined, pieces)]
         return self.body(choices, generation.usage.as_json())
 
     def _choice(self, piece: ChoicePiece, offset: int, *, is_first: bool) -> dict[str, Any]:

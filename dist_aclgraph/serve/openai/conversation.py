@@ -36,6 +36,7 @@ class Conversation:
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         options: how the messages become a prompt. Its tools are those of ``tools``.
         tools: the tools that the answer may call; None if it may call none.
+        is_limit_soft: whether ``max_tokens`` may exceed the room that the context has.
         form_param: the request's field that asks for a form of the answer, for errors.
         limit_param: the request's field for messages, for errors about their length.
         most_prompt_tokens: largest number of tokens of the prompt before it is truncated; None
@@ -49,6 +50,7 @@ class Conversation:
     tools: ToolUse | None = None
     num_choices: int = 1
     cache_salt: str = ""
+    is_limit_soft: bool = False
     form_param: str = "response_format"
     limit_param: str = "messages"
     most_prompt_tokens: int | None = None
@@ -105,7 +107,10 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
     prompt_ids = await encode(state, asked)
     state.check_prompt_logprobs(asked.params.prompt_logprobs, [prompt_ids], asked.num_choices)
     most = state.sampling_defaults.get("max_tokens")
-    max_tokens = state.fit(len(prompt_ids), asked.params.max_tokens, most, asked.limit_param)
+    wanted = asked.params.max_tokens
+    if asked.is_limit_soft:
+        wanted, most = None, wanted or most
+    max_tokens = state.fit(len(prompt_ids), wanted, most, asked.limit_param)
     thinking = _find_thinking(state, prompt_ids, asked.options)
     form = asked.params.structured_outputs
     if tools is None:

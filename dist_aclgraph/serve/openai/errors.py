@@ -1,16 +1,19 @@
-"""Our errors as HTTP statuses and OpenAI's error object: only this module has that rule.
+"""Our errors as HTTP statuses, and as error objects of OpenAI and of Anthropic.
 
-| error | status | type |
-| --- | --- | --- |
-| UnknownModelError | 404 | not_found_error |
-| UnauthorizedError | 401 | authentication_error |
-| ForbiddenError | 403 | permission_error |
-| BodyTimeoutError, GenerationTimeoutError | 408 | invalid_request_error |
-| BodyTooLargeError | 413 | invalid_request_error |
-| NotJsonError | 415 | invalid_request_error |
-| RequestError and its other children | 400 | invalid_request_error |
-| QueueFullError, EngineUnavailableError | 503 + Retry-After | service_unavailable |
-| everything else | 500 | internal_error |
+Only this module has that rule. Errors of ``ANTHROPIC_PATHS`` have Anthropic's form. A 503 has the
+header Retry-After.
+
+| error | status | type of OpenAI | type of Anthropic |
+| --- | --- | --- | --- |
+| UnknownModelError | 404 | not_found_error | not_found_error |
+| UnauthorizedError | 401 | authentication_error | authentication_error |
+| ForbiddenError | 403 | permission_error | permission_error |
+| BodyTimeoutError, GenerationTimeoutError | 408 | invalid_request_error | timeout_error |
+| BodyTooLargeError | 413 | invalid_request_error | request_too_large |
+| NotJsonError | 415 | invalid_request_error | invalid_request_error |
+| RequestError and its other children | 400 | invalid_request_error | invalid_request_error |
+| EngineUnavailableError, QueueFullError | 503 | service_unavailable | overloaded_error |
+| everything else | 500 | internal_error | api_error |
 """
 
 from __future__ import annotations
@@ -86,7 +89,16 @@ TYPE_OF = {
     500: "internal_error",
     503: "service_unavailable",
 }
-
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+ANTHROPIC_TYPE_OF = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 # The openai client retries after a 408 unless a header forbids it.
 HEADERS_OF: dict[type[DistAclGraphError], Mapping[str, str]] = {
@@ -107,10 +119,9 @@ def _of_kind(table: Mapping[type[DistAclGraphError], T], error: BaseException, o
 def error_body(error: BaseException) -> dict[str, Any]:
     """Return ``{"error": {...}}``; if the error is not one of ours, no details are shown."""
     status = status_of(error)
-    ours = isinstance(error, DistAclGraphError)
     return {
         "error": {
-            "message": str(error) if ours else "internal server error",
+            "message": public_message(error),
             "type": TYPE_OF.get(status, "invalid_request_error"),
             "param": error.param if isinstance(error, RequestError) else None,
             "code": error.code if isinstance(error, RequestError) else None,
@@ -118,12 +129,36 @@ def error_body(error: BaseException) -> dict[str, Any]:
     }
 
 
-def error_response(error: BaseException) -> Response:
-    return json_response(error_body(error), status_of(error), _of_kind(HEADERS_OF, error, {}))
+def anthropic_error_body(status: int, message: str) -> dict[str, Any]:
+    """Return ``{"type": "error", "error": {...}}``."""
+    kind = ANTHROPIC_TYPE_OF.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def plain_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+def public_message(error: BaseException) -> str:
+    """Return what a client may know about an error."""
+    return str(error) if isinstance(error, DistAclGraphError) else "internal server error"
+
+
+def error_response(error: BaseException, path: str = "") -> Response:
+    """Return the response for an error.
+
+    Args:
+        path: the request's path, which determines the form of the error.
+    """
+    status = status_of(error)
+    body = error_body(error)
+    if path.endswith(ANTHROPIC_PATHS):
+        body = anthropic_error_body(status, public_message(error))
+    return json_response(body, status, _of_kind(HEADERS_OF, error, {}))
+
+
+def plain_error(
+    status: int, message: str, headers: Mapping[str, str] | None = None, path: str = ""
+) -> Response:
     """Return an error of the HTTP layer, e.g. for an unknown path or method."""
+    if path.endswith(ANTHROPIC_PATHS):
+        return json_response(anthropic_error_body(status, message), status, headers)
     kind = TYPE_OF.get(status, "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return json_response(body, status, headers)

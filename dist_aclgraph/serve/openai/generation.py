@@ -191,6 +191,10 @@ class Generation:
             sum(choice.output.num_thought_tokens for choice in self._choices),
         )
 
+    def stop_string(self, index: int) -> str | None:
+        """Return the stop string that has ended a choice; None if no stop string has ended it."""
+        return self._choices[index].output.stop_string
+
     def _limit_time(self, sink: Sink) -> None:
         limit_s = self.state.config.serve.generation_s
         if limit_s is None:

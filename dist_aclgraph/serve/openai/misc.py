@@ -66,6 +66,16 @@ async def version(state: ApiState, request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
+async def load(state: ApiState, request: Request) -> Response:
+    """The number of completions that run or wait in this replica."""
+    return json_response({"server_load": state.slots.taken})
+
+
+async def load_v1(state: ApiState, request: Request) -> Response:
+    """The same as /load, under the name that clients with a base URL of /v1 use."""
+    return await load(state, request)
+
+
 async def metrics(state: ApiState, request: Request) -> Response:
     """Prometheus metrics of this replica and of the engines."""
     text = await asyncio.to_thread(state.metrics.expose)

@@ -32,8 +32,42 @@ _json = msgspec.json.Encoder()
 CLIENT_GONE = 499  # only in logs: the client has disconnected
 
 
-class Reply(ABC):
-    """The rule by which an endpoint turns pieces of text into the objects of one reply.
+class Shape(ABC):
+    """The rule by which an endpoint turns pieces of text into one reply.
+
+    Attributes:
+        shows_usage_so_far: whether ``frames`` needs the usage so far.
+    """
+
+    shows_usage_so_far: bool = False
+
+    @abstractmethod
+    def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
+        """Return the frames of a piece.
+
+        Args:
+            usage: the usage so far; None if the shape does not show it.
+        """
+
+    @abstractmethod
+    def last_frames(self, generation: Generation) -> bytes:
+        """Return the frames that follow the frames of the last piece."""
+
+    @abstractmethod
+    def whole(self, generation: Generation, pieces: list[list[ChoicePiece]]) -> dict[str, Any]:
+        """Return the body of a reply that is not streamed.
+
+        Args:
+            pieces: the pieces of each choice.
+        """
+
+    def error_frames(self, generation: Generation, error: Exception) -> bytes:
+        """Return the frames that end a stream in place of ``last_frames``."""
+        return sse.error_frame(error)
+
+
+class Reply(Shape):
+    """A reply that consists of choices, and whose stream ends with [DONE].
 
     Args:
         prefix: prefix of the reply's id.
@@ -79,23 +113,14 @@ class Reply(ABC):
         return self._chunk_begin + _json.encode(choice) + end
 
     def last_frames(self, generation: Generation) -> bytes:
-        """Return the frames that follow the frames of the last piece."""
         if not self._shows_usage:
             return sse.DONE
         usage = _json.encode(generation.usage.as_json())
         return self._chunk_begin + b'],"usage":' + usage + b"}\n\n" + sse.DONE
 
-    @abstractmethod
-    def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
-        """Return the frames of a piece; ``usage`` as in ``chunk``."""
-
-    @abstractmethod
-    def whole(self, generation: Generation, pieces: list[ChoicePiece]) -> dict[str, Any]:
-        """Return the body of a reply that is not streamed; each choice has exactly one piece."""
-
 
 async def reply(
-    request: Request, generation: Generation, shape: Reply, *, stream: bool
+    request: Request, generation: Generation, shape: Shape, *, stream: bool
 ) -> Response:
     """Run a generation and answer the request with its text.
 
@@ -114,7 +139,7 @@ async def reply(
                     return json_response(shape.whole(generation, pieces))
 
                 # Reports of long prompts take long; other requests' streams must not wait.
-                is_long = any(piece.prompt_logprobs for piece in pieces)
+                is_long = any(piece.prompt_logprobs for choice in pieces for piece in choice)
                 response = await asyncio.to_thread(make) if is_long else make()
                 return _Held(response, stack.pop_all())
             frames = _Frames(shape, generation)
@@ -139,18 +164,19 @@ class _Gathered:
         if not self._ended.done():
             self._ended.set_result(error)
 
-    async def pieces(self) -> list[ChoicePiece]:
-        """Return one whole piece per choice.
+    async def pieces(self) -> list[list[ChoicePiece]]:
+        """Return the pieces of each choice.
 
         Raises:
             DistAclGraphError: the generation failed.
         """
         if (error := await self._ended) is not None:
             raise error
-        return [_joined(self._of_choice[index]) for index in sorted(self._of_choice)]
+        return [self._of_choice[index] for index in sorted(self._of_choice)]
 
 
-def _joined(pieces: list[ChoicePiece]) -> ChoicePiece:
+def joined(pieces: list[ChoicePiece]) -> ChoicePiece:
+    """Return a choice's pieces as one piece."""
     return ChoicePiece(
         pieces[0].index,
         "".join(piece.text for piece in pieces),
@@ -171,7 +197,7 @@ class _Frames:
     and other requests' streams must not wait. Later frames of this stream wait for it.
     """
 
-    def __init__(self, shape: Reply, generation: Generation) -> None:
+    def __init__(self, shape: Shape, generation: Generation) -> None:
         self.outlet = sse.Outlet()
         self._shape = shape
         self._generation = generation
@@ -201,7 +227,7 @@ class _Frames:
         if error is None:
             self.outlet.put(self._shape.last_frames(self._generation))
         elif self._is_begun:
-            self.outlet.put(sse.error_frame(error))
+            self.outlet.put(self._shape.error_frames(self._generation, error))
         self._begin(error)
         self.outlet.end()
 

@@ -17,6 +17,7 @@ from dist_aclgraph.sampling import (
 MAX_PROMPTS = 64  # maximum number of completions in one request
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024  # maximum number of parts of one message
+MAX_ITEMS = 4 * MAX_MESSAGES  # maximum number of items of the input of a response
 MAX_TOOLS = 512  # maximum number of tools of one request
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -178,6 +179,118 @@ TOOL_CALLS = _or_null(
                     },
                 },
             },
+        },
+    }
+)
+OBJECT = _or_null({"type": "object"})
+NO_VALUE = _or_null()
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {
+        "type": {"enum": ["input_text", "output_text", "text"]},
+        "text": {"type": "string"},
+    },
+}
+_TEXTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": _TEXT_PART, "minItems": 1, "maxItems": MAX_PARTS},
+    ]
+}
+INPUT = _field(
+    anyOf=[
+        _TEXT,
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_ITEMS,
+            "items": {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "required": ["role", "content"],
+                        "properties": {
+                            "type": {"const": "message"},
+                            "role": {"enum": ["user", "assistant", "system", "developer"]},
+                            "content": _TEXTS,
+                        },
+                    },
+                    {
+                        "type": "object",
+                        "required": ["type", "call_id", "name", "arguments"],
+                        "properties": {
+                            "type": {"const": "function_call"},
+                            "call_id": {"type": "string"},
+                            "name": {"type": "string"},
+                            "arguments": {"type": "string"},
+                        },
+                    },
+                    {
+                        "type": "object",
+                        "required": ["type", "call_id", "output"],
+                        "properties": {
+                            "type": {"const": "function_call_output"},
+                            "call_id": {"type": "string"},
+                            "output": _TEXTS,
+                        },
+                    },
+                    {
+                        "type": "object",
+                        "required": ["type", "summary"],
+                        "properties": {"type": {"const": "reasoning"}, "summary": {"maxItems": 0}},
+                    },
+                ]
+            },
+        },
+    ]
+)
+FLAT_TOOLS = _or_null(
+    {
+        "type": "array",
+        "maxItems": MAX_TOOLS,
+        "items": {
+            "type": "object",
+            "required": ["type", "name"],
+            "properties": {
+                "type": {"const": "function"},
+                "name": _TOOL_NAME,
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    }
+)
+FLAT_TOOL_CHOICE = _or_null(
+    {"enum": ["none", "auto", "required"]},
+    {
+        "type": "object",
+        "required": ["type", "name"],
+        "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    },
+    {
+        "type": "object",
+        "required": ["type", "tools"],
+        "properties": {
+            "type": {"const": "allowed_tools"},
+            "mode": {"enum": ["auto", "required"]},
+            "tools": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+        },
+    },
+)
+TEXT_CONFIG = _or_null(
+    {
+        "type": "object",
+        "properties": {
+            "format": {
+                "type": "object",
+                "required": ["type"],
+                "properties": {
+                    "type": {"enum": ["text", "json_object", "json_schema"]},
+                    "schema": {"type": "object"},
+                },
+            }
         },
     }
 )

@@ -1,4 +1,4 @@
-"""Server-sent events: one ``data:`` frame per chunk, sent to the client as soon as it exists.
+"""Server-sent events: one frame per chunk, sent to the client as soon as it exists.
 
 A server may offer ``WRITE`` in the extensions of a request's scope; our server does. ``WRITE`` is a
 function that writes a part of the response's body at once, and returns whether the connection
@@ -32,12 +32,21 @@ def frame(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def named_frame(name: str, body: Any) -> bytes:
+    """Return the frame of an event that has a name."""
+    return b"event: " + name.encode() + b"\n" + frame(body)
+
+
 def error_frame(error: Exception) -> bytes:
     """Return the frame that a client gets in place of [DONE]."""
-    # A bug in our code: the stream must not seem complete.
+    log_failure(error)
+    return frame(error_body(error))
+
+
+def log_failure(error: Exception) -> None:
+    """Log why a stream has failed, if that is a bug in our code."""
     if not isinstance(error, DistAclGraphError):
         log.error("a stream failed", exc_info=error)
-    return frame(error_body(error))
 
 
 class Outlet:

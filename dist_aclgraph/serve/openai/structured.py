@@ -32,6 +32,16 @@ class ResponseFormat(Body, kw_only=True):
     json_schema: _JsonSchema | None = None
 
 
+class TextFormat(Body, kw_only=True):
+    """The form of an answer, as the Responses API names it."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: Raw = Raw()
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class Structured(Body, kw_only=True):
     """The form of an answer, as vLLM names it."""
 
@@ -69,11 +79,7 @@ def read_structured(
         data = bytes(raw)
         if data in _NOTHING:
             continue
-        if len(data) > 2 * MAX_STRUCTURE_CHARS:
-            raise InvalidParameterError(
-                f"{name} has {len(data)} bytes; at most {2 * MAX_STRUCTURE_CHARS} are allowed", name
-            )
-        check_num_strings(data, MAX_STRINGS, name)
+        _check_size(data, name)
         form = _read(body, name, raw, whitespace)
         if form is not None:
             forms[name] = form
@@ -89,6 +95,30 @@ def read_structured(
             f"{first} and {second} both ask for a form of the answer; give one of them", second
         )
     return next(iter(forms.values()), None)
+
+
+def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
+    """Return the form of an answer; None for any text.
+
+    Args:
+        param: the field that has the form, for errors.
+    """
+    if found.type == "text":
+        return None
+    if found.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    if not bytes(found.schema):
+        raise InvalidParameterError(f"{param}.schema is missing", f"{param}.schema")
+    _check_size(bytes(found.schema), f"{param}.schema")
+    return StructuredOutputs(json=_schema(found.schema, f"{param}.schema"))
+
+
+def _check_size(data: bytes, param: str) -> None:
+    if len(data) > 2 * MAX_STRUCTURE_CHARS:
+        raise InvalidParameterError(
+            f"{param} has {len(data)} bytes; at most {2 * MAX_STRUCTURE_CHARS} are allowed", param
+        )
+    check_num_strings(data, MAX_STRINGS, param)
 
 
 def _read(body: Body, name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | None:

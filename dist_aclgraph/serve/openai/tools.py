@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta, Raw
 
@@ -21,10 +21,13 @@ MAX_CALLS = 128  # of one message
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NOTHING = (b"", b"null", b"[]")
 
+T = TypeVar("T")
 Mode = Literal["none", "auto", "required"]
 
 
-class _Function(Body, kw_only=True):
+class Function(Body, kw_only=True):
+    """A tool as a client describes it."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -34,10 +37,10 @@ class _Function(Body, kw_only=True):
 class Tool(Body, kw_only=True):
     """A tool that the answer may call."""
 
-    PARTS: ClassVar = {"function": _Function}
+    PARTS: ClassVar = {"function": Function}
 
     type: str
-    function: _Function
+    function: Function
 
 
 class _Named(Body, kw_only=True):
@@ -77,6 +80,20 @@ class ToolCall(Body, kw_only=True):
 
 
 @dataclass(frozen=True)
+class ToolChoice:
+    """Which tools an answer may or must call.
+
+    Attributes:
+        names: names of the allowed tools; an empty set allows all tools.
+        is_named: whether the request names the one tool that is called.
+    """
+
+    mode: Mode = "auto"
+    names: frozenset[str] = frozenset()
+    is_named: bool = False
+
+
+@dataclass(frozen=True)
 class ToolUse:
     """The tools that an answer may or must call.
 
@@ -106,77 +123,139 @@ def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | N
     Raises:
         InvalidParameterError: a definition or the choice is wrong; names the field.
     """
+    asked = _read_choice(choice)
+    found = decode_tools(tools, Tool)
+    if not found:
+        check_needs_no_tools(asked)
+        return None
+    for i, tool in enumerate(found):
+        check_type(tool.type, f"tools.{i}")
+    return use_tools(
+        [tool.function for tool in found],
+        asked,
+        is_parallel=is_parallel is not False,
+        places=[f"tools.{i}.function.name" for i in range(len(found))],
+        definitions=decode(bytes(tools), list[dict[str, Any]], "tools"),
+    )
+
+
+def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
+    """Return the definitions of tools; an empty list if there are none.
+
+    Raises:
+        InvalidParameterError: there are too many tools, or one of them is not a ``kind``.
+    """
     data = bytes(tools)
     if data in _NOTHING:
-        if bytes(choice) not in (b"", b"null", b'"none"', b'"auto"'):
-            raise InvalidParameterError("tool_choice needs tools", "tool_choice")
-        return None
+        return []
     if len(data) > MAX_BYTES:
         raise InvalidParameterError(f"tools exceed {MAX_BYTES >> 10} KiB", "tools")
     check_num_strings(data, MAX_STRINGS, "tools")
-    found = decode(data, list[Tool], "tools")
+    found: list[T] = decode(data, list[kind], "tools")  # type: ignore[valid-type]
     if len(found) > MAX_TOOLS:
         raise InvalidParameterError(
             f"tools has {len(found)} items; at most {MAX_TOOLS} are allowed", "tools"
         )
+    return found
+
+
+def check_needs_no_tools(choice: ToolChoice) -> None:
+    """Raise if a request without tools asks for a call."""
+    if choice.mode == "required" or choice.names:
+        raise InvalidParameterError("tool_choice needs tools", "tool_choice")
+
+
+def check_type(kind: str, place: str, offered: str = "function") -> None:
+    """Raise if the service cannot offer a tool of this type.
+
+    Args:
+        place: the tool's place in the body, for errors.
+    """
+    if kind != offered:
+        raise InvalidParameterError(
+            f"{place}.type is {kind!r:.40}; only tools of type {offered} are offered",
+            f"{place}.type",
+        )
+
+
+def use_tools(
+    functions: Sequence[Function],
+    choice: ToolChoice,
+    *,
+    is_parallel: bool,
+    places: Sequence[str],
+    definitions: Sequence[Mapping[str, Any]] | None = None,
+) -> ToolUse:
+    """Return the tools that an answer may call.
+
+    Args:
+        places: the field of each tool's name, for errors.
+        definitions: the definitions for the chat template; None makes them from ``functions``.
+
+    Raises:
+        InvalidParameterError: a name is wrong, or the choice names a tool that does not exist.
+    """
     schemas: dict[str, Mapping[str, Any]] = {}
-    for i, tool in enumerate(found):
-        if tool.type != "function":
-            raise InvalidParameterError(
-                f"tools.{i}.type is {tool.type!r:.40}; only tools of type function are offered",
-                f"tools.{i}.type",
-            )
-        name = tool.function.name
+    for function, place in zip(functions, places, strict=True):
+        name = function.name
         if not _NAME.fullmatch(name) or name in schemas:
             problem = "is used twice" if name in schemas else "is not a name"
             raise InvalidParameterError(
-                f"tools.{i}.function.name: {name!r:.140} {problem}; a name has 1 to 128 letters, "
-                "digits and characters of _ . : / -",
-                f"tools.{i}.function.name",
+                f"{place}: {name!r:.140} {problem}; a name has 1 to 128 letters, digits and "
+                "characters of _ . : / -",
+                place,
             )
-        schemas[name] = tool.function.parameters or {}
-    mode, allowed, named = _read_choice(choice)
-    if unknown := sorted(allowed - schemas.keys()):
+        schemas[name] = function.parameters or {}
+    if unknown := sorted(choice.names - schemas.keys()):
         raise InvalidParameterError(
             f"tool_choice: there is no tool {unknown[0]!r:.140}", "tool_choice"
         )
-    kept = {name: schema for name, schema in schemas.items() if not allowed or name in allowed}
-    strict = frozenset(tool.function.name for tool in found if tool.function.strict)
+    kept = {
+        name: schema for name, schema in schemas.items() if not choice.names or name in choice.names
+    }
+    strict = frozenset(function.name for function in functions if function.strict)
     return ToolUse(
-        definitions=tuple(decode(data, list[dict[str, Any]], "tools")),
+        definitions=tuple(map(_definition, functions) if definitions is None else definitions),
         schemas=kept,
         strict=strict & kept.keys(),
-        mode=mode,
-        named=named,
-        is_parallel=is_parallel is not False,
+        mode=choice.mode,
+        named=choice.is_named,
+        is_parallel=is_parallel,
     )
 
 
-def _read_choice(choice: Raw) -> tuple[Mode, frozenset[str], bool]:
-    """Return the mode, the names of allowed tools (empty: all), and whether one tool is named."""
+def _definition(function: Function) -> dict[str, Any]:
+    """Return a tool in the form that chat templates need."""
+    described = {
+        "name": function.name,
+        "description": function.description,
+        "parameters": function.parameters,
+    }
+    kept = {name: value for name, value in described.items() if value is not None}
+    return {"type": "function", "function": kept}
+
+
+def _read_choice(choice: Raw) -> ToolChoice:
     data = bytes(choice)
     if data in (b"", b"null"):
-        return "auto", frozenset(), False
+        return ToolChoice()
     if data.startswith(b'"'):
-        return decode(data, Mode, "tool_choice"), frozenset(), False
+        return ToolChoice(decode(data, Mode, "tool_choice"))
     found: _Choice = decode(data, _Choice, "tool_choice")
     if found.type == "function":
         if found.function is None:
             raise InvalidParameterError("tool_choice.function is missing", "tool_choice")
-        return "required", frozenset({found.function.name}), True
+        return ToolChoice("required", frozenset({found.function.name}), is_named=True)
     if found.allowed_tools is None:
         raise InvalidParameterError("tool_choice.allowed_tools is missing", "tool_choice")
     names = frozenset(each.function.name for each in found.allowed_tools.tools if each.function)
     if not names:
         raise InvalidParameterError("tool_choice.allowed_tools has no tools", "tool_choice")
-    return found.allowed_tools.mode, names, False
+    return ToolChoice(found.allowed_tools.mode, names)
 
 
 def read_calls(calls: Raw, param: str) -> list[dict[str, Any]] | None:
-    """Return the calls of an assistant's message, for the chat template; None without calls.
-
-    Templates want arguments as an object; a text that is no object is left as it is.
-    """
+    """Return the calls of an assistant's message, for the chat template; None without calls."""
     data = bytes(calls)
     if data in _NOTHING:
         return None
@@ -187,19 +266,20 @@ def read_calls(calls: Raw, param: str) -> list[dict[str, Any]] | None:
             f"{param} has {len(found)} calls; at most {MAX_CALLS} are allowed", param
         )
     return [
-        {
-            "id": call.id or "",
-            "type": "function",
-            "function": {
-                "name": call.function.name,
-                "arguments": _as_object(call.function.arguments),
-            },
-        }
-        for call in found
+        call_for_template(call.id, call.function.name, call.function.arguments) for call in found
     ]
 
 
-def _as_object(arguments: str | dict[str, Any] | None) -> Any:
+def call_for_template(
+    call_id: str | None, name: str, arguments: str | dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return a call in the form that chat templates need; they want arguments as an object."""
+    function = {"name": name, "arguments": as_object(arguments)}
+    return {"id": call_id or "", "type": "function", "function": function}
+
+
+def as_object(arguments: str | dict[str, Any] | None) -> Any:
+    """Return a call's arguments as an object; a text that is no object is returned as it is."""
     if not isinstance(arguments, str):
         return arguments or {}
     if not arguments.strip():

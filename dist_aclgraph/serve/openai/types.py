@@ -9,6 +9,7 @@ A field of type ``Raw`` may have any number of items; they are counted before th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,6 +35,7 @@ from dist_aclgraph.serve.openai.counted import (
     decode_prompts,
     decode_strings,
 )
+from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
 from dist_aclgraph.serve.openai.structured import ResponseFormat, Structured, read_structured
 from dist_aclgraph.serve.openai.tools import Tool, ToolCall, read_calls, read_tools
@@ -289,7 +291,7 @@ class GenerateRequest(Body, kw_only=True):
             "structured_outputs": self.structured(),
             "thinking_tokens": getattr(self, self._name_of_budget),
         }
-        kept = dict(defaults) | {name: v for name, v in given.items() if v is not None}
+        kept = dict(defaults) | without_none(given)
         if self.stop:
             strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
             kept["stop"] = tuple(strings)
@@ -306,18 +308,12 @@ class GenerateRequest(Body, kw_only=True):
         if self.stop_token_ids:
             ids = decode_ids(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
             kept["stop_token_ids"] = tuple(ids)
-        try:
-            return SamplingParams(**{**kept, "max_tokens": max_tokens, "logprobs": logprobs})
-        except InvalidParameterError as e:
-            sent = {
-                "max_tokens": self._name_of_max_tokens,
-                "repetition_penalty": repetition,
-                "thinking_tokens": self._name_of_budget,
-            }
-            if e.param not in sent:
-                raise
-            name = sent[e.param]
-            raise InvalidParameterError(str(e).replace(e.param, name, 1), name) from None
+        names = {
+            "max_tokens": self._name_of_max_tokens,
+            "repetition_penalty": repetition,
+            "thinking_tokens": self._name_of_budget,
+        }
+        return make_params({**kept, "max_tokens": max_tokens, "logprobs": logprobs}, names)
 
 
 class ChatRequest(GenerateRequest, kw_only=True):
@@ -379,16 +375,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
 
     def chat_options(self) -> ChatOptions:
         """Return the options with which the messages become a prompt, without tools."""
-        own = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
-        given = {name: value for name, value in own.items() if value is not None}
-        return ChatOptions(
-            documents=_documents(self.documents),
-            # If a client asks to continue the last message, the default is to begin no new message.
-            add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
-            continue_final_message=bool(self.continue_final_message),
-            template=self.chat_template,
-            variables=given | _variables(self.chat_template_kwargs),
-        )
+        return _chat_options(self)
 
     @property
     def _name_of_max_tokens(self) -> str:
@@ -438,16 +425,21 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
 
 class TokenizeRequest(Body):
-    PARTS: ClassVar = {"messages": ChatMessage}
+    PARTS: ClassVar = {"messages": ChatMessage, "tools": Tool}
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Raw, schemas.MESSAGES] = ABSENT
     add_special_tokens: bool = True
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: Annotated[Raw, schemas.VARIABLES] = ABSENT
     return_token_strs: bool = False
+    tools: Annotated[Raw, schemas.TOOLS] = ABSENT
+    chat_template: str | None = None
+    chat_template_kwargs: Annotated[Raw, schemas.VARIABLES] = ABSENT
+    documents: Annotated[Raw, schemas.DOCUMENTS] = ABSENT
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
 
     def check_fields(self) -> None:
         if (self.prompt is None) == _is_empty(self.messages):
@@ -459,11 +451,8 @@ class TokenizeRequest(Body):
 
     def chat_options(self) -> ChatOptions:
         """Return the options with which the messages become a prompt."""
-        return ChatOptions(
-            add_generation_prompt=_or(self.add_generation_prompt, not self.continue_final_message),
-            continue_final_message=self.continue_final_message,
-            variables=_variables(self.chat_template_kwargs),
-        )
+        tools = read_tools(self.tools, Raw(), None)
+        return replace(_chat_options(self), tools=None if tools is None else tools.definitions)
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -475,11 +464,20 @@ class DetokenizeRequest(Body, kw_only=True):
             raise InvalidParameterError("tokens must be an array of token ids", "tokens")
 
 
-def _or(given: bool | None, default: bool) -> bool:
-    return default if given is None else given
+def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
+    own = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.enable_thinking}
+    begins = body.add_generation_prompt
+    return ChatOptions(
+        documents=_documents(body.documents),
+        # If a client asks to continue the last message, the default is to begin no new message.
+        add_generation_prompt=not body.continue_final_message if begins is None else begins,
+        continue_final_message=bool(body.continue_final_message),
+        template=body.chat_template,
+        variables=without_none(own) | read_variables(body.chat_template_kwargs),
+    )
 
 
-def _variables(raw: Raw) -> dict[str, Any]:
+def read_variables(raw: Raw) -> dict[str, Any]:
     if _is_empty(raw):
         return {}
     check_num_strings(bytes(raw), MAX_VARIABLES, "chat_template_kwargs")

@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 
+from dist_aclgraph.serve.anthropic.types import CountTokensRequest, MessagesRequest
 from dist_aclgraph.serve.openai.body import Body, strict
+from dist_aclgraph.serve.openai.errors import ANTHROPIC_PATHS
+from dist_aclgraph.serve.openai.response_types import ResponsesRequest
 from dist_aclgraph.serve.openai.types import (
     ChatMessage,
     ChatRequest,
@@ -23,9 +26,13 @@ REF = "#/components/schemas/{name}"
 BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ERRORS = {
     400: "The request is not valid.",
     401: "The API key is missing or wrong.",
@@ -63,6 +70,26 @@ REPLIES: dict[str, Json] = {
     "/v1/completions": _object(
         **_HEAD, choices=_list(_object(**_CHOICE, text=_STRING)), usage=_USAGE
     ),
+    "/v1/responses": _object(
+        id=_STRING,
+        object={"const": "response"},
+        created_at=_INTEGER,
+        model=_STRING,
+        status={"enum": ["completed", "incomplete"]},
+        output=_list({"type": "object"}),
+        usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
+    ),
+    "/v1/messages": _object(
+        id=_STRING,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=_STRING,
+        content=_list({"type": "object"}),
+        stop_reason=_STRING,
+        stop_sequence=_TEXT_OR_NULL,
+        usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER),
+    ),
+    "/v1/messages/count_tokens": _object(input_tokens=_INTEGER),
     "/tokenize": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
     "/detokenize": _object(prompt=_STRING),
     "/v1/models": _object(object=_STRING, data=_list(_MODEL)),
@@ -71,6 +98,8 @@ REPLIES: dict[str, Json] = {
     "/ping": _object(status=_STRING),
     "/ready": _object(status=_STRING),
     "/version": _object(version=_STRING),
+    "/load": _object(server_load=_INTEGER),
+    "/v1/load": _object(server_load=_INTEGER),
     "/status.json": _object(
         model=_STRING,
         version=_STRING,
@@ -88,6 +117,7 @@ TEXTS = {"/metrics": "text/plain", "/": "text/html"}
 ERROR = _object(
     error=_object(message=_STRING, type=_STRING, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)
 )
+ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING))
 
 
 def document(
@@ -129,13 +159,14 @@ def _schemas(is_strict: bool) -> dict[str, Json]:
     _, found = msgspec.json.schema_components(
         [strict(kind) if is_strict else kind for kind in kinds], ref_template=REF
     )
-    return {**found, "Error": ERROR}
+    return {**found, "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}
 
 
 def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
     """Return the document's entry for a path: its parameters, its body and its replies."""
+    error = "AnthropicError" if path in ANTHROPIC_PATHS else "Error"
     errors = {
-        str(status): {"description": text, "content": _json({"$ref": REF.format(name="Error")})}
+        str(status): {"description": text, "content": _json({"$ref": REF.format(name=error)})}
         for status, text in ERRORS.items()
     }
     reply: Json = {"description": "The answer."}
@@ -143,7 +174,7 @@ def _operation(path: str, endpoint: Callable[..., Any]) -> Json:
         reply["content"] = {TEXTS[path]: {"schema": _STRING}}
     else:
         reply["content"] = _json(REPLIES[path])
-    if path.startswith("/v1/") and path in BODIES:
+    if path in STREAMS:
         reply["content"]["text/event-stream"] = {"schema": _STRING}
     found: Json = {
         "operationId": endpoint.__name__,

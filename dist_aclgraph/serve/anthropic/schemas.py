@@ -1,0 +1,94 @@
+"""JSON schemas of request fields that are counted before they are decoded, for OpenAPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Meta
+
+from dist_aclgraph.sampling import MAX_STOP_STRINGS
+from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+
+Json = dict[str, Any]
+
+
+def _object(required: tuple[str, ...], **properties: Json) -> Json:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _list(items: Json, most: int, least: int = 1) -> Json:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+def _or_null(*schemas: Json) -> Meta:
+    return Meta(extra_json_schema={"anyOf": [*schemas, {"type": "null"}]})
+
+
+_STRING: Json = {"type": "string"}
+_NAME: Json = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+_TEXT = _object(("type", "text"), type={"const": "text"}, text=_STRING)
+_TEXTS: Json = {"anyOf": [_STRING, _list(_TEXT, MAX_PARTS)]}
+_RESULT = _object(
+    ("type", "tool_use_id"),
+    type={"const": "tool_result"},
+    tool_use_id=_STRING,
+    content=_TEXTS,
+    is_error={"type": "boolean"},
+)
+_USE = _object(
+    ("type", "id", "name", "input"),
+    type={"const": "tool_use"},
+    id=_STRING,
+    name=_STRING,
+    input={"type": "object"},
+)
+_THOUGHT = _object(("type", "thinking"), type={"const": "thinking"}, thinking=_STRING)
+
+
+def _turn(role: str, *blocks: Json) -> Json:
+    content = {"anyOf": [_STRING, _list({"anyOf": [_TEXT, *blocks]}, MAX_PARTS)]}
+    return _object(("role", "content"), role={"const": role}, content=content)
+
+
+MESSAGES = Meta(
+    extra_json_schema=_list(
+        {"anyOf": [_turn("user", _RESULT), _turn("assistant", _USE, _THOUGHT)]}, MAX_MESSAGES
+    )
+)
+SYSTEM = _or_null(_STRING, _list(_TEXT, MAX_PARTS, least=0))
+TOOLS = _or_null(
+    _list(
+        _object(
+            ("name", "input_schema"),
+            type={"const": "custom"},
+            name=_NAME,
+            description=_STRING,
+            input_schema={"type": "object"},
+        ),
+        MAX_TOOLS,
+        least=0,
+    )
+)
+TOOL_CHOICE = _or_null(
+    _object(("type",), type={"enum": ["auto", "any", "none"]}),
+    _object(("type", "name"), type={"const": "tool"}, name=_STRING),
+)
+THINKING = _or_null(
+    _object(("type",), type={"enum": ["disabled", "adaptive"]}),
+    _object(
+        ("type", "budget_tokens"),
+        type={"const": "enabled"},
+        budget_tokens={"type": "integer", "minimum": 0},
+    ),
+)
+OUTPUT_CONFIG = _or_null(
+    _object(
+        (),
+        effort=_STRING,
+        format=_object(
+            ("type", "schema"), type={"const": "json_schema"}, schema={"type": "object"}
+        ),
+    )
+)
+STOP = _or_null(_list({"type": "string", "minLength": 1}, MAX_STOP_STRINGS, least=0))
+OBJECT = _or_null({"type": "object"})

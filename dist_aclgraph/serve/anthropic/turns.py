@@ -1,0 +1,139 @@
+"""Messages of the Messages API as messages for chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from msgspec import Raw
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.counted import check_num_strings
+from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS
+from dist_aclgraph.serve.openai.text_parts import (
+    STRINGS_PER_PART,
+    message,
+    not_offered,
+    read_texts,
+    texts_of,
+)
+from dist_aclgraph.serve.openai.tools import MAX_CALLS, call_for_template
+
+# Claude Code puts a block that differs in each request before its system prompt; with this block in
+# the prompt, no two requests would have a common prefix.
+BILLING = "x-anthropic-billing-header:"
+_NOTHING = (b"", b"null")
+
+
+class _Message(Body, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: Raw
+
+
+class _Block(Body, kw_only=True):
+    """A block of a message; fields that are not listed, such as ``cache_control``, are ignored."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Raw = Raw()
+    is_error: bool | None = None
+
+
+def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
+    """Return the messages of a request, the system prompt first.
+
+    System messages at the beginning are added to the system prompt. Later ones become a part of the
+    user's message, because many templates refuse them.
+
+    Raises:
+        InvalidParameterError: a message is wrong, or there are too many messages.
+    """
+    turns = decode(messages, list[_Message], "messages")
+    if not 1 <= len(turns) <= MAX_MESSAGES:
+        raise InvalidParameterError(
+            f"messages has {len(turns)} items; it must have 1 to {MAX_MESSAGES}", "messages"
+        )
+    prompt: list[str] = []
+    if bytes(system) not in _NOTHING:
+        texts = read_texts(system, "system", ("text",))
+        prompt = [text for text in texts if not text.startswith(BILLING)]
+    found: list[dict[str, Any]] = []
+    for i, turn in enumerate(turns):
+        for each in _messages_of(turn, f"messages.{i}.content"):
+            if each["role"] != "system":
+                found.append(each)
+            elif not found:
+                prompt += texts_of(each)
+            elif found[-1]["role"] == "user":
+                found[-1] = message("user", [*texts_of(found[-1]), *texts_of(each)])
+            else:
+                found.append({**each, "role": "user"})
+    if not found:
+        raise InvalidParameterError("messages needs at least one message of the user", "messages")
+    return [message("system", prompt), *found] if prompt else found
+
+
+def continues(messages: list[dict[str, Any]]) -> bool:
+    """Return whether the answer continues the last message, which is the assistant's."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last["content"]) and not last["tool_calls"]
+
+
+def _messages_of(turn: _Message, param: str) -> Iterator[dict[str, Any]]:
+    data = bytes(turn.content)
+    if not data.startswith(b"["):
+        yield message(turn.role, [decode(data, str, param)])
+        return
+    check_num_strings(data, STRINGS_PER_PART * MAX_PARTS, param)
+    blocks = decode(data, list[_Block], param)
+    if not 1 <= len(blocks) <= MAX_PARTS:
+        raise InvalidParameterError(
+            f"{param} has {len(blocks)} blocks; it must have 1 to {MAX_PARTS}", param
+        )
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    num_results = 0
+    for i, block in enumerate(blocks):
+        place = f"{param}.{i}"
+        if block.type == "text":
+            texts.append(_needed(block.text, f"{place}.text"))
+        elif block.type == "tool_result" and turn.role == "user":
+            # The results of calls must be the first messages after the calls.
+            num_results += 1
+            yield _result_of(block, place)
+        elif block.type == "tool_use" and turn.role == "assistant":
+            name = _needed(block.name, f"{place}.name")
+            calls.append(call_for_template(block.id, name, block.input))
+        elif block.type == "thinking" and turn.role == "assistant":
+            thoughts.append(_needed(block.thinking, f"{place}.thinking"))
+        elif block.type != "redacted_thinking":
+            raise not_offered(block.type, place)
+    if len(calls) > MAX_CALLS:
+        raise InvalidParameterError(
+            f"{param} has {len(calls)} calls; at most {MAX_CALLS} are allowed", param
+        )
+    if texts or calls or thoughts or not num_results:
+        yield message(turn.role, texts, reasoning="\n".join(thoughts), calls=calls)
+
+
+def _result_of(block: _Block, param: str) -> dict[str, Any]:
+    call_id = _needed(block.tool_use_id, f"{param}.tool_use_id")
+    texts: list[str] = []
+    if bytes(block.content) not in _NOTHING:
+        texts = read_texts(block.content, f"{param}.content", ("text",))
+    if block.is_error:  # chat templates have no other place for it
+        texts = ["Error:", *texts]
+    return message("tool", texts, call_id=call_id)
+
+
+def _needed(value: str | None, param: str) -> str:
+    if value is None:
+        raise InvalidParameterError(f"{param} is missing", param)
+    return value

@@ -1,0 +1,214 @@
+"""Bodies of POST /v1/messages and of POST /v1/messages/count_tokens.
+
+``cache_control``, ``metadata``, ``service_tier`` and similar fields are accepted and have no
+effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, field
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
+from dist_aclgraph.serve.anthropic import schemas
+from dist_aclgraph.serve.anthropic.turns import continues, read_messages
+from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.conversation import Conversation
+from dist_aclgraph.serve.openai.counted import decode_strings
+from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
+from dist_aclgraph.serve.openai.schemas import IGNORED
+from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
+from dist_aclgraph.serve.openai.text_parts import reasoning_variables, thinking_variables
+from dist_aclgraph.serve.openai.tools import (
+    Function,
+    Mode,
+    ToolChoice,
+    ToolUse,
+    check_needs_no_tools,
+    check_type,
+    decode_tools,
+    use_tools,
+)
+from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, MAX_STOP_BYTES
+from dist_aclgraph.text.chat_template import ChatOptions
+
+ABSENT: Raw = field(default_factory=Raw)
+MODES: dict[str, Mode] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+}
+_NOTHING = (b"", b"null", b"[]", b"{}")
+
+
+class _Tool(Body, kw_only=True):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Choice(Body, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(Body, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+
+
+class _OutputConfig(Body, kw_only=True):
+    effort: str | None = None
+    format: TextFormat | None = None
+
+
+class CountTokensRequest(Body, kw_only=True):
+    """The fields that determine the prompt."""
+
+    model: str
+    messages: Annotated[Raw, schemas.MESSAGES]
+    system: Annotated[Raw, schemas.SYSTEM] = ABSENT
+    tools: Annotated[Raw, schemas.TOOLS] = ABSENT
+    tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
+    thinking: Annotated[Raw, schemas.THINKING] = ABSENT
+    output_config: Annotated[Raw, schemas.OUTPUT_CONFIG] = ABSENT
+    # Refused if it has a value.
+    mcp_servers: Annotated[Raw, IGNORED] = ABSENT
+    # Without effect.
+    betas: Annotated[Raw, IGNORED] = ABSENT
+    cache_control: Annotated[Raw, IGNORED] = ABSENT
+    context_management: Annotated[Raw, IGNORED] = ABSENT
+    diagnostics: Annotated[Raw, IGNORED] = ABSENT
+    speed: str | None = None
+
+    def check_fields(self) -> None:
+        if bytes(self.mcp_servers) not in _NOTHING:
+            raise InvalidParameterError(
+                "mcp_servers: this service calls no tools; let the client call them", "mcp_servers"
+            )
+
+    def counted(self, context_len: int) -> Conversation:
+        """Return the conversation whose tokens are counted; it may exceed the context."""
+        return self._conversation(SamplingParams(), max(context_len, MAX_PROMPT))
+
+    def _conversation(self, params: SamplingParams, most: int, salt: str = "") -> Conversation:
+        messages = read_messages(self.messages, self.system)
+        is_open = continues(messages)
+        tools = self._tools()
+        return Conversation(
+            messages=messages,
+            params=params,
+            options=ChatOptions(
+                add_generation_prompt=not is_open,
+                continue_final_message=is_open,
+                variables=self._variables(),
+            ),
+            tools=None if tools is None or tools.mode == "none" else tools,
+            cache_salt=salt,
+            is_limit_soft=True,
+            form_param="output_config.format",
+            most_prompt_tokens=most,
+        )
+
+    def _variables(self) -> dict[str, Any]:
+        found = reasoning_variables(self._output_config().effort)
+        thinking = self._thinking()
+        if thinking is not None and thinking.type in ("enabled", "adaptive"):
+            return found | thinking_variables(is_on=True)
+        if thinking is not None and thinking.type == "disabled":
+            return found | thinking_variables(is_on=False)
+        return found
+
+    def _thinking(self) -> _Thinking | None:
+        if bytes(self.thinking) in _NOTHING:
+            return None
+        found: _Thinking = decode(self.thinking, _Thinking, "thinking")
+        return found
+
+    def _output_config(self) -> _OutputConfig:
+        if bytes(self.output_config) in _NOTHING:
+            return _OutputConfig()
+        found: _OutputConfig = decode(self.output_config, _OutputConfig, "output_config")
+        return found
+
+    def _tools(self) -> ToolUse | None:
+        choice, is_parallel = self._choice()
+        tools = decode_tools(self.tools, _Tool)
+        if not tools:
+            check_needs_no_tools(choice)
+            return None
+        for i, tool in enumerate(tools):
+            check_type(tool.type or "custom", f"tools.{i}", "custom")
+        functions = [
+            Function(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
+            )
+            for tool in tools
+        ]
+        places = [f"tools.{i}.name" for i in range(len(tools))]
+        return use_tools(functions, choice, is_parallel=is_parallel, places=places)
+
+    def _choice(self) -> tuple[ToolChoice, bool]:
+        """Return the choice, and whether the answer may have several calls."""
+        if bytes(self.tool_choice) in _NOTHING:
+            return ToolChoice(), True
+        found: _Choice = decode(self.tool_choice, _Choice, "tool_choice")
+        is_named = found.type == "tool"
+        if is_named and found.name is None:
+            raise InvalidParameterError("tool_choice.name is missing", "tool_choice.name")
+        names = frozenset({found.name} if is_named and found.name is not None else ())
+        choice = ToolChoice(MODES[found.type], names, is_named=is_named)
+        return choice, not found.disable_parallel_tool_use
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+    stop_sequences: Annotated[Raw, schemas.STOP] = ABSENT
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    # Without effect.
+    metadata: Annotated[Raw, schemas.OBJECT] = ABSENT
+    service_tier: str | None = None
+    container: Annotated[Raw, IGNORED] = ABSENT
+    inference_geo: str | None = None
+
+    def conversation(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
+        """Return what the request asks for.
+
+        Args:
+            defaults: sampling parameters for those that the request omits.
+        """
+        thinking = self._thinking()
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "structured_outputs": self._form(),
+            "thinking_tokens": None if thinking is None else thinking.budget_tokens,
+        }
+        kept = {**defaults, **without_none(given), "max_tokens": self.max_tokens}
+        if bytes(self.stop_sequences) not in _NOTHING:
+            kept["stop"] = tuple(
+                decode_strings(
+                    self.stop_sequences, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop_sequences"
+                )
+            )
+        names = {"stop": "stop_sequences", "thinking_tokens": "thinking.budget_tokens"}
+        return self._conversation(make_params(kept, names), context_len, self.cache_salt or "")
+
+    def _form(self) -> StructuredOutputs | None:
+        found = self._output_config().format
+        return None if found is None else read_text_format(found, "output_config.format")

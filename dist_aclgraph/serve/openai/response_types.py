@@ -1,0 +1,268 @@
+"""The body of POST /v1/responses.
+
+``store``, ``metadata``, ``user``, ``service_tier``, ``prompt_cache_key`` and similar fields are
+accepted and have no effect. Nothing is stored, so fields that need a stored response are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, field
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import MAX_LOGPROBS, StructuredOutputs
+from dist_aclgraph.serve.openai import schemas
+from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.conversation import Conversation
+from dist_aclgraph.serve.openai.response_input import Namespaces, name_in, read_input
+from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
+from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
+from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
+from dist_aclgraph.serve.openai.text_parts import reasoning_variables
+from dist_aclgraph.serve.openai.tools import (
+    Function,
+    Mode,
+    ToolChoice,
+    ToolUse,
+    check_needs_no_tools,
+    check_type,
+    decode_tools,
+    use_tools,
+)
+from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, read_variables
+from dist_aclgraph.text.chat_template import ChatOptions
+
+LOGPROBS = "message.output_text.logprobs"  # the entry of ``include`` that asks for them
+MAX_INCLUDED = 64
+MAX_METADATA_BYTES = 16 << 10  # each event with a response contains them
+ABSENT: Raw = field(default_factory=Raw)
+_NOTHING = (b"", b"null")
+
+
+class _Text(Body):
+    format: Raw = ABSENT
+    verbosity: str | None = None
+
+
+class _Reasoning(Body):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class _Function(Body, kw_only=True):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(_Function, kw_only=True):
+    """A function, or a namespace with functions."""
+
+    tools: Annotated[list[_Function], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class _AllowedTool(Body, kw_only=True):
+    type: Literal["function"]
+    name: str
+
+
+class _Choice(Body, kw_only=True):
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[_AllowedTool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class ResponsesRequest(Body, kw_only=True):
+    model: str
+    input: Annotated[Raw, schemas.INPUT]
+    instructions: str | None = None
+    tools: Annotated[Raw, schemas.FLAT_TOOLS] = ABSENT
+    tool_choice: Annotated[Raw, schemas.FLAT_TOOL_CHOICE] = ABSENT
+    parallel_tool_calls: bool | None = None
+    text: Annotated[Raw, schemas.TEXT_CONFIG] = ABSENT
+    reasoning: Annotated[Raw, schemas.VARIABLES] = ABSENT
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[list[str], Meta(max_length=MAX_INCLUDED)] | None = None
+    stream: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    chat_template_kwargs: Annotated[Raw, schemas.VARIABLES] = ABSENT
+    # Refused if they have a value.
+    previous_response_id: str | None = None
+    conversation: Annotated[Raw, schemas.NO_VALUE] = ABSENT
+    prompt: Annotated[Raw, schemas.NO_VALUE] = ABSENT
+    background: bool | None = None
+    # Without effect.
+    store: bool | None = None
+    metadata: Annotated[Raw, schemas.OBJECT] = ABSENT
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None
+    stream_options: Annotated[Raw, schemas.IGNORED] = ABSENT
+    client_metadata: Annotated[Raw, schemas.IGNORED] = ABSENT
+    context_management: Annotated[Raw, schemas.IGNORED] = ABSENT
+
+    def check_fields(self) -> None:
+        if len(bytes(self.metadata)) > MAX_METADATA_BYTES:
+            raise InvalidParameterError(
+                f"metadata has {len(bytes(self.metadata))} bytes; at most {MAX_METADATA_BYTES} are "
+                "allowed",
+                "metadata",
+            )
+        needs_store = {
+            "previous_response_id": self.previous_response_id is not None,
+            "conversation": bytes(self.conversation) not in _NOTHING,
+            "prompt": bytes(self.prompt) not in _NOTHING,
+        }
+        for name, is_given in needs_store.items():
+            if is_given:
+                raise InvalidParameterError(
+                    f"{name}: no response is stored; send all items of the conversation as input",
+                    name,
+                )
+        if self.background:
+            raise InvalidParameterError(
+                "background is not offered, because no response is stored; set stream to true",
+                "background",
+            )
+
+    def asked(
+        self, tools: ToolUse | None, defaults: Mapping[str, Any], context_len: int
+    ) -> Conversation:
+        """Return what the request asks for.
+
+        Args:
+            tools: the request's own tools, from ``read_tools``.
+            defaults: sampling parameters for those that the request omits.
+        """
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "structured_outputs": self._form(),
+        }
+        logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
+        params = make_params(
+            {
+                **defaults,
+                **without_none(given),
+                "max_tokens": self.max_output_tokens,
+                "logprobs": logprobs,
+            },
+            {"max_tokens": "max_output_tokens"},
+        )
+        truncates = self.truncation == "auto"
+        return Conversation(
+            messages=read_input(self.input, self.instructions),
+            params=params,
+            options=ChatOptions(
+                variables=self._reasoning() | read_variables(self.chat_template_kwargs)
+            ),
+            tools=None if tools is None or tools.mode == "none" else tools,
+            cache_salt=self.cache_salt or "",
+            form_param="text.format",
+            limit_param="input",
+            most_prompt_tokens=max(context_len, MAX_PROMPT) if truncates else context_len,
+            truncated=partial(self._truncated, context_len) if truncates else _all_of,
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    @property
+    def text_format(self) -> Raw:
+        """The form of the text as the client sent it; empty without a form."""
+        if bytes(self.text) in _NOTHING:
+            return Raw()
+        found: _Text = decode(self.text, _Text, "text")
+        return found.format if bytes(found.format) not in _NOTHING else Raw()
+
+    def _form(self) -> StructuredOutputs | None:
+        raw = self.text_format
+        if not bytes(raw):
+            return None
+        return read_text_format(decode(raw, TextFormat, "text.format"), "text.format")
+
+    def _reasoning(self) -> dict[str, Any]:
+        if bytes(self.reasoning) in _NOTHING:
+            return {}
+        found: _Reasoning = decode(self.reasoning, _Reasoning, "reasoning")
+        return reasoning_variables(found.effort)
+
+    def _truncated(self, context_len: int, ids: list[int]) -> list[int]:
+        return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
+
+    def read_tools(self) -> tuple[ToolUse | None, Namespaces]:
+        """Return the tools that the answer may call, and the functions of namespaces.
+
+        Raises:
+            InvalidParameterError: a tool is wrong, or is of a type that is not offered.
+        """
+        choice = self._choice()
+        tools = decode_tools(self.tools, _Tool)
+        if not tools:
+            check_needs_no_tools(choice)
+            return None, {}
+        functions: list[Function] = []
+        places: list[str] = []
+        namespaces: dict[str, tuple[str, str]] = {}
+        for i, tool in enumerate(tools):
+            if tool.type != "namespace":
+                check_type(tool.type, f"tools.{i}")
+                functions.append(_function(tool, tool.name))
+                places.append(f"tools.{i}.name")
+            for j, inner in enumerate(tool.tools or ()):
+                check_type(inner.type, f"tools.{i}.tools.{j}")
+                name = name_in(tool.name, inner.name)
+                namespaces[name] = tool.name, inner.name
+                functions.append(_function(inner, name))
+                places.append(f"tools.{i}.tools.{j}.name")
+        is_parallel = self.parallel_tool_calls is not False
+        return use_tools(functions, choice, is_parallel=is_parallel, places=places), namespaces
+
+    def _choice(self) -> ToolChoice:
+        data = bytes(self.tool_choice)
+        if data in _NOTHING:
+            return ToolChoice()
+        if data.startswith(b'"'):
+            return ToolChoice(decode(data, Mode, "tool_choice"))
+        found: _Choice = decode(data, _Choice, "tool_choice")
+        if found.type == "function" and found.name is not None:
+            return ToolChoice("required", frozenset({found.name}), is_named=True)
+        if found.type == "allowed_tools" and found.tools:
+            return ToolChoice(found.mode, frozenset(tool.name for tool in found.tools))
+        raise InvalidParameterError(
+            f"tool_choice of type {found.type!r:.40} is not offered, or does not name its tools; "
+            "choose function with a name, or allowed_tools with tools",
+            "tool_choice",
+        )
+
+
+def _function(tool: _Function, name: str) -> Function:
+    return Function(
+        name=name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+
+
+def _all_of(ids: list[int]) -> list[int]:
+    return ids

@@ -1,0 +1,29 @@
+"""Sampling parameters from the fields of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.sampling import SamplingParams
+
+
+def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    """Return sampling parameters; errors have the names that the client used.
+
+    Args:
+        names: the client's names of parameters, where they differ from ours.
+    """
+    try:
+        return SamplingParams(**given)
+    except InvalidParameterError as e:
+        if e.param is None or e.param not in names:
+            raise
+        name = names[e.param]
+        raise InvalidParameterError(str(e).replace(e.param, name, 1), name) from None
+
+
+def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that have a value."""
+    return {name: value for name, value in given.items() if value is not None}
