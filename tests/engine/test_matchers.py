@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammars import make_limits, open_tokenizer, vocabulary_of
 from tests.engine.test_structured import DEMO, END, GRAMMARS, TOKENIZER, thought
 
+ENDS = TOKENIZER.eos_ids
 VOCABULARY = vocabulary_of(TOKENIZER)
 LL = open_tokenizer(VOCABULARY)
 PROMPT = 5
@@ -82,17 +82,17 @@ def fresh_mask(grammar: str, output: list[int]) -> np.ndarray:
 @given(st.data(), st.sampled_from(sorted(GRAMMARS)), st.integers(0, 3))
 def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k):
     grammar = GRAMMARS[name]
-    row = Row(Structure(grammar=grammar, end_ids=(END,)), k)
+    row = Row(Structure(grammar=grammar, end_ids=ENDS), k)
     for _ in range(data.draw(st.integers(1, 12))):
-        if END in row.output:
+        if set(ENDS) & set(row.output):
             break
         drafts: list[int] = []
-        while len(drafts) < k and END not in drafts and data.draw(st.booleans()):
+        while len(drafts) < k and not set(ENDS) & set(drafts) and data.draw(st.booleans()):
             allowed = np.flatnonzero(fresh_mask(grammar, row.output + drafts)).tolist()
             drafts.append(data.draw(st.sampled_from(allowed)))
         found = row.masks(drafts)
         for place in range(len(drafts) + 1):
-            if END in drafts[:place]:
+            if set(ENDS) & set(drafts[:place]):
                 continue
             assert (found[place] == fresh_mask(grammar, row.output + drafts[:place])).all()
         action = data.draw(st.sampled_from(["accept", "sample", "void", "rewind"]))
@@ -104,36 +104,37 @@ def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k):
             )
             row.num_known = len(row.output)
             row.output = row.output + accepted
-            if END not in accepted:
+            if not set(ENDS) & set(accepted):
                 allowed = np.flatnonzero(fresh_mask(grammar, row.output)).tolist()
                 row.output = [*row.output, data.draw(st.sampled_from(allowed))]
 
 
 def test_reasoning_is_free_but_has_no_end_token():
-    row = Row(thought(grammar=GRAMMARS["choice"], is_thinking=True, end_ids=(END,)), 0)
+    row = Row(thought(grammar=GRAMMARS["choice"], is_thinking=True, end_ids=ENDS), 0)
 
-    assert np.flatnonzero(~row.masks()[0]).tolist() == [END]
-    row.output = [17, END - END + 44, STOP]
+    assert np.flatnonzero(~row.masks()[0]).tolist() == sorted(ENDS)
+    row.output = [17, 44, STOP]
     assert (row.masks()[0] == fresh_mask(GRAMMARS["choice"], [])).all()
 
 
 def test_the_model_may_open_the_reasoning_with_its_first_token_only():
-    row = Row(thought(grammar=GRAMMARS["choice"], end_ids=(END,)), 0)
+    row = Row(thought(grammar=GRAMMARS["choice"], end_ids=ENDS), 0)
     first = row.masks()[0]
 
     assert first[BEGIN]
     first[BEGIN] = False
     assert (first == fresh_mask(GRAMMARS["choice"], [])).all()
     row.output = [BEGIN]
-    assert np.flatnonzero(~row.masks()[0]).tolist() == [END]
-    row.output = TOKENIZER.encode("n")
-    assert not row.masks()[0][BEGIN]
+    assert np.flatnonzero(~row.masks()[0]).tolist() == sorted(ENDS)
+    row = Row(thought(grammar=GRAMMARS["choice"], end_ids=ENDS), 0)
+    row.output = TOKENIZER.encode("n", add_special_tokens=False)
+    assert (row.masks()[0] == fresh_mask(GRAMMARS["choice"], row.output)).all()
 
 
 @pytest.mark.parametrize(("is_thinking", "begun"), [(True, []), (False, [BEGIN])])
 @pytest.mark.parametrize("grammar", ["", GRAMMARS["regex"]])
 def test_the_reasoning_is_ended_after_its_budget(is_thinking, begun, grammar):
-    structure = thought(grammar=grammar, is_thinking=is_thinking, max_thought=2, end_ids=(END,))
+    structure = thought(grammar=grammar, is_thinking=is_thinking, max_thought=2, end_ids=ENDS)
     row = Row(structure, 0)
 
     for length in range(3):
@@ -145,15 +146,24 @@ def test_the_reasoning_is_ended_after_its_budget(is_thinking, begun, grammar):
 
 
 def test_the_end_waits_for_min_tokens_where_something_else_is_allowed():
-    row = Row(Structure(grammar=GRAMMARS["regex"], end_ids=(END,)), 0, min_tokens=5)
-    row.output = TOKENIZER.encode("aba", add_special_tokens=False)
-    assert re.fullmatch("[ab]{3}", TOKENIZER.decode(row.output))
-    assert not row.masks()[0][END]
+    row = Row(Structure(grammar=GRAMMARS["regex"], end_ids=ENDS), 0, min_tokens=50)
+    row.output = LL.tokenize_str("aba")
 
-    row.output = TOKENIZER.encode("abaabb, 12", add_special_tokens=False)[:4]
-    row = Row(Structure(grammar=GRAMMARS["choice"], end_ids=(END,)), 0, min_tokens=50)
-    row.output = TOKENIZER.encode("yes", add_special_tokens=False)
-    assert np.flatnonzero(row.masks()[0]).tolist() == [END, *[]] or row.masks()[0][END]
+    found = row.masks()[0]
+    assert fresh_mask(GRAMMARS["regex"], row.output)[END]
+    assert found.any()
+    assert not found[list(ENDS)].any()
+
+
+def test_the_end_comes_before_min_tokens_where_nothing_else_is_allowed():
+    row = Row(Structure(grammar=GRAMMARS["choice"], end_ids=ENDS), 0, min_tokens=50)
+    row.output = LL.tokenize_str("yes")
+
+    assert (
+        np.flatnonzero(row.masks()[0]).tolist()
+        == np.flatnonzero(fresh_mask(GRAMMARS["choice"], row.output)).tolist()
+    )
+    assert row.masks()[0][END]
 
 
 def test_the_demo_has_the_tokens_that_this_file_uses():
