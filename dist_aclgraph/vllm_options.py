@@ -78,7 +78,7 @@ OPTIONS: dict[str, Option] = {
     "allowed_origins": Option("serve.allowed_origins", list),
     "revision": Option("revision", str),
     "enable_auto_tool_choice": Option(
-        "serve.tool_format", bool, {True: None}, note="tools may always be called: no effect"
+        "serve.tool_format", bool, {True: None}, note="no effect, tools may always be called"
     ),
     "tool_call_parser": Option(
         "serve.tool_format",
@@ -90,6 +90,7 @@ OPTIONS: dict[str, Option] = {
             "openai": "gpt_oss",
             "qwen3_xml": "qwen3_coder",
         },
+        note="the parsers of the same families",
     ),
     "reasoning_parser": Option(
         "serve.reasoning_format",

@@ -46,6 +46,9 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
+MAX_WORDS = 4  # a longer list of names is described by the option's note alone
+
+
 def _options() -> Iterator[tuple[str, str]]:
     """Yield each option of vLLM, our key for this option, and the values that have other names
     here.
@@ -56,6 +59,8 @@ def _options() -> Iterator[tuple[str, str]]:
             f"{_literal(theirs)} is {'the default' if ours is None else ours}"
             for theirs, ours in option.words.items()
         ]
+        if len(words) > MAX_WORDS:
+            words = []
         if option.note:
             words.append(option.note)
         yield flags, f"`{option.key}`" + (f": {', '.join(words)}" if words else "")

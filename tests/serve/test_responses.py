@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from dist_aclgraph.ints import unpack_ints
+from tests.serve.conftest import serving
 from tests.serve.test_errors import assert_error
 from tests.serve.test_hostile_bodies import filled
 from tests.serve.test_tools import CALLS
@@ -304,7 +305,7 @@ WRONG = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"background": True}, "background"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "custom", "name": "x"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
     ({"tools": [CLOCK, CLOCK]}, "tools.1.name"),
     (
@@ -398,3 +399,21 @@ HOSTILE = {
 def test_hostile_bodies_are_refused(tooled, name):
     assert_error(tooled.http.post(PATH, content=HOSTILE[name]))
     assert not tooled.engine.submitted
+
+
+def test_tools_that_a_provider_runs_are_left_out_and_named(tooled):
+    tooled.answer("Hello.")
+    body = {"model": MODEL, "input": "Hi", "tools": [CLOCK, {"type": "web_search"}]}
+
+    reply = tooled.http.post("/v1/responses", json=body)
+
+    assert reply.json()["status"] == "completed"
+    assert reply.headers["x-ignored-parameters"] == "tools[1]"
+
+
+def test_a_strict_service_refuses_tools_that_a_provider_runs():
+    with serving(**{"serve.strict": True}) as service:
+        body = {"model": MODEL, "input": "Hi", "tools": [{"type": "web_search"}]}
+        error = assert_error(service.http.post("/v1/responses", json=body), 400)
+
+    assert error["param"] == "tools.0.type"

@@ -8,9 +8,8 @@ import pytest
 
 from tests.serve.conftest import until
 from tests.serve.test_errors import assert_error
-from tests.serve.test_tools import HI, MODEL, WEATHER, ask, checkpoint, tooled
-
-__all__ = ["checkpoint", "tooled"]  # fixtures
+from tests.serve.test_tools import HI, WEATHER, ask
+from tests.serve.tooled import MODEL
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

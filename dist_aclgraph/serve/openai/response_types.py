@@ -36,6 +36,8 @@ from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, r
 from dist_aclgraph.text.chat_template import ChatOptions
 
 LOGPROBS = "message.output_text.logprobs"  # the entry of ``include`` that asks for them
+# Types of tools that a provider runs itself begin so.
+HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp")
 MAX_INCLUDED = 64
 MAX_METADATA_BYTES = 16 << 10  # each event with a response contains them
 ABSENT: Raw = field(default_factory=Raw)
@@ -65,6 +67,11 @@ class _Tool(_Function, kw_only=True):
     """A function, or a namespace with functions."""
 
     tools: Annotated[list[_Function], Meta(max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether a provider runs the tool itself."""
+        return self.type.startswith(HOSTED)
 
 
 class _AllowedTool(Body, kw_only=True):
@@ -209,21 +216,28 @@ class ResponsesRequest(Body, kw_only=True):
     def _truncated(self, context_len: int, ids: list[int]) -> list[int]:
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
-    def read_tools(self) -> tuple[ToolUse | None, Namespaces]:
-        """Return the tools that the answer may call, and the functions of namespaces.
+    def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
+        """Return the tools that the answer may call, the functions of namespaces, and the places of
+        tools that are left out.
+
+        A tool that a provider runs itself, such as ``web_search``, is left out: the model does not
+        learn of it. A strict service refuses it.
 
         Raises:
             InvalidParameterError: a tool is wrong, or is of a type that is not offered.
         """
         choice = self._choice()
-        tools = decode_tools(self.tools, _Tool)
+        given = decode_tools(self.tools, _Tool)
+        is_strict = self.__struct_config__.forbid_unknown_fields
+        tools = {i: tool for i, tool in enumerate(given) if is_strict or not tool.is_hosted}
+        left_out = [f"tools[{i}]" for i in range(len(given)) if i not in tools]
         if not tools:
             check_needs_no_tools(choice)
-            return None, {}
+            return None, {}, left_out
         functions: list[Function] = []
         places: list[str] = []
         namespaces: dict[str, tuple[str, str]] = {}
-        for i, tool in enumerate(tools):
+        for i, tool in tools.items():
             if tool.type != "namespace":
                 check_type(tool.type, f"tools.{i}")
                 functions.append(_function(tool, tool.name))
@@ -235,7 +249,8 @@ class ResponsesRequest(Body, kw_only=True):
                 functions.append(_function(inner, name))
                 places.append(f"tools.{i}.tools.{j}.name")
         is_parallel = self.parallel_tool_calls is not False
-        return use_tools(functions, choice, is_parallel=is_parallel, places=places), namespaces
+        found = use_tools(functions, choice, is_parallel=is_parallel, places=places)
+        return found, namespaces, left_out
 
     def _choice(self) -> ToolChoice:
         data = bytes(self.tool_choice)
