@@ -1,0 +1,89 @@
+"""Relevance by a generative model: the prompt of Qwen3-Reranker, and the score in its answer.
+
+The model answers whether a document meets a query, by one token: yes or no. The score is the
+probability of yes, if the model may answer only these two tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dist_aclgraph.errors import InvalidParameterError, UnsupportedModelError
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.steps.step import RowLogprobs
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+# The model was trained with exactly these texts.
+HEAD = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+BODY = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+class RerankPrompts:
+    """Makes prompts of pairs of a query and a document, and reads scores from the answers.
+
+    Attributes:
+        params: parameters of a request whose answer ``score`` reads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Find the tokens of the answers.
+
+        Raises:
+            UnsupportedModelError: the tokenizer has no token for an answer.
+        """
+        self._tokenizer = tokenizer
+        self._yes, self._no = (_only_token(tokenizer, answer) for answer in ("yes", "no"))
+        self._head = tokenizer.encode(HEAD, add_special_tokens=False)
+        self._tail = tokenizer.encode(TAIL, add_special_tokens=False)
+        self.params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=2,
+            allowed_token_ids=(self._yes, self._no),
+            ignore_eos=True,
+        )
+
+    def encode(
+        self, query: str, document: str, instruction: str | None = None, *, max_tokens: int
+    ) -> list[int]:
+        """Return the prompt of a pair.
+
+        Args:
+            instruction: the task for which the document is to be relevant; None means a web search.
+            max_tokens: largest number of tokens of the text between the prompt's fixed parts.
+
+        Raises:
+            RequestTooLongError: the text is longer.
+        """
+        text = BODY.format(
+            instruction=INSTRUCTION if instruction is None else instruction,
+            query=query,
+            document=document,
+        )
+        body = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        return [*self._head, *body, *self._tail]
+
+    def score(self, row: RowLogprobs) -> float:
+        """Return the probability of yes, from the log-probabilities of the answer's only token."""
+        found = row.ranked()
+        yes, no = (found[token][0] for token in (self._yes, self._no))
+        return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+
+
+def _only_token(tokenizer: Tokenizer, text: str) -> int:
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    except InvalidParameterError:
+        ids = []
+    if len(ids) != 1:
+        raise UnsupportedModelError(
+            f"task is rerank, but {text!r} is {len(ids)} tokens of this model; it must be one "
+            "token, as in Qwen3-Reranker"
+        )
+    return ids[0]
