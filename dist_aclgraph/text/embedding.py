@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dist_aclgraph.sampling import SamplingParams
+
+# Parameters of a request for a hidden state. The engine samples one token, which is not used.
+EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, returns_embedding=True)
 SMALLEST_NORM = 1e-12  # so that a state of zeros stays zeros
 
 

@@ -7,10 +7,10 @@ probability of yes, if the model may answer only these two tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from dist_aclgraph.errors import InvalidParameterError, UnsupportedModelError
 from dist_aclgraph.sampling import SamplingParams
-from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 # The model was trained with exactly these texts.
@@ -69,11 +69,33 @@ class RerankPrompts:
         body = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         return [*self._head, *body, *self._tail]
 
-    def score(self, row: RowLogprobs) -> float:
-        """Return the probability of yes, from the log-probabilities of the answer's only token."""
-        found = row.ranked()
-        yes, no = (found[token][0] for token in (self._yes, self._no))
+    def score(self, logprobs: Mapping[int, float]) -> float:
+        """Return the probability of yes.
+
+        Args:
+            logprobs: the log-probabilities at the answer's only token, by token id.
+        """
+        yes, no = logprobs[self._yes], logprobs[self._no]
         return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+
+
+def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of queries and documents.
+
+    One query is paired with every document; several queries are paired one by one.
+
+    Raises:
+        InvalidParameterError: the lists have different lengths.
+    """
+    if len(queries) == 1:
+        queries = [*queries] * len(documents)
+    if len(queries) != len(documents):
+        raise InvalidParameterError(
+            f"there are {len(queries)} queries and {len(documents)} documents; give one query, or "
+            "as many queries as documents",
+            "text_1",
+        )
+    return list(zip(queries, documents, strict=True))
 
 
 def _only_token(tokenizer: Tokenizer, text: str) -> int:

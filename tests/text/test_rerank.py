@@ -5,8 +5,6 @@ import math
 import pytest
 
 from dist_aclgraph.errors import RequestTooLongError, UnsupportedModelError
-from dist_aclgraph.ints import pack_ints
-from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.rerank import RerankPrompts
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.conftest import CONFIG
@@ -41,23 +39,13 @@ def test_a_document_that_is_too_long_is_refused(tokenizer: Tokenizer) -> None:
         RerankPrompts(tokenizer).encode("q", "x " * 100, max_tokens=50)
 
 
-@pytest.mark.parametrize("first", ["yes", "no"])
-def test_the_score_is_the_share_of_yes(tokenizer: Tokenizer, first: str) -> None:
-    yes, no = (tokenizer.encode(answer)[0] for answer in ("yes", "no"))
-    values = {yes: math.log(0.9), no: math.log(0.1)}
-    best = sorted(values, key=lambda token: -values[token])
-    ids = [yes if first == "yes" else no, *best]
-    row = RowLogprobs(pack_ints(ids), tuple(values[token] for token in ids), 1)
-
-    assert RerankPrompts(tokenizer).score(row) == pytest.approx(0.9)
-
-
-def test_certainty_does_not_overflow(tokenizer: Tokenizer) -> None:
+def test_the_score_is_the_share_of_yes(tokenizer: Tokenizer) -> None:
     yes, no = (tokenizer.encode(answer)[0] for answer in ("yes", "no"))
 
-    row = RowLogprobs(pack_ints([no, no, yes]), (0.0, 0.0, -1e4), 1)
+    prompts = RerankPrompts(tokenizer)
 
-    assert 0.0 <= RerankPrompts(tokenizer).score(row) < 1e-300
+    assert prompts.score({yes: math.log(0.9), no: math.log(0.1)}) == pytest.approx(0.9)
+    assert 0.0 <= prompts.score({yes: -1e4, no: 0.0}) < 1e-300
 
 
 def test_a_vocabulary_without_the_answers_is_one_sentence() -> None:
