@@ -10,8 +10,6 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.model_task import read_task
 from dist_aclgraph.shapes.weight_files import check_weight_files
-from dist_aclgraph.text.rerank import RerankPrompts
-from dist_aclgraph.text.tokenizer import Tokenizer
 
 
 def check_deployment(config: Config) -> Config:
@@ -30,8 +28,7 @@ def check_deployment(config: Config) -> Config:
     read_model_spec(config.model)
     if config.weights == "checkpoint":
         check_weight_files(config.model)
-    if read_task(config).name == "rerank":
-        RerankPrompts(Tokenizer(config.model))  # raises if the vocabulary lacks the answers
+    read_task(config)
     if config.device.kind == "auto":
         Planner.from_config(config)  # the memory is known only on the nodes of the cluster
     else:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import llguidance
+
 from dist_aclgraph.errors import InvalidParameterError, UnsupportedModelError
-from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.sampling import SamplingParams, Structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 # The model was trained with exactly these texts.
@@ -41,13 +43,7 @@ class RerankPrompts:
         self._yes, self._no = (_only_token(tokenizer, answer) for answer in ("yes", "no"))
         self._head = tokenizer.encode(HEAD, add_special_tokens=False)
         self._tail = tokenizer.encode(TAIL, add_special_tokens=False)
-        self.params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            logprobs=2,
-            allowed_token_ids=(self._yes, self._no),
-            ignore_eos=True,
-        )
+        self.params = choice_params(self._yes, self._no)
 
     def encode(
         self, query: str, document: str, instruction: str | None = None, *, max_tokens: int
@@ -77,6 +73,22 @@ class RerankPrompts:
         """
         yes, no = logprobs[self._yes], logprobs[self._no]
         return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+
+
+def choice_params(first: int, second: int) -> SamplingParams:
+    """Return parameters of a request that answers one of two tokens, and reports both.
+
+    Unlike ``allowed_token_ids``, a grammar changes the reported log-probabilities: they are those
+    of the allowed tokens.
+    """
+    grammar = f"start: <[{first}]> | <[{second}]>"
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        logprobs=2,
+        structure=Structure(grammar=llguidance.LLMatcher.grammar_from_lark(grammar)),
+        ignore_eos=True,
+    )
 
 
 def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:

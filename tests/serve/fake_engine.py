@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -108,7 +109,8 @@ class FakeEngine:
         others_tokens: what waits here for other clients, as each is told.
         last_beat: of any client.
         embedding: the hidden state of a prompt, for requests that ask for it.
-        share: the probability of the first of two allowed tokens, after a prompt.
+        share: the probability of the first of two allowed tokens after a prompt; None if requests
+            do not allow two tokens.
         answers_queries: else it beats, and says no more.
         refusal: what all clients are told next, whose links are over then.
     """
@@ -130,7 +132,7 @@ class FakeEngine:
         self.silent = False
         self.reports_late = False
         self.embedding: Callable[[list[int]], list[float]] = lambda ids: [float(sum(ids)), 1.0]
-        self.share: Callable[[list[int]], float] = lambda ids: 0.5
+        self.share: Callable[[list[int]], float] | None = None
         self.answers_queries = True
         self.skipped = 0
         self.token_limit: int | None = None
@@ -277,8 +279,8 @@ class FakeEngine:
         if submit.sampling.logprobs >= 0:
             ids = [token_id, *range(60, 60 + submit.sampling.logprobs)]
             values = tuple(-0.5 - 0.25 * i for i in range(len(ids)))
-            if submit.sampling.allowed:
-                ids, values = self._shared(submit)
+            if self.share is not None and submit.sampling.structure is not None:
+                ids, values = _shared(submit, self.share)
             logprobs = (RowLogprobs(pack_ints(ids), values, 1),)
         prompt = _prompt_logprobs(submit) if running.sent == 1 else ()
         embedding = b""
@@ -289,19 +291,18 @@ class FakeEngine:
         notes = (note,) if finish_reason or prompt else ()
         return StepDeltas(number, pack_ints([token_id]), pack_ints([1]), notes, logprobs)
 
-    def _shared(self, submit: Submit) -> tuple[list[int], tuple[float, ...]]:
-        """Return the tokens of a report about two allowed tokens, and their log-probabilities."""
-        share = self.share(unpack_ints(submit.prompt).tolist())
-        values = dict(
-            zip(
-                unpack_ints(submit.sampling.allowed).tolist(),
-                (math.log(share), math.log(1 - share)),
-                strict=True,
-            )
-        )
-        best = sorted(values, key=lambda token: -values[token])
-        ids = [best[0], *best]
-        return ids, tuple(values[token] for token in ids)
+
+def _shared(
+    submit: Submit, share: Callable[[list[int]], float]
+) -> tuple[list[int], tuple[float, ...]]:
+    """Return the tokens of a report about two allowed tokens, and their log-probabilities."""
+    assert submit.sampling.structure is not None
+    first, second = map(int, re.findall(r"<\[(\d+)\]>", submit.sampling.structure.grammar))
+    found = share(unpack_ints(submit.prompt).tolist())
+    values = {first: math.log(found), second: math.log(1 - found)}
+    best = sorted(values, key=lambda token: -values[token])
+    ids = [best[0], *best]
+    return ids, tuple(values[token] for token in ids)
 
 
 def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:

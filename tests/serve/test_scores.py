@@ -85,7 +85,7 @@ def test_the_engine_gets_the_prompt_of_the_model(reranker):
     prompts = RerankPrompts(reranker.state.tokenizer)
     ids = prompts.encode("a q", "a d", "do it", max_tokens=500)
     assert unpack_ints(submit.prompt).tolist() == ids
-    assert unpack_ints(submit.sampling.allowed).tolist() == list(prompts.params.allowed_token_ids)
+    assert submit.sampling.structure == prompts.params.structure
     assert submit.max_tokens == 1
 
 
