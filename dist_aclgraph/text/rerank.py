@@ -40,7 +40,7 @@ class RerankPrompts:
             UnsupportedModelError: the tokenizer has no token for an answer.
         """
         self._tokenizer = tokenizer
-        self._yes, self._no = (_only_token(tokenizer, answer) for answer in ("yes", "no"))
+        self._yes, self._no = answer_tokens(tokenizer)
         self._head = tokenizer.encode(HEAD, add_special_tokens=False)
         self._tail = tokenizer.encode(TAIL, add_special_tokens=False)
         self.params = choice_params(self._yes, self._no)
@@ -110,14 +110,16 @@ def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, 
     return list(zip(queries, documents, strict=True))
 
 
-def _only_token(tokenizer: Tokenizer, text: str) -> int:
-    try:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    except InvalidParameterError:
-        ids = []
-    if len(ids) != 1:
+def answer_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the tokens of yes and of no. No thread is started.
+
+    Raises:
+        UnsupportedModelError: the vocabulary has no token for an answer.
+    """
+    yes, no = (tokenizer.token(answer) for answer in ("yes", "no"))
+    if yes is None or no is None:
         raise UnsupportedModelError(
-            f"task is rerank, but {text!r} is {len(ids)} tokens of this model; it must be one "
-            "token, as in Qwen3-Reranker"
+            f"task is rerank, but {'yes' if yes is None else 'no'!r} is no token of this model; "
+            "it must be one, as in Qwen3-Reranker"
         )
-    return ids[0]
+    return yes, no

@@ -49,5 +49,5 @@ def test_the_score_is_the_share_of_yes(tokenizer: Tokenizer) -> None:
 
 
 def test_a_vocabulary_without_the_answers_is_one_sentence() -> None:
-    with pytest.raises(UnsupportedModelError, match="'yes' is 3 tokens of this model"):
+    with pytest.raises(UnsupportedModelError, match="'yes' is no token of this model"):
         RerankPrompts(Tokenizer(TINY))
