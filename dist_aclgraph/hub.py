@@ -18,7 +18,9 @@ from dist_aclgraph.extras import require
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS, WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
 MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
-UNUSED = ("*/*", "consolidated*")  # other formats of the same weights
+# Other formats of the same weights. Folders that begin with a digit describe the modules of a model
+# for embeddings, such as 1_Pooling.
+UNUSED = ("[!0-9]*/*", "*/*.safetensors", "consolidated*")
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:

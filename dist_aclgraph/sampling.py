@@ -155,6 +155,8 @@ class SamplingParams:
         structured_outputs: the form that the answer must have.
         thinking_tokens: largest number of tokens of reasoning; then the reasoning is ended.
         structure: the form of the output; made of other parameters (``text/structure.py``).
+        returns_embedding: the answer is the hidden state after the prompt's last token, and not
+            text; ``LLM.embed`` sets it.
     """
 
     n: int = 1
@@ -182,6 +184,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    returns_embedding: bool = False
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_CHOICES)
@@ -208,6 +211,10 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}; it must not exceed max_tokens "
                 f"({self.max_tokens})",
                 "min_tokens",
+            )
+        if self.returns_embedding and self.max_tokens != 1:
+            raise InvalidParameterError(
+                f"max_tokens is {self.max_tokens}; a request for an embedding needs 1", "max_tokens"
             )
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))

@@ -72,6 +72,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "generation_config": Option("sampling_defaults", str, {"auto": "model", "vllm": "none"}),
     "served_model_name": Option("served_model_name", str),
+    "task": Option("task", str, {"embedding": "embed", "score": "rerank"}),
     "host": Option("serve.host", str),
     "port": Option("serve.port", int),
     "uds": Option("serve.uds", str),

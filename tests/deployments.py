@@ -32,6 +32,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
+    embedding: bytes = b""
     finish_reason: str | None = None
     error: str = ""
     error_kind: str = ""
@@ -43,6 +44,7 @@ class Answer:
         self.logprobs += delta.logprobs
         if delta.prompt_logprobs:
             self.prompt_logprobs = [row for part in delta.prompt_logprobs for row in part.rows()]
+        self.embedding = self.embedding or delta.embedding
         self.began.set()
         if delta.finish_reason is not None:
             self.finish_reason, self.error = delta.finish_reason, delta.error

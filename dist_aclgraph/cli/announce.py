@@ -12,9 +12,22 @@ from rich.table import Table
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import API_KEY_VARIABLE, api_key, ray_address
+from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 
 TABLE_KEYS = ("graph", "streams", "bytes")
+# The first question by the model's task: a path, and fields of the body.
+EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
+    "generate": (
+        "/v1/chat/completions",
+        {"temperature": 0, "messages": [{"role": "user", "content": "Count from 3 to 9."}]},
+    ),
+    "embed": ("/v1/embeddings", {"input": "Count from 3 to 9."}),
+    "rerank": (
+        "/v1/rerank",
+        {"query": "Which numbers are even?", "documents": ["1 3 5 7", "2 4 6 8"]},
+    ),
+}
 
 
 def announce(config: Config, report: dict[str, Any], console: Console) -> None:
@@ -51,12 +64,12 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     if "controller" in report:
         print(f"More groups, or fewer: {_scale_command(report)}")
     url = _url(config)
-    message = {"role": "user", "content": "Count from 3 to 9."}
-    body = json.dumps({"model": config.name, "temperature": 0, "messages": [message]})
+    path, fields = EXAMPLES[read_task(config).name]
+    body = json.dumps({"model": config.name, **fields})
     console.print(f"Ready at {url}/v1 -- try:")
     # Not printed by rich, which would wrap this line; users copy the line.
     print(
-        f"curl -s {_curl_options(config)}{url}/v1/chat/completions "
+        f"curl -s {_curl_options(config)}{url}{path} "
         f"-H 'Content-Type: application/json' -d '{body}'"
     )
     sys.stdout.flush()

@@ -8,6 +8,7 @@ from dist_aclgraph.device.decision import decide_device
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.model_task import read_task
 from dist_aclgraph.shapes.weight_files import check_weight_files
 
 
@@ -27,6 +28,7 @@ def check_deployment(config: Config) -> Config:
     read_model_spec(config.model)
     if config.weights == "checkpoint":
         check_weight_files(config.model)
+    read_task(config)
     if config.device.kind == "auto":
         Planner.from_config(config)  # the memory is known only on the nodes of the cluster
     else:

@@ -19,6 +19,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.http.server import listen_at
+from dist_aclgraph.text.rerank import answer_tokens
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 OWNER = "owner"  # name of the socket at which the owner of the deployment answers
@@ -65,6 +66,8 @@ def open_service(config: Config) -> Iterator[Opened]:
     with listen_at(config.serve) as http:
         config = check_deployment(config)
         tokenizer = Tokenizer(config.model)
+        if config.task == "rerank":
+            answer_tokens(tokenizer)  # raises before anything is started
         directory = RunDirectory()
         try:
             with listen_for_ingress(f"{directory.path}/{OWNER}") as link:

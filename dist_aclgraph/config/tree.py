@@ -26,6 +26,7 @@ BudgetModelName = Literal[
 ]
 # modes with separate graphs for decode steps
 DECODE_MODES = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+TaskSetting = Literal["auto", "generate", "embed", "rerank"]
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 Mc2Algorithm = Literal["auto", "fullmesh", "hierarchy"]
 
@@ -387,6 +388,13 @@ class Config(Section):
     )
     served_model_aliases: tuple[str, ...] = Field(
         (), description="additional names of the model in the API"
+    )
+    task: TaskSetting = Field(
+        "auto",
+        description="what the model is for. generate: texts and chats. embed: embeddings, by the "
+        "last token of a text. rerank: relevance of documents for a query, by the "
+        "prompt of Qwen3-Reranker. auto means embed if the checkpoint describes a "
+        "pooling for sentence-transformers, and generate otherwise",
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"

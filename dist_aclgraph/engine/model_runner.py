@@ -29,6 +29,7 @@ from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwat
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
 from dist_aclgraph.engine.drafting import Collect
+from dist_aclgraph.engine.embeddings import ComingEmbeddings, queue_embeddings
 from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
@@ -392,12 +393,14 @@ class ModelRunner:
         inputs: HostStep,
         sampled: Sampled,
         prompts: Sequence[ComingPrompt] = (),
+        embeddings: ComingEmbeddings | None = None,
     ) -> _Flight:
         """Queue the copy of a step's results to the host before drafting, so that the host
         continues while the device drafts.
 
         Args:
             prompts: log-probabilities of prompts, whose copies are already queued.
+            embeddings: likewise.
         """
         needs_tokens = self._owns_output or self._drafts is not None
         if self._samples and not needs_tokens:
@@ -410,6 +413,7 @@ class ModelRunner:
             None if plan.exchange is None else self._tally,
             sampled.special if self._owns_output else None,
             prompts if self._owns_output else (),
+            embeddings if self._owns_output else None,
         )
         num_written, stages = self._buffers.num_written, self._watch.stages
         failed = self._matchers.take_failed()
@@ -461,6 +465,7 @@ class ModelRunner:
             counts=b"" if self._drafts is None else pack_ints(read.counts),
             logprobs=read.logprobs,
             prompts=read.prompts,
+            embeddings=read.embeddings,
             failed=flight.failed,
         )
 
@@ -594,20 +599,22 @@ class ModelRunner:
                 step=experts,
             )
         collect = partial(self._collect, step.shared)
-        logits, tokens, best = self._choose(hidden, step.places, size, collect)
+        states, logits, tokens, best = self._choose(hidden, step.places, size, collect)
         self._know_tokens(inputs, land, answer)
         special = self._choose_special(inputs, logits, tokens)
         prompts = queue_prompts(
             self._npu, self._batch, inputs, hidden, self._model.logits, PROMPT_PLACES
         )
+        num_places = 1 if self._drafts is None else self._drafts.num_places
+        embeddings = queue_embeddings(self._npu, self._batch, inputs, states, num_places)
         if self._drafts is None:
             if self._steps_in_flight > 1:
                 self._work.tokens.latest[: len(tokens)].copy_(tokens)
             sampled = Sampled(tokens, best, None, special)
-            return self._queue_output(plan, rank, inputs, sampled, prompts)
+            return self._queue_output(plan, rank, inputs, sampled, prompts, embeddings)
         accepted = self._drafts.count(tokens, step)
         sampled = Sampled(tokens, best, accepted, special)
-        flight = self._queue_output(plan, rank, inputs, sampled, prompts)
+        flight = self._queue_output(plan, rank, inputs, sampled, prompts, embeddings)
         self._drafts.propose_mixed(
             step, inputs, metadata, hidden, tokens, accepted, plan.exchange, collect
         )
@@ -626,12 +633,14 @@ class ModelRunner:
 
     def _choose(
         self, hidden: Tensor, places: Tensor, size: StepSize, collect: Collect
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits of the places, the most probable token of each, and its logit."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return hidden state and logits of the places, the most probable token of each, and its
+        logit.
+        """
         n = len(places)
         if size.num_samples == 0:  # All requests are in the middle of prompts.
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
-            return hidden[:0], empty, hidden[:0, 0]
+            return hidden[:0], hidden[:0], empty, hidden[:0, 0]
         if n == 0:  # Other ranks have places, and all ranks must run the same collectives.
             hidden = hidden[:1]
         elif n < len(hidden) or self._drafts is not None or self._place.num_prompt_ranks > 1:
@@ -639,7 +648,7 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         self._watch.lap("forward")
         best, chosen = logits.max(-1)
-        return logits[:n], chosen.int()[:n], best[:n]
+        return hidden[:n], logits[:n], chosen.int()[:n], best[:n]
 
     def _choose_special(
         self, inputs: HostStep, logits: Tensor, tokens: Tensor

@@ -26,6 +26,7 @@ COLUMNS = np.dtype(
         ("num_prompt_tokens", np.int32),
         ("min_tokens", np.int32),
         ("has_penalties", np.bool_),
+        ("embeds", np.bool_),
     ]
 )
 
@@ -63,6 +64,7 @@ class SamplingTable:
             penalties or with bad words of several tokens.
         has_penalties: [max_rows].
         reports_prompts: whether any row wants log-probabilities of its prompt.
+        has_embeddings: whether any row wants its hidden state.
         is_all_plain: whether ``is_plain`` is true for every row.
         all_may_draft: whether ``may_draft`` is true for every row.
         suppressed: by row, tokens that are forbidden before ``min_tokens``.
@@ -77,7 +79,7 @@ class SamplingTable:
         self.is_plain = np.ones(max_rows, bool)
         self.may_draft = np.ones(max_rows, bool)
         self.is_all_plain = self.all_may_draft = True
-        self.reports_prompts = False
+        self.reports_prompts = self.has_embeddings = False
         self.has_penalties = np.zeros(max_rows, bool)
         self.suppressed: dict[int, tuple[int, ...]] = {}
         self.biases: dict[int, Bias] = {}
@@ -90,6 +92,7 @@ class SamplingTable:
         reported = self._settings["prompt_logprobs"]
         self._settings[row] = tuple(getattr(sampling, name) for name in COLUMNS.names or ())
         self.reports_prompts = bool((reported >= 0).any())
+        self.has_embeddings = bool(self._settings["embeds"].any())
         self.is_plain[row] = sampling.is_plain
         self.has_penalties[row] = sampling.has_penalties
         self.may_draft[row] = not (sampling.has_penalties or sampling.bad_words)

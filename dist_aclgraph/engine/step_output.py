@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.engine.bad_words import find_forbidden, forbid
+from dist_aclgraph.engine.embeddings import ComingEmbeddings
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.matchers import Masking, Masks
 from dist_aclgraph.engine.prompt_report import ComingPrompt
@@ -66,6 +67,7 @@ class HostOutput:
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
         prompts: log-probabilities of prompts, for requests that want them.
+        embeddings: float32 [hidden] by index among the sampled requests, for requests that want it.
     """
 
     token_ids: IntArray
@@ -75,6 +77,7 @@ class HostOutput:
     logprobs: tuple[RowLogprobs | None, ...]
     non_finite: IntArray
     prompts: tuple[PromptLogprobs, ...]
+    embeddings: dict[int, bytes]
 
 
 class _Landing:
@@ -112,6 +115,7 @@ class ComingOutput:
     special: SpecialPlaces | None
     logprobs: ComingLogprobs | None
     prompts: Sequence[ComingPrompt]
+    embeddings: ComingEmbeddings | None
 
 
 class StepOutput:
@@ -255,6 +259,7 @@ class StepOutput:
         tally: Tensor | None,
         special: SpecialPlaces | None,
         prompts: Sequence[ComingPrompt] = (),
+        embeddings: ComingEmbeddings | None = None,
     ) -> ComingOutput:
         """Queue copies of a step's results to the host; the host does not wait.
 
@@ -265,6 +270,7 @@ class StepOutput:
             tally: int64, of shape TALLY_SHAPE; None if the step does not change it.
             special: the special places, which may want log-probabilities; None if there are none.
             prompts: reports of prompts, whose copies are already queued.
+            embeddings: likewise.
         """
         landing = self._landings[self._num_queued % len(self._landings)]
         self._num_queued += 1
@@ -280,7 +286,10 @@ class StepOutput:
         if special is not None and asked is not None:
             logprobs = queue_logprobs(special.logits, special.chosen, asked, landing.logprobs)
         landing.ready.record(self._stream)
-        return ComingOutput(landing, num_samples, accepted is not None, special, logprobs, prompts)
+        has_accepted = accepted is not None
+        return ComingOutput(
+            landing, num_samples, has_accepted, special, logprobs, prompts, embeddings
+        )
 
     def is_here(self, coming: ComingOutput) -> bool:
         """Whether a step's results are complete, so that ``read`` would not wait."""
@@ -314,6 +323,7 @@ class StepOutput:
             self._logprobs(coming, counts),
             self._non_finite(coming, counts),
             tuple(prompt.read() for prompt in coming.prompts),
+            {} if coming.embeddings is None else coming.embeddings.read(),
         )
 
     def _non_finite(self, coming: ComingOutput, counts: IntArray) -> IntArray:

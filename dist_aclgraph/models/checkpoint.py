@@ -23,7 +23,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.models import block_scales, int8_weights
 from dist_aclgraph.models.int8_weights import Matrix
-from dist_aclgraph.shapes.weight_files import tensor_files
+from dist_aclgraph.shapes.weight_files import is_headless, tensor_files
 
 CPU = torch.device("cpu")
 # Smaller pieces need more calls. Larger pieces need more device memory, and do not fit in the CPU's
@@ -41,6 +41,8 @@ class Checkpoint:
     Attributes:
         dtype: type of all floats that are read; the files may store another type.
         device: device of all tensors that are read.
+        has_head: whether the files were written for a model with an output head. Files of a decoder
+            alone, such as those of models for embeddings, have names without ``model.``.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class Checkpoint:
         self._directory = Path(directory)
         self._quantises = quantises
         self._file_of = tensor_files(self._directory)
+        self.has_head = not is_headless(self._file_of)
         self._open: dict[str, Any] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return self._stored_name(name) in self._file_of
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in float32, for any ``dtype`` of this object.
@@ -225,7 +228,11 @@ class Checkpoint:
             )
         return source
 
+    def _stored_name(self, name: str) -> str:
+        return name if self.has_head else name.removeprefix("model.")
+
     def _find(self, name: str) -> Any:
+        name = self._stored_name(name)
         if name not in self._file_of:
             raise MissingTensorError(f"{self._directory} has no tensor {name}")
         try:

@@ -108,7 +108,8 @@ def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbeddin
 def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
-    if spec.tie_word_embeddings:
+    # A decoder that was stored without a head only embeds: its logits are not used.
+    if spec.tie_word_embeddings or not slices.checkpoint.has_head:
         return VocabularyHead(embedding.weight.t(), spec.vocab_size, slices.group)
     part = vocabulary_part(spec.vocab_size, slices.group)
     weight = slices.columns("lm_head.weight", spec.vocab_size, spec.hidden_size, *part)

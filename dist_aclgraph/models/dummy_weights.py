@@ -15,6 +15,8 @@ from dist_aclgraph.models.int8_weights import Matrix
 class DummyCheckpoint:
     """Returns zeros of the requested shape for every name; has the interface of ``Checkpoint``."""
 
+    has_head = True
+
     def __init__(self, dtype: torch.dtype, *, device: torch.device, quantises: bool) -> None:
         self.dtype = dtype
         self.device = device

@@ -124,6 +124,7 @@ class StepOutputs:
                 max(0, request.num_cached_tokens),
                 self.finish_reasons.get(index),
                 prompt_logprobs=tuple(request.prompt_logprobs) if index in firsts else (),
+                embedding=request.embedding,
             )
         return notes
 

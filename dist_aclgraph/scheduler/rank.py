@@ -406,6 +406,10 @@ class RankScheduler:
         for prompt in new.prompts:
             if (place := flight.places[prompt.place]) >= 0:
                 rows.requests[place].prompt_logprobs.append(prompt)
+        for index, embedding in new.embeddings.items():
+            place = flight.places[np.flatnonzero(records[:, 3] > 0)[index]]
+            if place >= 0:
+                rows.requests[place].embedding = embedding
         if not isinstance(indices, slice) and (indices < 0).any():
             indices, records, new = _still_there(indices, records, new)
         samples = records[:, 3] > 0

@@ -35,6 +35,8 @@ class NewTokens(NamedTuple):
             meaningless, because their logits are NaN or infinite.
         prompts: log-probabilities of prompts, for requests that want them.
         failed: requests that cannot go on, and why, by index among the sampled requests.
+        embeddings: hidden states of the requests that ask for them, by index among the sampled
+            requests; float32 [hidden].
     """
 
     token_ids: IntArray
@@ -43,6 +45,7 @@ class NewTokens(NamedTuple):
     non_finite: IntArray = NO_INTS
     prompts: tuple[PromptLogprobs, ...] = ()
     failed: Mapping[int, str] = MappingProxyType({})
+    embeddings: Mapping[int, bytes] = MappingProxyType({})
 
     def cut(self, kept: IntArray) -> NewTokens:
         """Return the first tokens of each request.
@@ -163,10 +166,12 @@ class StepBuilder:
             self.decode_len,
             self.num_prompt_ranks,
             is_uniform=self.kind == "decode",
-            reports_prompts=any(
-                rows.requests[chunk.index].sampling.prompt_logprobs >= 0 for chunk in self._chunks
-            ),
+            needs_hidden=any(map(self._needs_hidden, self._chunks)),
         )
+
+    def _needs_hidden(self, chunk: _Chunk) -> bool:
+        sampling = self.rows.requests[chunk.index].sampling
+        return sampling.prompt_logprobs >= 0 or (sampling.embeds and chunk.samples)
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,8 @@ class RankStep:
         num_prompt_ranks: number of ranks that split prompts.
         is_uniform: whether the other requests run in the same way as requests that decode, because
             the other requests compute existing output again.
-        reports_prompts: whether a request wants logits of its prompt, which no full graph computes.
+        needs_hidden: whether a request wants logits of its prompt or a hidden state; no full graph
+            keeps the hidden states from which they are made.
     """
 
     indices: Indices
@@ -190,7 +196,7 @@ class RankStep:
     decode_len: int
     num_prompt_ranks: int = 1
     is_uniform: bool = False
-    reports_prompts: bool = False
+    needs_hidden: bool = False
 
     @property
     def num_reqs(self) -> int:
@@ -242,7 +248,17 @@ class RankStep:
         non_finite = self._non_finite(result)
         if not all(0 <= index < len(limits) for index in result.failed):
             raise self._mismatch(result, f"errors of requests {sorted(result.failed)}")
-        return NewTokens(tokens, counts, result.logprobs, non_finite, result.prompts, result.failed)
+        if not all(0 <= index < len(limits) for index in result.embeddings):
+            raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
+        return NewTokens(
+            tokens,
+            counts,
+            result.logprobs,
+            non_finite,
+            result.prompts,
+            result.failed,
+            result.embeddings,
+        )
 
     def _counts(self, result: StepResult, tokens: IntArray) -> IntArray:
         limits = self.num_logits

@@ -42,6 +42,8 @@ class Request:
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
             admission.
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
+        embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
+            request does not ask for it.
         is_suspect: whether the logits have been NaN or infinite once; then the request is computed
             again without shared blocks.
     """
@@ -52,6 +54,7 @@ class Request:
         "cache_root",
         "deadline",
         "dp_rank",
+        "embedding",
         "hashes",
         "is_over",
         "is_suspect",
@@ -106,6 +109,7 @@ class Request:
         self.cache_root = salted_root(cache_salt)
         self.hashes: list[bytes] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
+        self.embedding = b""
         self.is_over = False
         self.is_suspect = False
         self.max_total_tokens = 0
@@ -176,4 +180,5 @@ def row_sampling(
         allowed=pack_ints(params.allowed_token_ids) if params.allowed_token_ids else b"",
         bad_words=tuple(word for word in params.bad_word_ids if len(word) > 1),
         structure=structure,
+        embeds=params.returns_embedding,
     )

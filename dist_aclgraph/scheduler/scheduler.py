@@ -394,11 +394,11 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph computes all logits that the steps need, and the caches have enough
+        """Whether a graph gives all results that the steps need, and the caches have enough
         blocks for the graph's padding.
         """
         return graph.mode != "FULL" or all(
-            not step.reports_prompts and rank.has_room_for_padding(step, graph)
+            not step.needs_hidden and rank.has_room_for_padding(step, graph)
             for rank, step in zip(self.ranks, steps, strict=True)
         )
 

@@ -22,6 +22,8 @@ from dist_aclgraph.serve.openai.completions import completions
 from dist_aclgraph.serve.openai.errors import error_response, json_response, plain_error
 from dist_aclgraph.serve.openai.responses import responses
 from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.pooling.embeddings import embeddings
+from dist_aclgraph.serve.pooling.scores import rerank, rerank_as_cohere, rerank_as_jina, score
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
 POSTS: dict[str, Endpoint] = {
@@ -30,6 +32,11 @@ POSTS: dict[str, Endpoint] = {
     "/v1/responses": responses,
     "/v1/messages": messages,
     "/v1/messages/count_tokens": count_tokens,
+    "/v1/embeddings": embeddings,
+    "/v1/score": score,
+    "/v1/rerank": rerank,
+    "/rerank": rerank_as_jina,
+    "/v2/rerank": rerank_as_cohere,
     "/tokenize": misc.tokenize,
     "/detokenize": misc.detokenize,
 }

@@ -19,6 +19,7 @@ from dist_aclgraph.serve.openai.types import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from dist_aclgraph.serve.pooling.types import EmbeddingRequest, RerankRequest, ScoreRequest
 from dist_aclgraph.version import VERSION
 
 Json = dict[str, Any]
@@ -31,13 +32,18 @@ BODIES: dict[str, type[Body]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
+    "/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
 }
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ERRORS = {
     400: "The request is not valid.",
     401: "The API key is missing or wrong.",
     403: "The request comes from a page of another site.",
-    404: "There is no such model.",
+    404: "There is no such model, or the model is for another task.",
     408: "The body did not arrive in time, or the answer took too long.",
     413: "The body is too large.",
     415: "The body is not application/json.",
@@ -64,6 +70,12 @@ _CHOICE: Json = {
     "finish_reason": _TEXT_OR_NULL,
 }
 _CHAT_CHOICE = _object(**_CHOICE, message=_object(role=_STRING, content=_TEXT_OR_NULL))
+_PROMPT_USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
+_VECTOR: Json = {"anyOf": [_list({"type": "number"}), _STRING]}
+_EMBEDDING = _object(object=_STRING, index=_INTEGER, embedding=_VECTOR)
+_SCORE = _object(object=_STRING, index=_INTEGER, score={"type": "number"})
+_RESULT = _object(index=_INTEGER, relevance_score={"type": "number"})
+_RERANKED = _object(id=_STRING, model=_STRING, results=_list(_RESULT), usage=_PROMPT_USAGE)
 _MODEL = _object(id=_STRING, object=_STRING, created=_INTEGER, owned_by=_STRING)
 REPLIES: dict[str, Json] = {
     "/v1/chat/completions": _object(**_HEAD, choices=_list(_CHAT_CHOICE), usage=_USAGE),
@@ -92,6 +104,13 @@ REPLIES: dict[str, Json] = {
     "/v1/messages/count_tokens": _object(input_tokens=_INTEGER),
     "/tokenize": _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
     "/detokenize": _object(prompt=_STRING),
+    "/v1/embeddings": _object(
+        object=_STRING, data=_list(_EMBEDDING), model=_STRING, usage=_PROMPT_USAGE
+    ),
+    "/v1/score": _object(**_HEAD, data=_list(_SCORE), usage=_PROMPT_USAGE),
+    "/v1/rerank": _RERANKED,
+    "/rerank": _RERANKED,
+    "/v2/rerank": _RERANKED,
     "/v1/models": _object(object=_STRING, data=_list(_MODEL)),
     "/v1/models/{model_id}": _MODEL,
     "/health": _object(status=_STRING),

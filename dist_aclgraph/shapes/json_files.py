@@ -19,16 +19,32 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ModelError: the file is not a regular file, is too large, is not JSON, or contains no
             object.
     """
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold an object, not {type(content).__name__}")
+    return content
+
+
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """Return the list of objects in a file of a checkpoint.
+
+    Raises:
+        ModelError: as ``read_json_object``.
+    """
+    content = _read_json(path)
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise ModelError(f"{path} must hold a list of objects")
+    return content
+
+
+def _read_json(path: Path) -> Any:
     text = read_text(path)
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise ModelError(f"{path} is nested too deeply") from None
     except ValueError as e:
         raise ModelError(f"{path} is not JSON: {e}") from e
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold an object, not {type(content).__name__}")
-    return content
 
 
 def read_text(path: Path) -> str:

@@ -6,6 +6,7 @@ Only headers are read, so a missing or truncated file is found before anything i
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def tensor_files(directory: Path) -> dict[str, str]:
             "of these suffixes; name a checkpoint with weights by model=PATH, or set weights=dummy"
         )
     return dict.fromkeys(read_header(single), single.name)
+
+
+def is_headless(names: Container[str]) -> bool:
+    """Whether tensors of these names are those of a decoder without an output head."""
+    return "embed_tokens.weight" in names
 
 
 def read_header(path: Path) -> dict[str, Any]:

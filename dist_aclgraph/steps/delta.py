@@ -33,6 +33,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
     error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # in the first delta, if requested
+    embedding: bytes = b""  # float32 [hidden], in the only delta of a request that asks for it
 
     @property
     def tokens(self) -> list[int]:
@@ -53,6 +54,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     error_kind: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embedding: bytes = b""
 
 
 NO_NOTE = Note(-1)
@@ -109,6 +111,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
                     note.error,
                     note.error_kind,
                     note.prompt_logprobs,
+                    note.embedding,
                 )
             start = end
 

@@ -41,6 +41,8 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed: bytes = b""  # int32 [n], the only allowed tokens; empty allows all tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # words of two tokens or more
     structure: Structure | None = None
+    # The answer is the hidden state after the prompt's last token; the sampled token is not used.
+    embeds: bool = False
 
     @property
     def has_penalties(self) -> bool:
@@ -166,8 +168,9 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
     step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
     ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN
-    or infinite. ``failed`` lists the requests that cannot go on, and why. If the worker
-    measures its host time, ``timings_us`` contains the host time of each stage, from plan to
+    or infinite. ``failed`` lists the requests that cannot go on, and why. ``embeddings`` has the
+    hidden state of each request that asks for it, float32 [hidden], after the final norm. If the
+    worker measures its host time, ``timings_us`` contains the host time of each stage, from plan to
     result. ``overlapped_us`` contains the host time during which the device worked, and the
     host time between two steps. ``counted`` contains the number and the bytes of the step's
     collectives, if the device counts them.
@@ -182,6 +185,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     failed: dict[int, str] = {}  # by index among the sampled requests
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
     prompts: tuple[PromptLogprobs, ...] = ()
+    embeddings: dict[int, bytes] = {}  # by index among the sampled requests
     expert_tokens: int = 0
     num_unplaced: int = 0
     timings_us: dict[str, float] = {}

@@ -226,6 +226,11 @@ class Tokenizer:
         """The text of all of the checkpoint's chat templates; None without a template."""
         return None if self._template is None else "\n".join(self._template.sources.values())
 
+    def token(self, text: str) -> int | None:
+        """Return the id of the vocabulary's token ``text``; None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
     def added_token(self, text: str) -> int | None:
         """Return the id of the added token whose text is ``text``; None if there is none."""
         return self._added_ids.get(text)

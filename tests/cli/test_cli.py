@@ -177,7 +177,15 @@ def test_a_simulation_is_shown_as_tables():
     assert "full decode 8" in result.stdout
 
 
-def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
+@pytest.mark.parametrize(
+    ("task", "path"),
+    [
+        ("auto", "/v1/chat/completions"),
+        ("embed", "/v1/embeddings"),
+        ("rerank", "/v1/rerank"),
+    ],
+)
+def test_the_announcement_has_device_plan_and_a_curl_line(capsys, task, path):
     from dist_aclgraph.cli.announce import announce
 
     report = {
@@ -188,13 +196,13 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys):
     }
     console = Console(width=100)
 
-    announce(load_config(CONFIG), report, console)
+    announce(load_config(CONFIG, {"task": task}), report, console)
 
     printed = capsys.readouterr().out
     assert "2 x emulated NPU on this CPU" in printed
     assert "1,234,567 in all" in printed
     assert "4,096" in printed
-    assert "curl -s http://127.0.0.1:8000/v1/chat/completions" in printed
+    assert f"curl -s http://127.0.0.1:8000{path} " in printed
 
 
 @pytest.mark.parametrize(

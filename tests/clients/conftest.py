@@ -86,9 +86,9 @@ def running(command: list[str], url: str, log: Path) -> Iterator[None]:
         process.wait(STOP_S)
 
 
-@pytest.fixture(scope="session")
-def service(tmp_path_factory) -> Iterator[Service]:
-    """A service in float32, so that its numbers can be compared."""
+@contextlib.contextmanager
+def serving(directory: Path, *keys: str) -> Iterator[Service]:
+    """Run a service in float32, so that its numbers can be compared."""
     found = Service(free_port())
     command = [sys.executable, "-m", "dist_aclgraph.cli.main", "serve", str(CONFIG)]
     command += [
@@ -96,8 +96,15 @@ def service(tmp_path_factory) -> Iterator[Service]:
         "device.emulator.strict=false",
         f"serve.port={found.port}",
         'serve.allowed_origins=["*"]',
+        *keys,
     ]
-    with running(command, f"{found.url}/ready", tmp_path_factory.mktemp("service") / "log"):
+    with running(command, f"{found.url}/ready", directory / "log"):
+        yield found
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory) -> Iterator[Service]:
+    with serving(tmp_path_factory.mktemp("service")) as found:
         yield found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -106,6 +108,9 @@ class FakeEngine:
         groups: what clients are told of the deployment's groups.
         others_tokens: what waits here for other clients, as each is told.
         last_beat: of any client.
+        embedding: the hidden state of a prompt, for requests that ask for it.
+        share: the probability of the first of two allowed tokens after a prompt; None if requests
+            do not allow two tokens.
         answers_queries: else it beats, and says no more.
         refusal: what all clients are told next, whose links are over then.
     """
@@ -126,6 +131,8 @@ class FakeEngine:
         self.fail_after: tuple[int, str] | None = None
         self.silent = False
         self.reports_late = False
+        self.embedding: Callable[[list[int]], list[float]] = lambda ids: [float(sum(ids)), 1.0]
+        self.share: Callable[[list[int]], float] | None = None
         self.answers_queries = True
         self.skipped = 0
         self.token_limit: int | None = None
@@ -272,11 +279,30 @@ class FakeEngine:
         if submit.sampling.logprobs >= 0:
             ids = [token_id, *range(60, 60 + submit.sampling.logprobs)]
             values = tuple(-0.5 - 0.25 * i for i in range(len(ids)))
+            if self.share is not None and submit.sampling.structure is not None:
+                ids, values = _shared(submit, self.share)
             logprobs = (RowLogprobs(pack_ints(ids), values, 1),)
         prompt = _prompt_logprobs(submit) if running.sent == 1 else ()
-        note = Note(0, finish_reason=finish_reason, prompt_logprobs=prompt)
+        embedding = b""
+        if submit.sampling.embeds:
+            state = self.embedding(unpack_ints(submit.prompt).tolist())
+            embedding = np.array(state, "<f4").tobytes()
+        note = Note(0, finish_reason=finish_reason, prompt_logprobs=prompt, embedding=embedding)
         notes = (note,) if finish_reason or prompt else ()
         return StepDeltas(number, pack_ints([token_id]), pack_ints([1]), notes, logprobs)
+
+
+def _shared(
+    submit: Submit, share: Callable[[list[int]], float]
+) -> tuple[list[int], tuple[float, ...]]:
+    """Return the tokens of a report about two allowed tokens, and their log-probabilities."""
+    assert submit.sampling.structure is not None
+    first, second = map(int, re.findall(r"<\[(\d+)\]>", submit.sampling.structure.grammar))
+    found = share(unpack_ints(submit.prompt).tolist())
+    values = {first: math.log(found), second: math.log(1 - found)}
+    best = sorted(values, key=lambda token: -values[token])
+    ids = [best[0], *best]
+    return ids, tuple(values[token] for token in ids)
 
 
 def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:

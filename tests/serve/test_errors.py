@@ -208,7 +208,7 @@ def test_a_body_above_the_limit_is_refused_with_413(service):
 
 @pytest.mark.parametrize(("method", "path", "status"), [
     ("GET", "/nowhere", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405),
-    ("GET", "/v1/models/other", 404), ("POST", "/v1/embeddings", 404),
+    ("GET", "/v1/models/other", 404), ("POST", "/v1/moderations", 404),
 ])  # fmt: skip
 def test_the_router_answers_in_the_same_shape(service, method, path, status):
     assert_error(service.http.request(method, path), status)

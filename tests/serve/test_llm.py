@@ -19,6 +19,7 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.sampling import SamplingParams, StructuredOutputs
 from tests.serve.conftest import CONFIG, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
+from tests.serve.rerank_model import make_reranker
 
 
 class FakeDeployment:
@@ -233,3 +234,53 @@ def test_structured_outputs_reach_the_engine_as_a_grammar(llm, deployment):
     llm.generate("a", SamplingParams(max_tokens=2, structured_outputs=form))
 
     assert "[0-9]{3}" in deployment.engine.submitted[-1].sampling.structure.grammar
+
+
+@pytest.fixture
+def embedder(deployment):
+    with LLM(load_config(CONFIG, {"task": "embed"}), start=lambda config: deployment) as llm:
+        yield llm
+
+
+def test_embeddings_come_in_the_order_of_the_prompts(embedder, deployment):
+    deployment.engine.embedding = lambda ids: [3.0 * len(ids), 4.0 * len(ids), 12.0 * len(ids)]
+
+    found = embedder.embed(["one", [70, 71]])
+    (cut,) = embedder.embed([70, 71], dimensions=2)
+
+    ids = embedder.tokenizer.encode("one")
+    assert [each.prompt_token_ids for each in found] == [ids, [70, 71]]
+    for each in found:
+        assert each.outputs.embedding == pytest.approx([3 / 13, 4 / 13, 12 / 13])
+    assert cut.outputs.embedding == pytest.approx([0.6, 0.8])
+
+
+@pytest.mark.parametrize("dimensions", [0, 10**6])
+def test_dimensions_are_at_most_the_size_of_the_model(embedder, dimensions):
+    with pytest.raises(InvalidParameterError, match=f"dimensions is {dimensions}; it must lie"):
+        embedder.embed("x", dimensions=dimensions)
+
+
+def test_pairs_have_scores(deployment, tmp_path):
+    directory = make_reranker(tmp_path)
+    config = load_config(CONFIG, {"model": str(directory), "task": "rerank"})
+    with LLM(config, start=lambda config: deployment) as llm:
+        deployment.engine.share = lambda ids: 0.25 if "bad" in llm.tokenizer.decode(ids) else 0.75
+
+        found = llm.score("q", ["bad", "good"])
+        (own,) = llm.score("q", "good", instruction="bad")
+
+    assert [each.outputs.score for each in found] == pytest.approx([0.25, 0.75])
+    assert own.outputs.score == pytest.approx(0.25)
+
+
+def test_a_model_has_one_task(llm, embedder):
+    for call, words in [
+        (llm.embed, "embed needs a model of the task embed; this model has the task generate"),
+        (embedder.generate, "generate needs a model of the task generate or rerank"),
+        (embedder.chat, "chat needs"),
+    ]:
+        with pytest.raises(InvalidParameterError, match=words):
+            call("x")
+    with pytest.raises(InvalidParameterError, match="score needs a model of the task rerank"):
+        llm.score("x", "y")

@@ -20,7 +20,14 @@ from rich.progress import Progress, TextColumn
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.client.outage import Recovery
 from dist_aclgraph.actors.deployment.deployment_protocol import Deployment, StartDeployment
-from dist_aclgraph.actors.deployment.outputs import CompletionOutput, RequestOutput
+from dist_aclgraph.actors.deployment.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.config import Config, load_with_options
 from dist_aclgraph.errors import (
@@ -31,9 +38,12 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.hub import with_local_model
 from dist_aclgraph.sampling import SamplingParams, seed_of_choice
+from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.text.chat_template import ChatOptions
+from dist_aclgraph.text.embedding import EMBEDDING, embeddings_of
 from dist_aclgraph.text.output import OutputText, end_ids, with_token_ids
+from dist_aclgraph.text.rerank import RerankPrompts, paired
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.structure import GrammarCompiler, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -88,6 +98,7 @@ class LLM:
             config = load_with_options(model, options, overrides)
         self.config = with_local_model(config)
         self.tokenizer = Tokenizer(self.config.model)
+        self._task = read_task(self.config)
         self._grammars = GrammarCompiler(self.tokenizer)
         self._sampling_defaults = read_sampling_defaults(self.config)
         self._seeds = random.Random(self.config.seed or 0)
@@ -140,6 +151,7 @@ class LLM:
             RequestTooLongError: the prompt and ``max_tokens`` together exceed the context.
             DistAclGraphError: a request failed; the other requests are aborted.
         """
+        self._check_task("generate", "generate", "rerank")
         listed = [_as_prompt(prompt) for prompt in _listed(prompts)]
         return self._run(listed, sampling_params, use_tqdm)
 
@@ -164,6 +176,7 @@ class LLM:
         Raises:
             InvalidParameterError: the model has no template, or its template refuses the messages.
         """
+        self._check_task("chat", "generate", "rerank")
         options = ChatOptions(
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -176,6 +189,81 @@ class LLM:
         texts = [self.tokenizer.render_chat(each, options) for each in conversations]
         prompts = [(text, self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         return self._run(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in the order of the prompts; see ``generate``.
+
+        Args:
+            dimensions: number of first elements that are kept; None keeps all.
+
+        Raises:
+            InvalidParameterError: the model's task is not ``embed``, or ``dimensions`` is not
+                between 1 and the model's hidden size.
+        """
+        self._check_task("embed", "embed")
+        size = self._task.hidden_size
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise InvalidParameterError(
+                f"dimensions is {dimensions}; it must lie between 1 and {size}", "dimensions"
+            )
+        listed = [_as_prompt(prompt) for prompt in _listed(prompts)]
+        found = self._run(listed, EMBEDDING, use_tqdm)
+        rows = embeddings_of(
+            [request.state for request in found],
+            dimensions=dimensions,
+            normalizes=self._task.normalizes,
+        )
+        return [
+            EmbeddingRequestOutput(
+                request.request_id, request.prompt_token_ids, EmbeddingOutput(row.tolist())
+            )
+            for request, row in zip(found, rows, strict=True)
+        ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return the relevance of documents for queries, in the order of the documents.
+
+        Args:
+            text_1: one query for all documents, or one query for each document.
+            text_2: one document or more.
+            instruction: the task for which documents are to be relevant; None means a web search.
+
+        Raises:
+            InvalidParameterError: the model's task is not ``rerank``, or there are several queries
+                but another number of documents.
+        """
+        self._check_task("score", "rerank")
+        reranker = RerankPrompts(self.tokenizer)
+        queries = [text_1] if isinstance(text_1, str) else text_1
+        documents = [text_2] if isinstance(text_2, str) else text_2
+        prompts = [
+            reranker.encode(query, document, instruction, max_tokens=self._context_len)
+            for query, document in paired(queries, documents)
+        ]
+        found = self._run([(None, ids) for ids in prompts], reranker.params, use_tqdm)
+        scored = []
+        for request in found:
+            (logprobs,) = request.outputs[0].logprobs or [{}]
+            score = reranker.score({token: each.logprob for token, each in logprobs.items()})
+            scored.append(
+                ScoringRequestOutput(
+                    request.request_id, request.prompt_token_ids, ScoringOutput(score)
+                )
+            )
+        return scored
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the model."""
@@ -201,6 +289,13 @@ class LLM:
         finally:
             if deployment is not None:
                 deployment.shut_down()
+
+    def _check_task(self, method: str, *tasks: Task) -> None:
+        if self._task.name not in tasks:
+            raise InvalidParameterError(
+                f"{method} needs a model of the task {' or '.join(tasks)}; this model has the task "
+                f"{self._task.name}, which the key task sets"
+            )
 
     def _open_client(self) -> EngineClient:
         if self._client is None:
@@ -309,6 +404,7 @@ class LLM:
         piece = choice.text.add_tokens(delta.tokens, delta.logprobs, delta.finish_reason)
         output.add(piece, self.tokenizer)
         request.add_prompt_logprobs(delta.prompt_logprobs, self.tokenizer)
+        request.state = request.state or delta.embedding
         request.num_cached_tokens = max(request.num_cached_tokens, delta.num_cached_tokens)
         if piece.has_end_token and piece.token_ids[-1] in choice.params.stop_token_ids:
             output.stop_reason = piece.token_ids[-1]

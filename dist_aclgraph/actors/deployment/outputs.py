@@ -73,6 +73,7 @@ class RequestOutput:
             tokens an entry as in ``CompletionOutput.logprobs``. None if not requested.
         outputs: the ``SamplingParams.n`` answers.
         num_cached_tokens: number of prompt tokens that were in the prefix cache.
+        state: hidden state after the prompt's last token, float32 [hidden]; empty if not requested.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int = 0
+    state: bytes = field(default=b"", repr=False)
 
     @property
     def finished(self) -> bool:
@@ -92,6 +94,40 @@ class RequestOutput:
         rows = [as_logprobs(row, tokenizer) for part in parts for row in part.rows()]
         if rows and self.prompt_logprobs is None:
             self.prompt_logprobs = [None, *rows]
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """The relevance of a document for a query, from 0 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """The prompt of a query and a document, and its score."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    finished: bool = True
 
 
 def as_logprobs(row: RowLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:

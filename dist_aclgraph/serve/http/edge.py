@@ -21,7 +21,19 @@ from dist_aclgraph.serve.openai.errors import error_response
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED
 
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+GENERATING = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/rerank",
+        "/v2/rerank",
+    }
+)
 _GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
 FIRST_ERROR = 400  # the lowest HTTP status that is an error
 REQUEST_ID = b"x-request-id"

@@ -36,9 +36,9 @@ async def completions(state: ApiState, request: Request) -> Response:
     is_text = isinstance(given[0], str)
     most = body.most_prompt_tokens(state.context_len)
     prompts = (
-        await asyncio.to_thread(_encode, state, given, most)
+        await asyncio.to_thread(encode_prompts, state, given, most)
         if is_text
-        else _encode(state, given, most)
+        else encode_prompts(state, given, most)
     )
     if body.truncate_prompt_tokens is not None:  # an echo contains the prompt after truncation
         given = prompts = [body.truncated(ids, state.context_len) for ids in prompts]
@@ -64,16 +64,28 @@ async def completions(state: ApiState, request: Request) -> Response:
     return await reply(request, generation, shape, stream=bool(body.stream))
 
 
-def _encode(state: ApiState, given: Sequence[str | list[int]], most: int) -> list[list[int]]:
+def encode_prompts(
+    state: ApiState, given: Sequence[str | list[int]], most: int, param: str = "prompt"
+) -> list[list[int]]:
+    """Return the token ids of prompts.
+
+    Args:
+        most: largest number of tokens of one prompt.
+        param: the field that has the prompts, for error messages.
+
+    Raises:
+        InvalidParameterError: a prompt is empty, or has a token that the model does not have.
+        RequestTooLongError: a prompt has more than ``most`` tokens.
+    """
     encoded = []
     for prompt in given:
         if isinstance(prompt, str):
             ids = state.tokenizer.encode(prompt, max_tokens=most)
         else:
-            state.tokenizer.check_ids(prompt, "prompt")
+            state.tokenizer.check_ids(prompt, param)
             ids = prompt
         if not ids:
-            raise InvalidParameterError("prompt must not be empty", "prompt")
+            raise InvalidParameterError(f"{param} must not be empty", param)
         encoded.append(ids)
     return encoded
 

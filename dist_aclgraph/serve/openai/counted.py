@@ -35,7 +35,9 @@ def decode_strings(raw: Raw, most: int, max_bytes: int, param: str) -> list[str]
     return [found] if isinstance(found, str) else list(found or ())
 
 
-def decode_prompts(raw: Raw, most: int, context_len: int) -> list[str] | list[list[int]]:
+def decode_prompts(
+    raw: Raw, most: int, context_len: int, param: str = "prompt"
+) -> list[str] | list[list[int]]:
     """Return the prompts; they have one of four forms: a text, texts, ids, or lists of ids.
 
     Raises:
@@ -45,22 +47,22 @@ def decode_prompts(raw: Raw, most: int, context_len: int) -> list[str] | list[li
     data = bytes(raw)
     array = _BEGINNING.match(data)
     if array is None:
-        return [decode(data, str, "prompt")]
+        return [decode(data, str, param)]
     if array[1] == b'"':
-        check_num_strings(data, most, "prompt")
-        return list(decode(data, list[str], "prompt"))
+        check_num_strings(data, most, param)
+        return list(decode(data, list[str], param))
     # No form begins like this; decoding raises an error that says what is wrong.
     if array[1] not in (b"", b"["):
-        return [decode(data, list[int], "prompt")]
+        return [decode(data, list[int], param)]
     num_prompts = data.count(b"[") - 1 if array[1] else 1
     if num_prompts > most:
-        raise InvalidParameterError(f"prompt holds more than {most} prompts", "prompt")
+        raise InvalidParameterError(f"{param} holds more than {most} prompts", param)
     if data.count(b",") > num_prompts * (context_len + 1):
         raise RequestTooLongError(
             f"This model's maximum context length is {context_len} tokens; the prompt has more",
-            "prompt",
+            param,
         )
-    found: Any = decode(data, list[list[int]] if array[1] else list[int], "prompt")
+    found: Any = decode(data, list[list[int]] if array[1] else list[int], param)
     return list(found) if array[1] else [found]
 
 

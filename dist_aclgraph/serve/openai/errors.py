@@ -5,7 +5,7 @@ header Retry-After.
 
 | error | status | type of OpenAI | type of Anthropic |
 | --- | --- | --- | --- |
-| UnknownModelError | 404 | not_found_error | not_found_error |
+| UnknownModelError, WrongTaskError | 404 | not_found_error | not_found_error |
 | UnauthorizedError | 401 | authentication_error | authentication_error |
 | ForbiddenError | 403 | permission_error | permission_error |
 | BodyTimeoutError, GenerationTimeoutError | 408 | invalid_request_error | timeout_error |
@@ -53,6 +53,12 @@ class GenerationTimeoutError(RequestError):
     code = "generation_timeout"
 
 
+class WrongTaskError(RequestError):
+    """The model is for another task than the endpoint."""
+
+    code = "wrong_task"
+
+
 class UnauthorizedError(RequestError):
     """The request has no valid API key."""
 
@@ -75,6 +81,7 @@ STATUS_OF: dict[type[DistAclGraphError], int] = {
     UnauthorizedError: 401,
     ForbiddenError: 403,
     UnknownModelError: 404,
+    WrongTaskError: 404,
     BodyTimeoutError: 408,
     GenerationTimeoutError: 408,
     BodyTooLargeError: 413,

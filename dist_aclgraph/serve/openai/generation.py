@@ -43,6 +43,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
         has_end_token: whether the last entry of ``logprobs`` is for an end token, which has no
             text.
         events: for a chat, the text as events.
+        embedding: hidden state of the prompt, float32 [hidden], if it is asked for.
     """
 
     index: int
@@ -54,6 +55,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     has_end_token: bool = False
     events: tuple[Event, ...] = ()
+    embedding: bytes = b""
 
 
 class Sink(Protocol):
@@ -291,6 +293,7 @@ class Generation:
             prompt,
             has_end_token,
             piece.events,
+            delta.embedding,
         )
 
     def _with_report(self, piece: ChoicePiece) -> list[ChoicePiece]:

@@ -16,6 +16,7 @@ from dist_aclgraph.serve.openai.counted import decode_ids
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.types import DetokenizeRequest, TokenizeRequest
+from dist_aclgraph.shapes.model_task import TASKS
 from dist_aclgraph.version import VERSION
 
 MAX_TOKENS = 1 << 16  # maximum number of tokens that one request may tokenize, or turn into text
@@ -32,7 +33,7 @@ async def show_model(state: ApiState, request: Request) -> Response:
     name = request.path_params["model_id"]
     if not name:  # /v1/models/
         return await list_models(state, request)
-    state.admit(name)
+    state.admit(name, TASKS)
     return json_response(_model(state, name))
 
 
@@ -99,7 +100,7 @@ async def tokenize(state: ApiState, request: Request) -> Response:
     def convert(
         body: TokenizeRequest,
     ) -> tuple[TokenizeRequest, list[dict[str, Any]] | None]:
-        state.admit(body.model)
+        state.admit(body.model, TASKS)
         return body, body.for_template()
 
     body, messages = await read_body(request, TokenizeRequest, convert, state.config.serve)
@@ -110,7 +111,7 @@ async def detokenize(state: ApiState, request: Request) -> Response:
     """The text of token ids."""
 
     def convert(body: DetokenizeRequest) -> list[int]:
-        state.admit(body.model)
+        state.admit(body.model, TASKS)
         return decode_ids(body.tokens, MAX_TOKENS, "tokens")
 
     ids = await read_body(request, DetokenizeRequest, convert, state.config.serve)

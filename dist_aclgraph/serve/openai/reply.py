@@ -150,6 +150,22 @@ async def reply(
         return _Stream(frames.outlet, held=stack.pop_all())
 
 
+async def gather(request: Request, generation: Generation) -> list[ChoicePiece]:
+    """Run a generation, and return one whole piece per choice.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+        DistAclGraphError: the generation failed.
+    """
+    try:
+        gathered = _Gathered()
+        generation.start(gathered)
+        pieces = await unless_gone(request.receive, gathered.pieces())
+        return [joined(choice) for choice in pieces]
+    finally:
+        generation.close()
+
+
 class _Gathered:
     """Receives the pieces of a reply that is not streamed."""
 
@@ -187,6 +203,7 @@ def joined(pieces: list[ChoicePiece]) -> ChoicePiece:
         next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs), ()),
         pieces[-1].has_end_token,
         tuple(event for piece in pieces for event in piece.events),
+        pieces[-1].embedding,
     )
 
 

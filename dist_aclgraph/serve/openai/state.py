@@ -27,14 +27,18 @@ from dist_aclgraph.serve.observe.metrics import Metrics
 from dist_aclgraph.serve.observe.status import StatusNumbers
 from dist_aclgraph.serve.openai.body import BodyBudget, IgnoredFields
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
+from dist_aclgraph.serve.openai.errors import WrongTaskError
 from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.resume.journal import JOURNAL, Chance, Journal
+from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.output import with_token_ids
+from dist_aclgraph.text.rerank import RerankPrompts
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.structure import GrammarCompiler, Thinking, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number in one answer
+WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that answer with texts
 
 
 class ApiState:
@@ -56,6 +60,8 @@ class ApiState:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.task = read_task(config)
+        self.reranker = RerankPrompts(tokenizer) if self.task.name == "rerank" else None
         self.client = client
         self.created_s = int(time.time())
         self.sampling_defaults = read_sampling_defaults(config)
@@ -96,11 +102,21 @@ class ApiState:
         """Raise if no request can be served any more."""
         self.client.raise_if_dead()
 
-    def admit(self, model: str | None) -> None:
-        """Raise if a request for ``model`` cannot be accepted now."""
+    def admit(self, model: str | None, tasks: tuple[Task, ...] = WRITING) -> None:
+        """Raise if a request for ``model`` cannot be accepted now.
+
+        Args:
+            tasks: the tasks of models that answer requests of this kind.
+        """
         if model is not None and model not in self.config.names:
             raise UnknownModelError(
                 f"the model {model[:200]!r} does not exist; this server has {self.config.name!r}",
+                "model",
+            )
+        if model is not None and self.task.name not in tasks:
+            raise WrongTaskError(
+                f"the model {model!r} has the task {self.task.name}; this endpoint needs a model "
+                f"of the task {' or '.join(tasks)}",
                 "model",
             )
         if self.is_draining:

@@ -97,7 +97,7 @@ def test_nobody_but_the_request_itself_ever_sees_its_nan(data: st.DataObject, de
             outputs = scheduler.update([worker.execute(in_flight.pop(0))])
             for delta in outputs:
                 tokens[delta.request_id] += delta.tokens
-            failed |= {request.request_id for request in outputs.failed}
+            failed |= {request.request_id for request, _ in outputs.failed}
 
     assert failed == poisoned
     assert all(tokens[name] == ([] if name in poisoned else expected[name]) for name in tokens)
@@ -123,7 +123,7 @@ def test_what_is_not_finite_twice_ends_the_request_and_its_blocks_are_cleaned() 
     result = StepResult(0, scheduler.step, 0, pack_ints([12, 0]), non_finite=pack_ints([1]))
     outputs = scheduler.update([result])
 
-    assert [request.request_id for request in outputs.failed] == ["bad"]
+    assert [request.request_id for request, _ in outputs.failed] == ["bad"]
     assert scheduler.stats()["non_finite"] == 1
     assert not any(scheduler.ranks[0].pool.is_stored(block_id) for block_id in (1, 2))
 

@@ -1,0 +1,1 @@
+"""Embeddings of texts, and the relevance of documents for a query."""

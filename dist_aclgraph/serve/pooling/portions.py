@@ -1,0 +1,47 @@
+"""Requests with many prompts and short answers: a portion of the prompts runs at a time.
+
+These requests have no journal. If the process that answers is lost, another process answers the
+request from its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
+from dist_aclgraph.serve.openai.reply import gather
+from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.resume.journal import Chance, Journal
+
+# Number of prompts that run or wait on engines at once, so that one request leaves room for others.
+PORTION = 64
+
+
+async def answer_prompts(
+    state: ApiState, request: Request, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[ChoicePiece]:
+    """Return the answer to each prompt, in order.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+        DistAclGraphError: a prompt failed; the other prompts are aborted.
+    """
+    chance = Chance.draw(seed=0)
+    pieces: list[ChoicePiece] = []
+    for start in range(0, len(prompts), PORTION):
+        part = prompts[start : start + PORTION]
+        # Later portions belong to an accepted request: they always get slots, and the limit of time
+        # begins with the first portion.
+        journal = Journal(chance, is_resumed=start > 0)
+        generation = Generation(state, part, [params] * len(part), 1, "", journal)
+        pieces += await gather(request, generation)
+    return pieces
+
+
+def usage_of(prompts: Sequence[list[int]]) -> dict[str, int]:
+    """Return the usage of a request that generates no text."""
+    num_tokens = sum(map(len, prompts))
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,0 +1,125 @@
+"""Relevance by a generative model: the prompt of Qwen3-Reranker, and the score in its answer.
+
+The model answers whether a document meets a query, by one token: yes or no. The score is the
+probability of yes, if the model may answer only these two tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import llguidance
+
+from dist_aclgraph.errors import InvalidParameterError, UnsupportedModelError
+from dist_aclgraph.sampling import SamplingParams, Structure
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+# The model was trained with exactly these texts.
+HEAD = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+BODY = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+class RerankPrompts:
+    """Makes prompts of pairs of a query and a document, and reads scores from the answers.
+
+    Attributes:
+        params: parameters of a request whose answer ``score`` reads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Find the tokens of the answers.
+
+        Raises:
+            UnsupportedModelError: the tokenizer has no token for an answer.
+        """
+        self._tokenizer = tokenizer
+        self._yes, self._no = answer_tokens(tokenizer)
+        self._head = tokenizer.encode(HEAD, add_special_tokens=False)
+        self._tail = tokenizer.encode(TAIL, add_special_tokens=False)
+        self.params = choice_params(self._yes, self._no)
+
+    def encode(
+        self, query: str, document: str, instruction: str | None = None, *, max_tokens: int
+    ) -> list[int]:
+        """Return the prompt of a pair.
+
+        Args:
+            instruction: the task for which the document is to be relevant; None means a web search.
+            max_tokens: largest number of tokens of the text between the prompt's fixed parts.
+
+        Raises:
+            RequestTooLongError: the text is longer.
+        """
+        text = BODY.format(
+            instruction=INSTRUCTION if instruction is None else instruction,
+            query=query,
+            document=document,
+        )
+        body = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        return [*self._head, *body, *self._tail]
+
+    def score(self, logprobs: Mapping[int, float]) -> float:
+        """Return the probability of yes.
+
+        Args:
+            logprobs: the log-probabilities at the answer's only token, by token id.
+        """
+        yes, no = logprobs[self._yes], logprobs[self._no]
+        return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+
+
+def choice_params(first: int, second: int) -> SamplingParams:
+    """Return parameters of a request that answers one of two tokens, and reports both.
+
+    Unlike ``allowed_token_ids``, a grammar changes the reported log-probabilities: they are those
+    of the allowed tokens.
+    """
+    grammar = f"start: <[{first}]> | <[{second}]>"
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        logprobs=2,
+        structure=Structure(grammar=llguidance.LLMatcher.grammar_from_lark(grammar)),
+        ignore_eos=True,
+    )
+
+
+def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of queries and documents.
+
+    One query is paired with every document; several queries are paired one by one.
+
+    Raises:
+        InvalidParameterError: the lists have different lengths.
+    """
+    if len(queries) == 1:
+        queries = [*queries] * len(documents)
+    if len(queries) != len(documents):
+        raise InvalidParameterError(
+            f"there are {len(queries)} queries and {len(documents)} documents; give one query, or "
+            "as many queries as documents",
+            "text_1",
+        )
+    return list(zip(queries, documents, strict=True))
+
+
+def answer_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the tokens of yes and of no. No thread is started.
+
+    Raises:
+        UnsupportedModelError: the vocabulary has no token for an answer.
+    """
+    yes, no = (tokenizer.token(answer) for answer in ("yes", "no"))
+    if yes is None or no is None:
+        raise UnsupportedModelError(
+            f"task is rerank, but {'yes' if yes is None else 'no'!r} is no token of this model; "
+            "it must be one, as in Qwen3-Reranker"
+        )
+    return yes, no
