@@ -7,7 +7,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-SHIPPED = ("configs", "models/tiny-qwen3", "models/tiny-deepseek", "emulator")
+SHIPPED = ("configs", "models/tiny-qwen3", "models/tiny-deepseek", "models/tiny-agent", "emulator")
 LEFT_OUT = shutil.ignore_patterns("build", "build-*", "__pycache__", ".*")
 
 

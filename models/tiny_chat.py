@@ -192,7 +192,9 @@ def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def save_tokenizer(tokenizer: tokenizers.Tokenizer, out: Path) -> None:
+def save_tokenizer(
+    tokenizer: tokenizers.Tokenizer, out: Path, chat_template: str = CHAT_TEMPLATE
+) -> None:
     tokenizer.save(str(out / "tokenizer.json"))
     special = {
         "eos_token": "<|im_end|>",
@@ -203,7 +205,7 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer, out: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 2048,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
         **special,
     }
     generation = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False}
