@@ -21,6 +21,7 @@ from dist_aclgraph.text import grammar_process, template_process
 from dist_aclgraph.text.grammars import PARSER_LIMITS, Vocabulary, vocabulary_of
 from dist_aclgraph.text.tokenizer import Tokenizer
 
+NAMES_OF_KINDS = {"json": "the JSON schema", "regex": "the regular expression", "lark": "a schema"}
 MAX_PROCESSES = 2
 MAX_KEPT = 1024  # results that are kept
 WAIT_S = 30.0  # for an answer of the process, which first prepares its vocabulary
@@ -79,9 +80,8 @@ class GrammarCompiler:
                     self._known.popitem(last=False)
         if "error" in reply:
             name = param or "structured_outputs"
-            raise InvalidParameterError(
-                f"{name}: the {source.kind} cannot be used: {reply['error']}", name
-            )
+            what = NAMES_OF_KINDS.get(source.kind, source.kind)
+            raise InvalidParameterError(f"{name}: {what} cannot be used: {reply['error']}", name)
         return reply["grammar"]
 
     def close(self) -> None:

@@ -113,6 +113,20 @@ def test_calls_that_are_required_are_a_grammar(tooled, choice):
     assert reply.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
 
 
+def test_required_calls_follow_their_schema_where_it_can_be_used(tooled):
+    odd = {"type": "object", "properties": {"n": {"not": {"type": "string"}}}}
+    parts = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 7}}}
+    for schema, part in ((parts, '"maxLength": 7'), (odd, '{"type": "object"')):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        ask(tooled, tools=[tool], tool_choice="required", max_tokens=1)
+        assert part in structure_of(tooled).grammar
+
+    strict = {"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}
+    body = {"model": MODEL, "messages": HI, "tools": [strict], "tool_choice": "required"}
+    error = assert_error(tooled.http.post("/v1/chat/completions", json=body), 400)
+    assert "not" in error["message"]
+
+
 def test_tools_and_a_form_are_alternatives(tooled):
     ask(tooled, tools=[WEATHER], response_format=FORMAT, max_tokens=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,30 +113,12 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         wanted, most = None, wanted or most
     max_tokens = state.fit(len(prompt_ids), wanted, most, asked.limit_param)
     thinking = _find_thinking(state, prompt_ids, asked.options)
-    form = asked.params.structured_outputs
-    if tools is None:
-        form = answers.structured(form, None)
-    else:
-        form = answers.structured(
-            form,
-            tools.schemas,
-            tools.strict,
-            is_required=tools.mode == "required",
-            is_parallel=tools.max_calls is None,
-        )
-    params = replace(asked.params, max_tokens=max_tokens, structured_outputs=form)
-    is_asked = asked.params.structured_outputs is not None
-    found = await state.params_with_token_ids(
-        [params],
-        thinking,
-        salt=asked.cache_salt,
-        param=asked.form_param if is_asked else "tools",
-    )
+    params = await _with_form(state, asked, replace(asked.params, max_tokens=max_tokens), thinking)
     journal = state.open_journal(scope)
     generation = Generation(
         state,
         [prompt_ids],
-        found,
+        [params],
         asked.num_choices,
         asked.cache_salt,
         journal,
@@ -143,6 +126,42 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         max_calls=None if tools is None else tools.max_calls,
     )
     return OpenConversation(prompt_ids, generation, journal.chance)
+
+
+async def _with_form(
+    state: ApiState, asked: Conversation, params: SamplingParams, thinking: Thinking | None
+) -> SamplingParams:
+    """Return parameters with the grammar of the answer.
+
+    Calls that are required follow the schemas of their tools. If the schema of a tool that is not
+    strict cannot be used, its arguments may be any object.
+
+    Raises:
+        InvalidParameterError: a form, or the schema of a strict tool, cannot be used.
+    """
+    tools = asked.tools
+    is_asked = params.structured_outputs is not None
+    param = asked.form_param if is_asked else "tools"
+
+    async def compiled(checked: frozenset[str]) -> SamplingParams:
+        form = state.answers.structured(
+            params.structured_outputs,
+            None if tools is None else tools.schemas,
+            checked,
+            is_required=tools is not None and tools.mode == "required",
+            is_parallel=tools is None or tools.max_calls is None,
+        )
+        wanted = replace(params, structured_outputs=form)
+        (found,) = await state.params_with_token_ids(
+            [wanted], thinking, salt=asked.cache_salt, param=param
+        )
+        return found
+
+    strict = frozenset() if tools is None else tools.strict
+    if tools is not None and tools.mode == "required" and strict != tools.schemas.keys():
+        with contextlib.suppress(InvalidParameterError):
+            return await compiled(frozenset(tools.schemas))
+    return await compiled(strict)
 
 
 def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions) -> Thinking | None:
