@@ -1,0 +1,94 @@
+"""Tools and answers of a form, by langchain-openai, litellm and the openai client."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.clients.conftest import ROOT, run_python, serving
+
+SHARED = """
+import json, os
+from pydantic import BaseModel
+API, MODEL = os.environ["API"], "tiny-agent"
+ASK, WEATHER = "Give me a person as JSON: Ida, 40 years old.", "What is the weather in Tokyo?"
+class Person(BaseModel):
+    name: str
+    age: int
+"""
+LANGCHAIN = (
+    SHARED
+    + """
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+@tool
+def get_weather(city: str) -> str:
+    "The weather of a city"
+    return "sunny"
+chat = ChatOpenAI(model=MODEL, base_url=API, api_key="none", temperature=0)
+tooled = chat.bind_tools([get_weather])
+first, *rest = tooled.stream(WEATHER)
+streamed = sum(rest, start=first)
+def form(method):
+    return chat.with_structured_output(Person, method=method).invoke(ASK).model_dump()
+print(json.dumps({
+    "calls": [(c["name"], c["args"]) for c in tooled.invoke(WEATHER).tool_calls],
+    "streamed": [(c["name"], c["args"]) for c in streamed.tool_calls],
+    "schema": form("json_schema"),
+    "mode": form("json_mode"),
+    "function": sorted(form("function_calling")),
+}))
+"""
+)
+LITELLM = (
+    SHARED
+    + """
+import litellm
+shared = dict(model="openai/" + MODEL, api_base=API, api_key="none", temperature=0)
+parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+def ask(text, **more):
+    messages = [{"role": "user", "content": text}]
+    return litellm.completion(messages=messages, **shared, **more).choices[0].message
+call = ask(WEATHER, tools=tools).tool_calls[0].function
+person = ask(ASK, response_format=Person).content
+print(json.dumps({"call": [call.name, call.arguments], "person": json.loads(person)}))
+"""
+)
+OPENAI = (
+    SHARED
+    + """
+import openai
+client = openai.OpenAI(base_url=API, api_key="none", max_retries=0)
+messages = [{"role": "user", "content": ASK}]
+chat = client.chat.completions.parse(
+    model=MODEL, temperature=0, messages=messages, response_format=Person)
+answer = client.responses.parse(model=MODEL, temperature=0, input=ASK, text_format=Person)
+print(json.dumps([chat.choices[0].message.parsed.model_dump(), answer.output_parsed.model_dump()]))
+"""
+)
+IDA = {"name": "Ida", "age": 40}
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
+    keys = f"model={ROOT / 'models' / 'tiny-agent'}", "served_model_name=tiny-agent"
+    with serving(tmp_path_factory.mktemp("agent"), *keys) as service:
+        yield service
+
+
+def test_langchain_binds_tools_and_gets_objects(agent):
+    found = run_python("langchain_openai", LANGCHAIN, API=agent.api)
+
+    assert found["calls"] == found["streamed"] == [["get_weather", {"city": "Tokyo"}]]
+    assert found["schema"] == found["mode"] == IDA
+    assert found["function"] == ["age", "name"]  # the model has not learned this tool
+
+
+def test_litellm_passes_tools_and_schemas(agent):
+    found = run_python("litellm", LITELLM, API=agent.api)
+
+    assert found == {"call": ["get_weather", '{"city": "Tokyo"}'], "person": IDA}
+
+
+def test_openai_parses(agent):
+    assert run_python("openai", OPENAI, API=agent.api) == [IDA, IDA]
