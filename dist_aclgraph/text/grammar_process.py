@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import llguidance
 import llguidance.numpy
+import numpy as np
 
 from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.text.template_process import packed, receive
@@ -41,6 +42,8 @@ def make_grammar(source: dict[str, Any]) -> str:
     kind, text = source["kind"], source["text"]
     if kind == "json":
         schema = json.loads(text)
+        if schema is False:
+            raise ValueError("no value matches the schema false")
         schema = {} if schema is True else schema
         options: Any = {**source["json_options"], "coerce_one_of": is_any_of(schema)}
         if not options["coerce_one_of"]:
@@ -67,16 +70,25 @@ def compile_source(
     try:
         grammar = make_grammar(source)
     except Exception as e:  # the library raises ValueError, and others for odd sources
-        return {"error": f"{e!s:.{MAX_ERROR_CHARS}}".partition("\n")[0]}
+        return {"error": _reason(str(e))}
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        # The first mask may take longer than compiling.
+        # The first token may take longer than compiling.
         words = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
         llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if len(allowed) and not matcher.is_error():
+            matcher.try_consume_tokens([int(allowed[0])])
         if not matcher.is_error():
             return {"grammar": grammar}
-    lines = [line for line in matcher.get_error().splitlines() if line.strip()]
-    return {"error": f"{(lines or ['it cannot be compiled'])[0]:.{MAX_ERROR_CHARS}}"}
+    return {"error": _reason(matcher.get_error())}
+
+
+def _reason(message: str) -> str:
+    """Return the line of a message that says why; errors of patterns say it in their last line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return f"{(said or lines or ['it cannot be compiled'])[0]:.{MAX_ERROR_CHARS}}"
 
 
 def _compile_in_fork(
