@@ -53,6 +53,10 @@ class Lark:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
+    def part(self, name: str) -> None:
+        """Say what the rules that follow are for; errors in them name it."""
+        self._rules.append(f"// {name}")
+
     def json(self, schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
         """Return an expression for JSON that matches a schema.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -28,6 +29,7 @@ from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.text.template_process import packed, receive
 
 MAX_ERROR_CHARS = 500
+_LINE = re.compile(r"(?:at )?(\d+)\(\d+\): ")  # where an error is
 
 
 def make_grammar(source: dict[str, Any]) -> str:
@@ -81,13 +83,25 @@ def compile_source(
             matcher.try_consume_tokens([int(allowed[0])])
         if not matcher.is_error():
             return {"grammar": grammar}
-    return {"error": _reason(matcher.get_error())}
+    return {"error": _part_of(source, matcher.get_error()) + _reason(matcher.get_error())}
+
+
+def _part_of(source: dict[str, Any], message: str) -> str:
+    """Return which part of a grammar of tools an error is in; empty if that is not known."""
+    found = _LINE.match(message)
+    if source["kind"] != "lark" or found is None:
+        return ""
+    before = source["text"].split("\n")[: int(found.group(1))]
+    parts = [line.removeprefix("// ") for line in before if line.startswith("// ")]
+    return f"{parts[-1]}: " if parts else ""
 
 
 def _reason(message: str) -> str:
     """Return the line of a message that says why; errors of patterns say it in their last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if not said and lines:
+        lines = [_LINE.sub("", lines[0]).removeprefix("failed to compile JSON schema: ")]
     return f"{(said or lines or ['it cannot be compiled'])[0]:.{MAX_ERROR_CHARS}}"
 
 

@@ -82,8 +82,9 @@ class GrammarCompiler:
                 self._keep(key, reply)
         if "error" in reply:
             name = param or "structured_outputs"
+            kind = "form of the answer" if source.kind == "lark" else source.kind
             raise InvalidParameterError(
-                f"{name}: the {source.kind} cannot be used: {reply['error']}", name
+                f"{name}: the {kind} cannot be used: {reply['error']}", name
             )
         return reply["grammar"]
 

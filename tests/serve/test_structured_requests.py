@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -66,10 +67,15 @@ def test_text_has_no_grammar(service):
 
 def test_completions_take_forms_too(service):
     service.openai.completions.create(
-        model=MODEL, prompt="a", max_tokens=2, extra_body={"guided_regex": "[0-9]+"}
+        model=MODEL,
+        prompt="a",
+        max_tokens=2,
+        extra_body={"guided_regex": "[0-9]+", "cache_salt": "mine"},
     )
 
-    assert "[0-9]+" in structure_of(service).grammar
+    found = structure_of(service)
+    assert "[0-9]+" in found.grammar
+    assert found.salt == "mine"
 
 
 @pytest.mark.parametrize(
@@ -163,8 +169,7 @@ def test_a_choice_may_have_thousands_of_texts(service):
 def test_a_process_that_died_is_replaced(service):
     ask(service, extra_body={"guided_regex": "first"})
     for process in service.state.grammars._idle:
-        process._process.kill()
-        process._process.wait()
+        process._socket.shutdown(socket.SHUT_RDWR)
 
     ask(service, extra_body={"guided_regex": "second"})
 
@@ -198,3 +203,15 @@ def test_grammars_are_kept_up_to_a_number_of_characters(service, monkeypatch):
     compiler.close()
 
     assert [compiler.knows(source) for source in sources] == [True, False, True]
+
+
+def test_an_error_names_the_tool_that_has_it(tooled):
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
+        for name, parameters in (("good", {"type": "object"}), ("bad", {"not": {}}), ("last", {}))
+    ]
+    body = {"model": MODEL, "messages": HI, "tools": tools}
+
+    error = assert_error(tooled.http.post("/v1/chat/completions", json=body), 400)
+
+    assert error["message"].startswith("tools: the form of the answer cannot be used: the tool bad")
