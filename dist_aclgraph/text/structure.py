@@ -101,8 +101,9 @@ class GrammarCompiler:
         with self._permits:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
-            reply = None if process is None else self._try(process, source)
-            if process is None or reply is None:
+            process = process or self._start()
+            reply = self._try(process, source)
+            if reply is None:
                 process = self._start()
                 reply = self._try(process, source)
             if reply is None:
