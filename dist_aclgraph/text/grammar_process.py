@@ -47,6 +47,7 @@ def make_grammar(source: dict[str, Any]) -> str:
         if schema is False:
             raise ValueError("no value matches the schema false")
         schema = {} if schema is True else schema
+        schema.pop("x-guidance", None)  # how the library reads the schema; not for clients
         options: Any = {**source["json_options"], "coerce_one_of": is_any_of(schema)}
         if not options["coerce_one_of"]:
             raise ValueError(

@@ -94,6 +94,7 @@ def test_completions_take_forms_too(service):
         ({"guided_regex": "a" * 70_000}, "65536"),
         ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "takes more than 1 s"),
         ({"structured_outputs": {"json": False}}, "no value matches"),
+        ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
         ({"guided_json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
         ({"guided_choice": ["".join(each) for each in product(LETTERS, repeat=3)]}, "items"),
         ({"thinking_tokens": -1}, "thinking_tokens"),
