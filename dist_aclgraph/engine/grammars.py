@@ -14,7 +14,9 @@ import llguidance
 
 from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
 
-MAX_COMPILED = 64  # compiled grammars that are kept for further requests
+# Of compiled grammars that are kept for further requests; measured, they need up to 500 times as
+# many bytes.
+MAX_KEPT_CHARS = 1 << 19
 
 
 class Grammars:
@@ -30,6 +32,7 @@ class Grammars:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+        self._num_chars = 0  # of the grammars in ``_compiled``
 
     def compile(self, grammar: str, salt: str) -> Future[llguidance.LLMatcher]:
         """Begin to compile a grammar; the matcher may be in an error.
@@ -49,6 +52,8 @@ class Grammars:
             self._compiled[key] = llguidance.LLMatcher(
                 self._tokenizer, grammar, log_level=0, limits=make_limits()
             )
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._num_chars += len(grammar)
+            while self._num_chars > MAX_KEPT_CHARS and len(self._compiled) > 1:
+                (_, oldest), _ = self._compiled.popitem(last=False)
+                self._num_chars -= len(oldest)
         return self._compiled[key].deep_copy()

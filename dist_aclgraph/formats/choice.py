@@ -99,10 +99,12 @@ class AnswerFormat:
         may_check = begins and not self.has_channels and any(name in strict for name in tools)
         if form is None and not is_required and not may_check:
             return None
-        each = [
-            module.lark_call(lark, name, (schema or ANY_OBJECT) if name in strict else ANY_OBJECT)
-            for name, schema in tools.items()
-        ]
+        each = []
+        for name, schema in tools.items():
+            lark.part(f"the tool {name}")
+            kept = (schema or ANY_OBJECT) if name in strict else ANY_OBJECT
+            each.append(module.lark_call(lark, name, kept))
+        lark.part("the content")
         calls = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
         if is_required:
             start = calls

@@ -20,7 +20,7 @@ from dist_aclgraph.formats.tools import Tools
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:/-]+)")
 
 
 def fits(template: str) -> bool:

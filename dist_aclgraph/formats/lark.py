@@ -19,6 +19,7 @@ from dist_aclgraph.sampling import StructuredOutputs
 ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY_TEXT = r"/(.|\n)*/"
+_ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)  # an escaped character, "/", a line's end
 
 
 class Lark:
@@ -52,6 +53,10 @@ class Lark:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
+    def part(self, name: str) -> None:
+        """Say what the rules that follow are for; errors in them name it."""
+        self._rules.append(f"// {name}")
+
     def json(self, schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
         """Return an expression for JSON that matches a schema.
 
@@ -66,14 +71,14 @@ class Lark:
         """Return an expression for a text that has a form.
 
         Raises:
-            InvalidParameterError: the form is itself a grammar.
+            InvalidParameterError: the form is itself a grammar, or is no regular expression.
         """
         if form.kind == "json":
             return self.json(json.loads(form.text), form.json_options)
         if form.kind == "choice":
             return choice_of([_quoted(text) for text in form.choice or ()])
         if form.kind == "regex":
-            return f"/{_escaped(form.text)}/"
+            return f"/{_escaped(form.text)}/" if form.text else _quoted("")
         raise InvalidParameterError(
             "a grammar cannot be joined with tools, or with this model's reasoning; use a JSON "
             "schema, a regex or a choice",
@@ -148,8 +153,18 @@ def _pattern_of(schema: Mapping[str, Any]) -> str:
 
 
 def _escaped(pattern: str) -> str:
-    """Return a regular expression that can stand between slashes."""
-    return re.sub(r"(?<!\\)/", r"\/", pattern)
+    """Return a regular expression that can stand between slashes, on one line."""
+
+    def write(found: re.Match[str]) -> str:
+        sign = found.group()
+        if sign == "\\":
+            raise InvalidParameterError(
+                "structured_outputs: a regular expression ends with a backslash",
+                "structured_outputs",
+            )
+        return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(sign, sign)
+
+    return _ESCAPED.sub(write, pattern)
 
 
 def _quoted(text: str) -> str:

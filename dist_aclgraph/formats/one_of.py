@@ -33,35 +33,48 @@ def _one_ofs(part: Any) -> Iterator[Any]:
             stack += part
 
 
+class _Branch:
+    """What tells a branch from others.
+
+    Attributes:
+        types: names of the types that the branch allows; empty if it does not say.
+        values: the only values that it allows; None if it does not list them.
+        tags: the only values of required properties, by name.
+    """
+
+    def __init__(self, schema: Any, root: Any) -> None:
+        schema = resolve(schema, root)
+        self.types = types_of(schema, root)
+        self.values = _values(schema)
+        found = {
+            name: _values(resolve(_property(schema, name), root)) for name in _required(schema)
+        }
+        self.tags = {name: values for name, values in found.items() if values is not None}
+
+    def excludes(self, other: _Branch) -> bool:
+        """Return whether no value matches both branches."""
+        if not self.types or not other.types:
+            return False
+        kinds, others = self.types, other.types
+        if "number" in kinds | others:
+            kinds, others = (
+                each | {"number"} if "integer" in each else each for each in (kinds, others)
+            )
+        if not kinds & others:
+            return True
+        if self.values is not None and other.values is not None:
+            return not self.values & other.values
+        return kinds == others == {"object"} and any(
+            not self.tags[name] & other.tags[name] for name in self.tags.keys() & other.tags.keys()
+        )
+
+
 def _excludes(branches: Any, root: Any) -> bool:
     """Return whether no value matches two of the branches."""
     if not isinstance(branches, list) or len(branches) > MAX_BRANCHES:
         return False
-    found = [resolve(branch, root) for branch in branches]
-    return all(_are_disjoint(one, other, root) for one, other in combinations(found, 2))
-
-
-def _are_disjoint(one: Any, other: Any, root: Any) -> bool:
-    kinds, others = types_of(one, root), types_of(other, root)
-    if not kinds or not others:
-        return False
-    if "number" in kinds | others:
-        kinds, others = (
-            each | {"number"} if "integer" in each else each for each in (kinds, others)
-        )
-    if not kinds & others:
-        return True
-    mine, theirs = _values(one), _values(other)
-    if mine is not None and theirs is not None:
-        return not mine & theirs
-    if kinds == others == {"object"}:
-        shared = set(_required(one)) & set(_required(other))
-        for name in shared:
-            mine = _values(resolve(_property(one, name), root))
-            theirs = _values(resolve(_property(other, name), root))
-            if mine is not None and theirs is not None and not mine & theirs:
-                return True
-    return False
+    found = [_Branch(branch, root) for branch in branches]
+    return all(one.excludes(other) for one, other in combinations(found, 2))
 
 
 def _values(schema: Any) -> set[str] | None:
@@ -75,9 +88,18 @@ def _values(schema: Any) -> set[str] | None:
 
 
 def _canonical(value: Any) -> str:
+    return json.dumps(_with_integers(value), sort_keys=True)
+
+
+def _with_integers(value: Any) -> Any:
+    """Return a value whose numbers without a fraction are integers, because 1.0 equals 1."""
     if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _with_integers(each) for key, each in value.items()}
+    return value
 
 
 def _required(schema: Any) -> list[str]:

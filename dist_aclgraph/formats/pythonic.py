@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dist_aclgraph.formats.lark import Lark, properties_of
-from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
+from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 from dist_aclgraph.formats.tools import Tools
 
 TAGS = ("<|python_start|>", "<|python_end|>")
@@ -125,7 +125,7 @@ def _as_json(text: str) -> str:
     stripped = text.strip()
     try:
         value = ast.literal_eval(words.get(stripped, stripped))
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return with_pairs(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return json.dumps(stripped, ensure_ascii=False)
 

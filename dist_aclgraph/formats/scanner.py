@@ -62,8 +62,8 @@ class Scanner:
         self._kept: int | None = None  # where the text begins that ``give_back`` returns
         self.is_closed = False
         self._events: list[Event] = []
-        self._space = ""  # white space of content, held back
-        self._newlines = ""  # at the end of reasoning, held back
+        self._space: list[str] = []  # white space of content, held back
+        self._newlines: list[str] = []  # at the end of reasoning, held back
         self._is_after_reasoning = False
         self._has_content = False
         self.in_thought = False
@@ -282,7 +282,7 @@ class Scanner:
             value = json.loads(text, strict=False)
         except ValueError:
             return None
-        return str(value)
+        return with_pairs(str(value))
 
     # ---- events
 
@@ -293,9 +293,12 @@ class Scanner:
                 return
             self._is_after_reasoning = False
         if self._holds_space:
-            text = self._space + text
             kept = text.rstrip()
-            self._space, text = text[len(kept) :], kept
+            if not kept:
+                self._space.append(text)
+                return
+            space, self._space = "".join(self._space), [text[len(kept) :]]
+            text = space + kept
             if self.num_calls and not self._has_content:
                 text = text.lstrip()
         if text:
@@ -303,11 +306,12 @@ class Scanner:
             self._events.append(Content(self.shown(text)))
 
     def reasoning(self, text: str) -> None:
-        text = self._newlines + text
         kept = text.rstrip("\n")
-        self._newlines = text[len(kept) :]
-        if kept:
-            self._events.append(Reasoning(self.shown(kept)))
+        if not kept:
+            self._newlines.append(text)
+            return
+        newlines, self._newlines = "".join(self._newlines), [text[len(kept) :]]
+        self._events.append(Reasoning(self.shown(newlines + kept)))
 
     def begin_reasoning(self) -> Scan[None]:
         """Skip the newlines with which reasoning begins."""
@@ -317,12 +321,12 @@ class Scanner:
 
     def end_reasoning(self) -> None:
         """Leave out newlines between reasoning and content, which templates add again."""
-        self._newlines = ""
+        self._newlines = []
         self._is_after_reasoning = True
         self.in_thought = False
 
     def begin_call(self, name: str, call_id: str = "") -> None:
-        self._space = ""
+        self._space = []
         self._is_after_reasoning = False
         self._events.append(CallBegin(self.num_calls, self.shown(name), self.shown(call_id)))
         self.num_calls += 1
@@ -338,11 +342,11 @@ class Scanner:
         """Emit what was held back, because the answer has ended. White space after a call is left
         out.
         """
-        if self._newlines:
-            self._events.append(Reasoning(self._newlines))
-        if self._space and not self.num_calls:
-            self._events.append(Content(self._space))
-        self._newlines = self._space = ""
+        if newlines := "".join(self._newlines):
+            self._events.append(Reasoning(newlines))
+        if (space := "".join(self._space)) and not self.num_calls:
+            self._events.append(Content(space))
+        self._newlines, self._space = [], []
 
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -393,6 +397,15 @@ class Reader:
             raise AssertionError("a format must not wait for text after the end of the answer")
         self._scanner.finish()
         return self._scanner.take_events()
+
+
+def with_pairs(text: str) -> str:
+    """Return a text whose surrogates are joined in pairs. A surrogate without the other half, which
+    UTF-8 cannot encode, becomes a replacement character.
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 @lru_cache(maxsize=256)

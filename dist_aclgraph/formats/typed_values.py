@@ -112,12 +112,30 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
+def types_of(schema: Any, root: Any) -> set[str]:
     """Return the names of the types that a schema allows; empty if it does not say."""
+    return _types(schema, root, {}, 0) or set()
+
+
+def _types(
+    schema: Any, root: Any, known: dict[str, set[str] | None], depth: int
+) -> set[str] | None:
+    """Return the names of the types that a schema allows; None if it does not say.
+
+    Args:
+        known: results by reference. Each reference is followed once, because the number of paths
+            through a schema may be exponential.
+    """
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return set()
-    if "$ref" in schema:
-        return types_of(resolve(schema, root), root, depth + 1)
+        return None
+    reference = schema.get("$ref")
+    if reference is not None:
+        if not isinstance(reference, str):
+            return None
+        if reference not in known:
+            known[reference] = set()  # within its own target, a reference adds no type
+            known[reference] = _types(resolve(schema, root), root, known, depth + 1)
+        return known[reference]
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -129,8 +147,11 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
         return {_type_of(schema["const"])}
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(key), list):
-            return {name for part in parts for name in types_of(part, root, depth + 1)}
-    return set()
+            found = [_types(part, root, known, depth + 1) for part in parts]
+            said = [types for types in found if types is not None]
+            is_said = bool(said) if key == "allOf" else len(said) == len(found)
+            return set().union(*said) if is_said else None
+    return None
 
 
 def resolve(schema: Any, root: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -22,11 +23,13 @@ if __name__ == "__main__":
 
 import llguidance
 import llguidance.numpy
+import numpy as np
 
 from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.text.template_process import packed, receive
 
 MAX_ERROR_CHARS = 500
+_LINE = re.compile(r"(?:at )?(\d+)\(\d+\): ")  # where an error is
 
 
 def make_grammar(source: dict[str, Any]) -> str:
@@ -41,7 +44,10 @@ def make_grammar(source: dict[str, Any]) -> str:
     kind, text = source["kind"], source["text"]
     if kind == "json":
         schema = json.loads(text)
+        if schema is False:
+            raise ValueError("no value matches the schema false")
         schema = {} if schema is True else schema
+        schema.pop("x-guidance", None)  # how the library reads the schema; not for clients
         options: Any = {**source["json_options"], "coerce_one_of": is_any_of(schema)}
         if not options["coerce_one_of"]:
             raise ValueError(
@@ -67,16 +73,37 @@ def compile_source(
     try:
         grammar = make_grammar(source)
     except Exception as e:  # the library raises ValueError, and others for odd sources
-        return {"error": f"{e!s:.{MAX_ERROR_CHARS}}".partition("\n")[0]}
+        return {"error": _reason(str(e))}
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        # The first mask may take longer than compiling.
+        # The first token may take longer than compiling.
         words = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
         llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if len(allowed) and not matcher.is_error():
+            matcher.try_consume_tokens([int(allowed[0])])
         if not matcher.is_error():
             return {"grammar": grammar}
-    lines = [line for line in matcher.get_error().splitlines() if line.strip()]
-    return {"error": f"{(lines or ['it cannot be compiled'])[0]:.{MAX_ERROR_CHARS}}"}
+    return {"error": _part_of(source, matcher.get_error()) + _reason(matcher.get_error())}
+
+
+def _part_of(source: dict[str, Any], message: str) -> str:
+    """Return which part of a grammar of tools an error is in; empty if that is not known."""
+    found = _LINE.match(message)
+    if source["kind"] != "lark" or found is None:
+        return ""
+    before = source["text"].split("\n")[: int(found.group(1))]
+    parts = [line.removeprefix("// ") for line in before if line.startswith("// ")]
+    return f"{parts[-1]}: " if parts else ""
+
+
+def _reason(message: str) -> str:
+    """Return the line of a message that says why; errors of patterns say it in their last line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if not said and lines:
+        lines = [_LINE.sub("", lines[0]).removeprefix("failed to compile JSON schema: ")]
+    return f"{(said or lines or ['it cannot be compiled'])[0]:.{MAX_ERROR_CHARS}}"
 
 
 def _compile_in_fork(

@@ -10,21 +10,22 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import llguidance
 import numpy as np
 
-from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.errors import EngineUnavailableError, InvalidParameterError
 from dist_aclgraph.sampling import SamplingParams, Structure, StructuredOutputs
 from dist_aclgraph.text import grammar_process, template_process
 from dist_aclgraph.text.grammars import PARSER_LIMITS, Vocabulary, vocabulary_of
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-NAMES_OF_KINDS = {"json": "the JSON schema", "regex": "the regular expression", "lark": "a schema"}
+NAMES_OF_KINDS = {"json": "the JSON schema", "regex": "the regex", "lark": "the form of the answer"}
 MAX_PROCESSES = 2
-MAX_KEPT = 1024  # results that are kept
+MAX_KEPT_CHARS = 1 << 24  # of sources and their grammars that are kept
 WAIT_S = 30.0  # for an answer of the process, which first prepares its vocabulary
+_Key: TypeAlias = tuple[str, str, str, str]  # salt, kind, text, options
 BOUNDS = {"cpu_s": 1, "memory_bytes": 1 << 30}
 
 
@@ -51,7 +52,8 @@ class GrammarCompiler:
         self._permits = threading.BoundedSemaphore(MAX_PROCESSES)
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
-        self._known: OrderedDict[tuple[str, str, str, str | None], dict[str, str]] = OrderedDict()
+        self._known: OrderedDict[_Key, dict[str, str]] = OrderedDict()
+        self._num_chars = 0  # of ``_known``
 
     def compile(self, source: StructuredOutputs, salt: str = "", param: str = "") -> str:
         """Return the grammar of a source.
@@ -62,27 +64,32 @@ class GrammarCompiler:
 
         Raises:
             InvalidParameterError: the source is wrong, is not supported, or takes too long.
+            EngineUnavailableError: two processes in a row ended without an answer.
         """
         if not self._tokenizer.eos_ids or not self._tokenizer.has_text:
             raise InvalidParameterError(
                 "structured outputs need a model with a tokenizer.json and an end token", param
             )
-        key = (salt, source.kind, source.text, str(source.json_options))
+        key = _key_of(source, salt)
         with self._lock:
             reply = self._known.get(key)
+            if reply is not None:
+                self._known.move_to_end(key)
         if reply is None:
             reply = self._ask(
                 {"kind": source.kind, "text": source.text, "json_options": source.json_options}
             )
             with self._lock:
-                self._known[key] = reply
-                if len(self._known) > MAX_KEPT:
-                    self._known.popitem(last=False)
+                self._keep(key, reply)
         if "error" in reply:
             name = param or "structured_outputs"
             what = NAMES_OF_KINDS.get(source.kind, source.kind)
             raise InvalidParameterError(f"{name}: {what} cannot be used: {reply['error']}", name)
         return reply["grammar"]
+
+    def knows(self, source: StructuredOutputs, salt: str = "") -> bool:
+        """Return whether ``compile`` has the result already."""
+        return _key_of(source, salt) in self._known
 
     def close(self) -> None:
         """End the processes."""
@@ -93,16 +100,36 @@ class GrammarCompiler:
         with self._permits:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
-            if process is None or not process.is_alive():
+            process = process or self._start()
+            reply = self._try(process, source)
+            if reply is None:
                 process = self._start()
-            try:
-                reply = process.ask(source)
-            except BaseException:
-                process.close()
-                raise
+                reply = self._try(process, source)
+            if reply is None:
+                raise EngineUnavailableError("the process that compiles grammars gave no answer")
             with self._lock:
                 self._idle.append(process)
         return reply
+
+    @staticmethod
+    def _try(process: _Process, source: Mapping[str, Any]) -> dict[str, str] | None:
+        """Return the process's answer; end the process, and return None, if it gives none."""
+        try:
+            return process.ask(source)
+        except (EOFError, OSError):
+            process.close()
+        except BaseException:
+            process.close()
+            raise
+        return None
+
+    def _keep(self, key: _Key, reply: dict[str, str]) -> None:
+        if key in self._known:
+            return
+        self._known[key] = reply
+        self._num_chars += _num_chars(key, reply)
+        while self._num_chars > MAX_KEPT_CHARS:
+            self._num_chars -= _num_chars(*self._known.popitem(last=False))
 
     def _start(self) -> _Process:
         with self._lock:
@@ -110,6 +137,14 @@ class GrammarCompiler:
                 self._vocabulary = vocabulary_of(self._tokenizer)
             found = self._vocabulary
         return _Process({**found._asdict(), "parser": PARSER_LIMITS, "bounds": BOUNDS})
+
+
+def _key_of(source: StructuredOutputs, salt: str) -> _Key:
+    return salt, source.kind, source.text, str(source.json_options)
+
+
+def _num_chars(key: _Key, reply: Mapping[str, str]) -> int:
+    return sum(map(len, (*key, *reply.values())))
 
 
 class _Process:
@@ -131,19 +166,15 @@ class _Process:
         self._first = template_process.packed(first)
 
     def ask(self, source: Mapping[str, Any]) -> dict[str, str]:
-        try:
-            self._socket.sendall(self._first + template_process.packed(source))
-            self._first = b""
-            reply: dict[str, str] = template_process.receive(self._incoming)
-        except (EOFError, OSError) as e:
-            raise InvalidParameterError(
-                f"the process that compiles grammars gave no answer ({e!r:.80}); try again",
-                "structured_outputs",
-            ) from None
-        return reply
+        """Return the answer of the process.
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+        Raises:
+            EOFError, OSError: the process gave no answer.
+        """
+        self._socket.sendall(self._first + template_process.packed(source))
+        self._first = b""
+        reply: dict[str, str] = template_process.receive(self._incoming)
+        return reply
 
     def close(self) -> None:
         self._incoming.close()

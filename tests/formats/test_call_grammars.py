@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.choice import FORMATS, AnswerFormat
 from dist_aclgraph.formats.events import Event
 from dist_aclgraph.sampling import StructuredOutputs
@@ -78,6 +79,9 @@ class Walk:
             assert matcher.consume_token(token)
             tokens.append(token)
         return None
+
+    def tokens(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def read(self, tokens: list[int]) -> Message:
         reader = self.form.reader(TOOLS, is_thinking=False)
@@ -162,3 +166,23 @@ def test_content_of_a_form_or_calls(name):
             assert message.calls or message.content in ("yes", "no")
             seen.add(bool(message.calls))
     assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [("a/b", "a/b"), (r"a\\/b", "a\\/b"), (r"a\/b", "a/b"), ("a\nb", "a\nb"), ("", "")],
+)
+def test_a_pattern_says_the_same_beside_calls(pattern, text):
+    walk = Walk("hermes")
+    form = walk.form.structured(StructuredOutputs(regex=pattern), TOOLS)
+    assert form is not None
+    matcher = walk.matcher(form)
+
+    assert matcher.consume_tokens([*walk.tokens(text), walk.end])
+
+
+def test_a_pattern_cannot_leave_its_place():
+    walk = Walk("hermes")
+
+    with pytest.raises(InvalidParameterError, match="backslash"):
+        walk.form.structured(StructuredOutputs(regex="a\\"), TOOLS)

@@ -259,3 +259,29 @@ def test_a_template_without_calls_has_no_format():
 
     assert form.name is None
     assert form.is_plain
+
+
+def test_half_a_surrogate_pair_becomes_a_character_that_can_be_sent():
+    halves = r"\ud83d\ude00 \ud83d"
+    marked = '<tool_call>{"name": "find", "arguments": "' + halves + '"}</tool_call>'
+
+    for name, text in (("hermes", marked), ("pythonic", f"[find(query='{halves}')]")):
+        ((_, arguments, _),) = read(make_format(name, has_tokens=False), text).calls
+        assert "\U0001f600 \ufffd" in arguments
+
+
+def test_long_texts_are_read_in_linear_time():
+    """Each of these would take minutes if the time grew with the square of the length."""
+    head = "<｜DSML｜function_calls>\n<｜DSML｜invoke" + "a" * 300_000
+
+    assert read(make_format("deepseek_v32", has_tokens=False), head, (50_000,)).content == head
+    blanks = " " * 4_000_000 + "x"
+    assert read(make_format("hermes", has_tokens=False), blanks, (50,)).content == blanks
+
+
+def test_every_character_of_a_name_is_read():
+    text = "<|channel|>commentary to=functions.a/b:c-d <|constrain|>json<|message|>{}<|call|>"
+
+    ((name, _, _),) = read(make_format("gpt_oss", has_tokens=False), text).calls
+
+    assert name == "a/b:c-d"

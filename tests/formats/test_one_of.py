@@ -40,9 +40,19 @@ def test_branches_that_exclude_each_other_are_alternatives(schema):
         of(kind("a"), {"type": "object"}),
         of({"type": "string", "minLength": 1}, {"type": "string", "maxLength": 2}),
         of({"$ref": "#/$defs/none"}, {"type": "string"}),
+        of({"anyOf": [{"type": "string"}, {}]}, {"type": "integer"}),
+        of({"const": [1]}, {"const": [1.0]}),
         {"oneOf": [True, True]},
         {"oneOf": {}},
     ],
 )
 def test_branches_that_may_both_match_are_not(schema):
     assert not is_any_of(schema)
+
+
+def test_the_time_does_not_grow_with_the_number_of_paths():
+    """The ingress reads schemas of tools itself, beside the streams of other requests."""
+    paths = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 999} for i in range(9)}
+    schema = of({"$ref": "#/$defs/a0"}, {"type": "string"}, **{"$defs": paths})
+
+    assert not is_any_of(schema)  # 999 ** 9 paths

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
+from dist_aclgraph.sampling import StructuredOutputs
+from dist_aclgraph.text import structure
 from tests.serve.conftest import until
 from tests.serve.test_errors import assert_error
 from tests.serve.test_tools import HI, WEATHER, ask
 from tests.serve.tooled import MODEL
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+LETTERS = "abcdefghijklmnopqrstu"  # 21 ** 3 texts of three letters
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 
@@ -60,10 +67,15 @@ def test_text_has_no_grammar(service):
 
 def test_completions_take_forms_too(service):
     service.openai.completions.create(
-        model=MODEL, prompt="a", max_tokens=2, extra_body={"guided_regex": "[0-9]+"}
+        model=MODEL,
+        prompt="a",
+        max_tokens=2,
+        extra_body={"guided_regex": "[0-9]+", "cache_salt": "mine"},
     )
 
-    assert "[0-9]+" in structure_of(service).grammar
+    found = structure_of(service)
+    assert "[0-9]+" in found.grammar
+    assert found.salt == "mine"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +93,10 @@ def test_completions_take_forms_too(service):
         ({"guided_regex": "(["}, "regex"),
         ({"guided_regex": "a" * 70_000}, "65536"),
         ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "takes more than 1 s"),
+        ({"structured_outputs": {"json": False}}, "no value matches"),
+        ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
+        ({"guided_json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
+        ({"guided_choice": ["".join(each) for each in product(LETTERS, repeat=3)]}, "items"),
         ({"thinking_tokens": -1}, "thinking_tokens"),
     ],
 )
@@ -157,3 +173,60 @@ def test_the_form_is_that_of_the_text_behind_the_reasoning(tooled, is_opened):
     assert found.think_begin == tokenizer.added_token("<think>")
     assert found.think_end == tokenizer.added_token("</think>")
     assert found.max_thought == 7
+
+
+def test_a_choice_may_have_thousands_of_texts(service):
+    ask(service, extra_body={"guided_choice": [f"t{i}" for i in range(5000)]})
+
+    assert '"t4999"' in structure_of(service).grammar
+
+
+def test_a_process_that_died_is_replaced(service):
+    ask(service, extra_body={"guided_regex": "first"})
+    for process in service.state.grammars._idle:
+        process._socket.shutdown(socket.SHUT_RDWR)
+
+    ask(service, extra_body={"guided_regex": "second"})
+
+    assert "second" in structure_of(service).grammar
+
+
+def test_requests_that_wait_for_a_grammar_take_no_threads_from_others(service):
+    """A request for plain text ends while more grammars wait than the event loop has threads."""
+    compiler, go = service.state.grammars, threading.Event()
+    compile_source = compiler.compile
+    compiler.compile = lambda *args: (go.wait(60), compile_source(*args))[1]
+    try:
+        with ThreadPoolExecutor(40) as threads:
+            fields = [{"guided_regex": f"a{i}"} for i in range(40)]
+            waiting = [threads.submit(ask, service, extra_body=each) for each in fields]
+            until(lambda: service.state._compiling._work_queue.qsize() >= 38)
+            ask(service, max_tokens=1)
+            assert not any(each.done() for each in waiting)
+            go.set()
+    finally:
+        go.set()
+        compiler.compile = compile_source
+
+
+def test_grammars_are_kept_up_to_a_number_of_characters(service, monkeypatch):
+    monkeypatch.setattr(structure, "MAX_KEPT_CHARS", 500)
+    compiler = structure.GrammarCompiler(service.state.tokenizer)
+    sources = [StructuredOutputs(regex=letter * 40) for letter in "abc"]
+    for source in (*sources[:2], sources[0], sources[2]):
+        compiler.compile(source)
+    compiler.close()
+
+    assert [compiler.knows(source) for source in sources] == [True, False, True]
+
+
+def test_an_error_names_the_tool_that_has_it(tooled):
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
+        for name, parameters in (("good", {"type": "object"}), ("bad", {"not": {}}), ("last", {}))
+    ]
+    body = {"model": MODEL, "messages": HI, "tools": tools}
+
+    error = assert_error(tooled.http.post("/v1/chat/completions", json=body), 400)
+
+    assert error["message"].startswith("tools: the form of the answer cannot be used: the tool bad")

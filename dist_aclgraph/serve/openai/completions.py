@@ -55,7 +55,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         )
         for ids in prompts
     ]
-    params = await state.params_with_token_ids(params)
+    params = await state.params_with_token_ids(params, salt=body.cache_salt or "")
     journal = state.open_journal(request.scope)
     generation = Generation(
         state, prompts, params, body.num_choices, body.cache_salt or "", journal

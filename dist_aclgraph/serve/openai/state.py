@@ -7,6 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from starlette.types import Scope
@@ -34,7 +35,7 @@ from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.output import with_token_ids
 from dist_aclgraph.text.rerank import RerankPrompts
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
-from dist_aclgraph.text.structure import GrammarCompiler, Thinking, with_structure
+from dist_aclgraph.text.structure import MAX_PROCESSES, GrammarCompiler, Thinking, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number in one answer
@@ -73,6 +74,8 @@ class ApiState:
             reasoning=config.serve.reasoning_format,
         )
         self.grammars = GrammarCompiler(tokenizer)
+        # Requests wait for these threads, so that the loop's own threads are left to others.
+        self._compiling = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="compile-grammar")
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
         self.ignored_fields = IgnoredFields()
@@ -172,7 +175,10 @@ class ApiState:
             return with_structure(found, self.grammars, thinking, salt=salt, param=param)
 
         # Not on the event loop, because it encodes texts and waits for a process.
-        found = await asyncio.to_thread(convert)
+        source = first.structured_outputs
+        is_known = source is None or self.grammars.knows(source, salt)
+        threads = None if is_known else self._compiling  # None: the loop's own threads
+        found = await asyncio.get_running_loop().run_in_executor(threads, convert)
         return [
             replace(each, bad_word_ids=found.bad_word_ids, structure=found.structure)
             for each in params
