@@ -10,13 +10,13 @@ import pytest
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.serve.openai.generation import ChoicePiece
-from dist_aclgraph.serve.openai.reply import _Frames
+from dist_aclgraph.serve.openai.reply import Shape, _Frames
 from dist_aclgraph.steps.step import PromptLogprobs
 
 REPORT = (PromptLogprobs(0, 1, b"", b"", b""),)
 
 
-class Shape:
+class Texts(Shape):
     """The text of a piece is its frame; a piece with a report is made when ``is_free`` is set."""
 
     shows_usage_so_far = True
@@ -36,6 +36,9 @@ class Shape:
     def last_frames(self, generation):
         return b"end"
 
+    def whole(self, generation, pieces):
+        raise NotImplementedError
+
 
 def piece(text, report=()):
     return ChoicePiece(0, text, (), (), None, [], report)
@@ -43,7 +46,7 @@ def piece(text, report=()):
 
 async def sent(pieces, error=None):
     """Return what a client gets of these pieces, and the threads that made their frames."""
-    shape, generation, parts = Shape(), SimpleNamespace(usage=0), []
+    shape, generation, parts = Texts(), SimpleNamespace(usage=0), []
     frames = _Frames(shape, generation)
     for each in pieces:
         frames.add_piece(each)

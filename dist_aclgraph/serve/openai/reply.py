@@ -241,12 +241,14 @@ class _Frames:
         if self._making is not None:
             self._finish_later = partial(self.finish, error)
             return
-        if error is None:
-            self.outlet.put(self._shape.last_frames(self._generation))
-        elif self._is_begun:
-            self.outlet.put(self._shape.error_frames(self._generation, error))
-        self._begin(error)
-        self.outlet.end()
+        try:
+            if error is None:
+                self.outlet.put(self._shape.last_frames(self._generation))
+            elif self._is_begun:
+                self.outlet.put(self._shape.error_frames(self._generation, error))
+        finally:  # a bug in a shape must not leave the client waiting
+            self._begin(error)
+            self.outlet.end()
 
     async def begun(self) -> None:
         """Wait until there is a first piece.
