@@ -230,3 +230,15 @@ def test_an_error_names_the_tool_that_has_it(tooled):
     error = assert_error(tooled.http.post("/v1/chat/completions", json=body), 400)
 
     assert error["message"].startswith("tools: the form of the answer cannot be used: the tool bad")
+
+
+@pytest.mark.parametrize("name", ["guided_regex", "regex"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_error_names_the_field_that_was_sent(service, path, name):
+    text = {"messages": HI} if "chat" in path else {"prompt": "a"}
+    body = {"model": MODEL, name: "([", **text}
+
+    error = assert_error(service.http.post(path, json=body), 400)
+
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: ")

@@ -16,6 +16,7 @@ from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs, rows_of
 from dist_aclgraph.serve.openai.reply import Reply, joined, reply
 from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.structured import field_of_form
 from dist_aclgraph.serve.openai.types import CompletionRequest
 from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.steps.step import RowLogprobs
@@ -55,7 +56,9 @@ async def completions(state: ApiState, request: Request) -> Response:
         )
         for ids in prompts
     ]
-    params = await state.params_with_token_ids(params, salt=body.cache_salt or "")
+    params = await state.params_with_token_ids(
+        params, salt=body.cache_salt or "", param=field_of_form(body)
+    )
     journal = state.open_journal(request.scope)
     generation = Generation(
         state, prompts, params, body.num_choices, body.cache_salt or "", journal

@@ -13,6 +13,18 @@ from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 
 MAX_STRINGS = 1 << 14
+# Fields of chats and completions that ask for a form.
+FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_choice",
+    "json_schema",
+    "guided_regex",
+    "guided_grammar",
+    "regex",
+    "ebnf",
+)
 _NOTHING = (b"", b"null", b"{}", b"[]")
 
 
@@ -119,6 +131,15 @@ def _check_size(data: bytes, param: str) -> None:
             f"{param} has {len(data)} bytes; at most {2 * MAX_STRUCTURE_CHARS} are allowed", param
         )
     check_num_strings(data, MAX_STRINGS, param)
+
+
+def field_of_form(body: Body) -> str:
+    """Return the name of the field that asks for a form, for errors."""
+    for name in FIELDS:
+        value = getattr(body, name)
+        if value and (isinstance(value, str) or bytes(value) not in _NOTHING):
+            return name
+    return FIELDS[0]
 
 
 def _read(body: Body, name: str, raw: Raw, whitespace: str | None) -> StructuredOutputs | None:

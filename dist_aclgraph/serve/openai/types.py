@@ -37,7 +37,12 @@ from dist_aclgraph.serve.openai.counted import (
 )
 from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
 from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
-from dist_aclgraph.serve.openai.structured import ResponseFormat, Structured, read_structured
+from dist_aclgraph.serve.openai.structured import (
+    ResponseFormat,
+    Structured,
+    field_of_form,
+    read_structured,
+)
 from dist_aclgraph.serve.openai.tools import Tool, ToolCall, read_calls, read_tools
 from dist_aclgraph.text.chat_template import ChatOptions
 
@@ -369,6 +374,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
             tools=None if tools is None or tools.mode == "none" else tools,
             num_choices=self.num_choices,
             cache_salt=self.cache_salt or "",
+            form_param=field_of_form(self),
             most_prompt_tokens=self.most_prompt_tokens(context_len),
             truncated=partial(self.truncated, context_len=context_len),
         )
