@@ -69,8 +69,8 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return the times of steps by number of constrained requests; and those of compiling and of
-    masks.
+    """Return the times of steps by number of constrained requests, and the times of compiling a
+    grammar and of computing a mask.
     """
     config = qwen3(hidden=4096, layers=36, heads=32, ffn=12288)
     (folder / "config.json").write_text(json.dumps(config))
@@ -85,7 +85,8 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
         memory_mb=MEMORY_MB,
         weights="dummy",
     )
-    # The device's tokens are arbitrary, so the matchers get those of a valid answer.
+    # The device samples arbitrary tokens, which no grammar allows. So the matchers read the tokens
+    # of a valid answer.
     runner._matchers = _Scripted.of(runner._matchers, valid_answer(tokenizer, steps + 3 * WARM_UP))
     each: dict[int, list[float]] = {number: [] for number in constrained}
     for _ in range(ROUNDS):

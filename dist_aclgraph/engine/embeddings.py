@@ -1,4 +1,4 @@
-"""Embeddings: the the hidden states after prompts' last tokens, for requests that want them."""
+"""Embeddings: the hidden states after prompts' last tokens, for requests that want them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Grammars of requests, compiled by llguidance for the model's vocabulary.
 
-An ingress has compiled every grammar before, in a process with limits (``text/grammars.py``). So
-compiling takes at most seconds; it runs on a thread, and the library gives up Python's lock.
+The ingress has already compiled each grammar once, in a process with limits
+(``text/structure.py``). So a worker needs at most seconds to compile it. A thread compiles, and the
+library releases Python's lock meanwhile.
 """
 
 from __future__ import annotations

@@ -196,9 +196,13 @@ class Matchers:
         self._rows: dict[int, _Row] = {}
         self._tails: dict[int, _Tail] = {}
         self._failed: dict[int, str] = {}  # by sample of the last step, why its row cannot go on
+        # The sampled rows of the last step that ``concern`` was asked about, and its answer.
+        self._asked: IntArray | None = None
+        self._concerns = False
 
     def begin(self, row: int, sampling: RowSampling) -> None:
         """Take over a row that a request begins or resumes in."""
+        self._asked = None
         self._tails.pop(row, None)
         self._rows.pop(row, None)
         structure = sampling.structure
@@ -218,7 +222,12 @@ class Matchers:
 
     def concern(self, step: HostStep) -> bool:
         """Return whether a step samples a row with a mask."""
-        return bool(self._rows) and not self._rows.keys().isdisjoint(step.sampled_rows.tolist())
+        if not self._rows:
+            return False
+        if step.sampled_rows is not self._asked:
+            self._asked = step.sampled_rows
+            self._concerns = not self._rows.keys().isdisjoint(step.sampled_rows.tolist())
+        return self._concerns
 
     def note(self, step: HostStep, counts: IntArray, token_ids: IntArray) -> None:
         """Remember the tokens that a step has sampled.
@@ -246,7 +255,7 @@ class Matchers:
         rows, size = step.sampled_rows.tolist(), self._num_places
         samples = known.samples[::size].tolist()
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
-        # Places that nothing is written to allow every token.
+        # A place without a mask of its own allows every token.
         words = np.full((len(wanted) * size, self._num_words), ALL)
         for at, (_, sample) in enumerate(wanted):
             num_logits, row = int(step.num_logits[sample]), rows[sample]
@@ -324,8 +333,8 @@ class Masking:
         if self._bits is None:
             bits = np.uint16(1) << np.arange(16, dtype=np.uint16)
             self._bits = self._upload(bits.view(np.int16))
-        # The bits of a little-endian word are those of its halves in order. The AI core has no
-        # bitwise operators of smaller types.
+        # Words are sent as halves: int16 is the smallest type for which the AI core has bitwise
+        # operators. In a little-endian word, the lower half comes first.
         halves = self._upload(masks.words.view(np.int16))
         allowed = (halves.unsqueeze(-1) & self._bits).view(len(halves), -1)
         is_forbidden = allowed[:, : logits.shape[1]] == 0

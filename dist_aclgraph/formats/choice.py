@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
-from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.formats import (
     deepseek_v3,
     deepseek_v31,
@@ -27,7 +26,8 @@ from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.sampling import StructuredOutputs
 
-# The first format that fits a template is chosen; Hermes' markers are also those of other families.
+# The first format that fits a template is chosen. Hermes comes late, because other families use
+# the markers of Hermes, too.
 FORMATS: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "kimi_k2": kimi_k2,
@@ -50,7 +50,8 @@ class AnswerFormat:
 
     Attributes:
         name: the name of the format of calls; None if the checkpoint's template has no calls.
-        thought: the markers of reasoning; None if there is none, or if ``tools`` reads it.
+        thought: the markers of reasoning; None without reasoning, and if the
+            format of calls reads the reasoning itself.
         token_ids: ids of the markers that are tokens.
     """
 
@@ -167,15 +168,7 @@ def choose_format(
         tools: a name of ``FORMATS``; "auto" chooses by the template, "none" reads no calls.
         reasoning: "auto" chooses by the template, "none" reads no reasoning, "think" means
             ``<think>``.
-
-    Raises:
-        ConfigError: there is no format of this name.
     """
-    if tools not in (AUTO, NONE, *FORMATS):
-        raise ConfigError(
-            f"serve.tool_format is {tools!r}; it must be auto, none, or one of: "
-            f"{', '.join(FORMATS)}"
-        )
     name = None if tools in (AUTO, NONE) else tools
     if tools == AUTO and template is not None:
         name = next((name for name, each in FORMATS.items() if each.fits(template)), None)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dist_aclgraph.formats.json_call import copy_arguments
-from dist_aclgraph.formats.lark import Lark
+from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -75,5 +75,5 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
-    inner = f'{call} ("\\n" {call})*' if several else call
+    inner = in_lines(call, several=several)
     return f"{lark.text(CALLS)} {inner} {lark.text(END_CALLS)}"

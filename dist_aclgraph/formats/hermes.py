@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dist_aclgraph.formats.json_call import copy_marked_calls
-from dist_aclgraph.formats.lark import Lark
+from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
@@ -29,4 +29,4 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
-    return f'{call} ("\\n" {call})*' if several else call
+    return in_lines(call, several=several)

@@ -121,6 +121,11 @@ def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     ]
 
 
+def in_lines(call: str, *, several: bool) -> str:
+    """Return an expression for one call, or for several calls with a newline between them."""
+    return f'{call} ("\\n" {call})*' if several else call
+
+
 def choice_of(expressions: list[str]) -> str:
     return expressions[0] if len(expressions) == 1 else "(" + " | ".join(expressions) + ")"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, properties_of
+from dist_aclgraph.formats.lark import Lark, in_lines, properties_of
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments
@@ -88,4 +88,4 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
-    return f'{call} ("\\n" {call})*' if several else call
+    return in_lines(call, several=several)

@@ -4,9 +4,10 @@ A format is a generator that describes an answer as straight code: "copy text un
 then read a name". The generator yields when it needs more text; ``Reader`` resumes it with the next
 token. So the division of an answer into deltas cannot change the events.
 
-Many markers are tokens of their own. The text of such a marker, spelled in other tokens, is no
-marker. So the scanner writes a single unpaired surrogate in place of a marker token; no decoded
-text contains unpaired surrogates. ``Scanner.coded`` translates a marker into this form.
+Many markers are single tokens of the vocabulary. If a model spells the text of such a marker in
+other tokens, the text is content. So the scanner writes a single unpaired surrogate in place of a
+marker token; no decoded text contains unpaired surrogates. ``Scanner.coded`` translates a marker
+into this form.
 """
 
 from __future__ import annotations
@@ -339,8 +340,8 @@ class Scanner:
         self._events.append(CallEnd(self.num_calls - 1))
 
     def finish(self) -> None:
-        """Emit what was held back, because the answer has ended. White space after a call is left
-        out.
+        """Emit the text that was held back, at the end of the answer. White space after a call is
+        left out.
         """
         if newlines := "".join(self._newlines):
             self._events.append(Reasoning(newlines))

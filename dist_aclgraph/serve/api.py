@@ -20,10 +20,10 @@ from dist_aclgraph.serve.openai.body import IGNORED
 from dist_aclgraph.serve.openai.chat import chat_completions
 from dist_aclgraph.serve.openai.completions import completions
 from dist_aclgraph.serve.openai.errors import error_response, json_response, plain_error
-from dist_aclgraph.serve.openai.responses import responses
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.pooling.embeddings import embeddings
 from dist_aclgraph.serve.pooling.scores import rerank, rerank_as_cohere, rerank_as_jina, score
+from dist_aclgraph.serve.responses.responses import responses
 
 Endpoint = Callable[[ApiState, Request], Awaitable[Response]]
 POSTS: dict[str, Endpoint] = {

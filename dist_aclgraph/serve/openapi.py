@@ -11,7 +11,6 @@ import msgspec
 from dist_aclgraph.serve.anthropic.types import CountTokensRequest, MessagesRequest
 from dist_aclgraph.serve.openai.body import Body, strict
 from dist_aclgraph.serve.openai.errors import ANTHROPIC_PATHS
-from dist_aclgraph.serve.openai.response_types import ResponsesRequest
 from dist_aclgraph.serve.openai.types import (
     ChatMessage,
     ChatRequest,
@@ -20,6 +19,7 @@ from dist_aclgraph.serve.openai.types import (
     TokenizeRequest,
 )
 from dist_aclgraph.serve.pooling.types import EmbeddingRequest, RerankRequest, ScoreRequest
+from dist_aclgraph.serve.responses.types import ResponsesRequest
 from dist_aclgraph.version import VERSION
 
 Json = dict[str, Any]

@@ -56,7 +56,7 @@ def tensor_files(directory: Path) -> dict[str, str]:
 
 
 def is_headless(names: Container[str]) -> bool:
-    """Whether tensors of these names are those of a decoder without an output head."""
+    """Return whether a checkpoint with these tensors has a decoder but no output head."""
     return "embed_tokens.weight" in names
 
 

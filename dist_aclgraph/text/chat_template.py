@@ -9,9 +9,6 @@ process, or starts another process.
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -25,6 +22,7 @@ import markupsafe
 from dist_aclgraph.errors import InvalidParameterError, ModelError
 from dist_aclgraph.shapes.json_files import read_text
 from dist_aclgraph.text import template_process
+from dist_aclgraph.text.child_process import ChildProcess, close_all
 from dist_aclgraph.text.message_form import read_form
 
 MAX_PROCESSES = 4
@@ -97,8 +95,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._limits = limits
         self._permits = threading.BoundedSemaphore(MAX_PROCESSES)
-        self._idle: list[_Process] = []
-        weakref.finalize(self, _close_all, self._idle)
+        self._idle: list[ChildProcess] = []
+        weakref.finalize(self, close_all, self._idle)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = DEFAULT) -> str:
         """Return the prompt that the template makes of the messages.
@@ -132,7 +130,7 @@ class ChatTemplate:
         with self._permits:
             process = self._take_process()
             try:
-                reply = process.ask(request)
+                reply = self._ask(process, request)
             except BaseException:
                 process.close()
                 raise
@@ -154,77 +152,40 @@ class ChatTemplate:
             )
         return name
 
-    def _take_process(self) -> _Process:
-        try:
-            process = self._idle.pop()  # atomic: no other thread gets the same process
-        except IndexError:
-            return _Process(self._limits)
-        if process.is_alive():
-            return process
-        process.close()  # the system's OOM killer may have ended it
-        return self._take_process()
-
-
-class _Process:
-    """One process that renders; see ``template_process``."""
-
-    def __init__(self, limits: RenderLimits) -> None:
-        folders = {str(Path(str(m.__file__)).parents[1]) for m in (jinja2, markupsafe)}
-        self._limits = limits
-        self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(limits.wait_s)
-        self._incoming = self._socket.makefile("rb")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", template_process.__file__, *folders],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-            )
-        self._first = template_process.packed(asdict(limits))
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+    def _ask(self, process: ChildProcess, request: Mapping[str, Any]) -> dict[str, str]:
         """Return the answer to one render.
 
         Raises:
             InvalidParameterError: the process reached a limit, and has to be closed.
         """
         try:
-            self._socket.sendall(self._first + template_process.packed(request))
-            self._first = b""
-            reply: dict[str, str] = template_process.receive(self._incoming)
+            return process.ask(request)
         except TimeoutError:
             why = f"takes more than {self._limits.wait_s:g} s"
         except (EOFError, OSError):
-            why = self._why_ended()
-        else:
-            return reply
+            why = self._why_ended(process.wait())
         raise InvalidParameterError(
             f"the chat template {why}; send shorter messages, or correct the template", "messages"
         )
 
-    def _why_ended(self) -> str:
-        """Return why the process ended: what the template did."""
-        limits = self._limits
-        code: int = self._process.wait()
+    def _why_ended(self, code: int) -> str:
+        """Return what the template did, from the exit code of its process."""
         if code == -signal.SIGPROF:
-            return f"takes more than {limits.cpu_s:g} s of processor time"
+            return f"takes more than {self._limits.cpu_s:g} s of processor time"
         if code == template_process.OUT_OF_MEMORY:
-            return f"takes more than {limits.memory_bytes >> 20} MiB of memory"
+            return f"takes more than {self._limits.memory_bytes >> 20} MiB of memory"
         return f"has ended the process that renders it (exit code {code})"
 
-    @property
-    def pid(self) -> int:
-        return int(self._process.pid)
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        self._incoming.close()
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
+    def _take_process(self) -> ChildProcess:
+        try:
+            process = self._idle.pop()  # atomic: no other thread gets the same process
+        except IndexError:
+            imports, first = (jinja2, markupsafe), asdict(self._limits)
+            return ChildProcess(template_process, imports, first, self._limits.wait_s)
+        if process.is_alive():
+            return process
+        process.close()  # the system's OOM killer may have ended it
+        return self._take_process()
 
 
 def read_chat_template(
@@ -265,8 +226,3 @@ def _sources(directory: Path, described: Any) -> dict[str, Any]:
         named = [item for item in described if isinstance(item, dict)]
         return {str(item.get("name")): item["template"] for item in named if "template" in item}
     return {} if described is None else {"default": described}
-
-
-def _close_all(processes: list[_Process]) -> None:
-    for process in processes:
-        process.close()

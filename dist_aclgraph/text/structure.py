@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import llguidance
@@ -18,6 +15,7 @@ import numpy as np
 from dist_aclgraph.errors import EngineUnavailableError, InvalidParameterError
 from dist_aclgraph.sampling import SamplingParams, Structure, StructuredOutputs
 from dist_aclgraph.text import grammar_process, template_process
+from dist_aclgraph.text.child_process import ChildProcess, close_all
 from dist_aclgraph.text.grammars import PARSER_LIMITS, Vocabulary, vocabulary_of
 from dist_aclgraph.text.tokenizer import Tokenizer
 
@@ -51,7 +49,8 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._permits = threading.BoundedSemaphore(MAX_PROCESSES)
         self._lock = threading.Lock()
-        self._idle: list[_Process] = []
+        self._idle: list[ChildProcess] = []
+        weakref.finalize(self, close_all, self._idle)
         self._known: OrderedDict[_Key, dict[str, str]] = OrderedDict()
         self._num_chars = 0  # of ``_known``
 
@@ -91,11 +90,6 @@ class GrammarCompiler:
         """Return whether ``compile`` has the result already."""
         return _key_of(source, salt) in self._known
 
-    def close(self) -> None:
-        """End the processes."""
-        while self._idle:
-            self._idle.pop().close()
-
     def _ask(self, source: Mapping[str, Any]) -> dict[str, str]:
         with self._permits:
             with self._lock:
@@ -112,7 +106,7 @@ class GrammarCompiler:
         return reply
 
     @staticmethod
-    def _try(process: _Process, source: Mapping[str, Any]) -> dict[str, str] | None:
+    def _try(process: ChildProcess, source: Mapping[str, Any]) -> dict[str, str] | None:
         """Return the process's answer; end the process, and return None, if it gives none."""
         try:
             return process.ask(source)
@@ -131,12 +125,13 @@ class GrammarCompiler:
         while self._num_chars > MAX_KEPT_CHARS:
             self._num_chars -= _num_chars(*self._known.popitem(last=False))
 
-    def _start(self) -> _Process:
+    def _start(self) -> ChildProcess:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = vocabulary_of(self._tokenizer)
-            found = self._vocabulary
-        return _Process({**found._asdict(), "parser": PARSER_LIMITS, "bounds": BOUNDS})
+            vocabulary = self._vocabulary
+        first = {**vocabulary._asdict(), "parser": PARSER_LIMITS, "bounds": BOUNDS}
+        return ChildProcess(grammar_process, (llguidance, np, template_process), first, WAIT_S)
 
 
 def _key_of(source: StructuredOutputs, salt: str) -> _Key:
@@ -145,42 +140,6 @@ def _key_of(source: StructuredOutputs, salt: str) -> _Key:
 
 def _num_chars(key: _Key, reply: Mapping[str, str]) -> int:
     return sum(map(len, (*key, *reply.values())))
-
-
-class _Process:
-    """One process that compiles; see ``grammar_process``."""
-
-    def __init__(self, first: Mapping[str, Any]) -> None:
-        folders = {str(Path(str(m.__file__)).parents[1]) for m in (llguidance, np)}
-        folders.add(str(Path(grammar_process.__file__).parents[2]))
-        self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(WAIT_S)
-        self._incoming = self._socket.makefile("rb")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", grammar_process.__file__, *folders],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-            )
-        self._first = template_process.packed(first)
-
-    def ask(self, source: Mapping[str, Any]) -> dict[str, str]:
-        """Return the answer of the process.
-
-        Raises:
-            EOFError, OSError: the process gave no answer.
-        """
-        self._socket.sendall(self._first + template_process.packed(source))
-        self._first = b""
-        reply: dict[str, str] = template_process.receive(self._incoming)
-        return reply
-
-    def close(self) -> None:
-        self._incoming.close()
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
 
 
 def with_structure(
@@ -205,10 +164,10 @@ def with_structure(
     if source is None and (most is None or thinking is None):
         return params
     if thinking is not None and thinking.end < 0:
+        name = "thinking_tokens" if source is None else param
         raise InvalidParameterError(
-            f"{'thinking_tokens' if source is None else param}: the end of this model's reasoning "
-            "is not one token; turn its reasoning off",
-            param,
+            f"{name}: the end of this model's reasoning is not one token; turn its reasoning off",
+            name,
         )
     grammar = "" if source is None else compiler.compile(source, salt, param)
     structure = Structure(grammar=grammar, salt=salt)

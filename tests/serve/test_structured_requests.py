@@ -215,7 +215,6 @@ def test_grammars_are_kept_up_to_a_number_of_characters(service, monkeypatch):
     sources = [StructuredOutputs(regex=letter * 40) for letter in "abc"]
     for source in (*sources[:2], sources[0], sources[2]):
         compiler.compile(source)
-    compiler.close()
 
     assert [compiler.knows(source) for source in sources] == [True, False, True]
 

@@ -17,7 +17,6 @@ from dist_aclgraph.sampling import MAX_LOGPROBS, StructuredOutputs
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.conversation import Conversation
-from dist_aclgraph.serve.openai.response_input import Namespaces, name_in, read_input
 from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
@@ -33,6 +32,7 @@ from dist_aclgraph.serve.openai.tools import (
     use_tools,
 )
 from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, read_variables
+from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
 LOGPROBS = "message.output_text.logprobs"  # the entry of ``include`` that asks for them

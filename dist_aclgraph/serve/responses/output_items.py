@@ -14,7 +14,7 @@ from dist_aclgraph.formats.events import (
     Reasoning,
 )
 from dist_aclgraph.serve.openai.chat_deltas import id_of_call
-from dist_aclgraph.serve.openai.response_input import Namespaces
+from dist_aclgraph.serve.responses.input import Namespaces
 
 Json = dict[str, Any]
 

@@ -17,11 +17,11 @@ from dist_aclgraph.serve.openai.conversation import Conversation, open_conversat
 from dist_aclgraph.serve.openai.errors import public_message
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs
-from dist_aclgraph.serve.openai.output_items import OutputItems
 from dist_aclgraph.serve.openai.reply import Shape, reply
-from dist_aclgraph.serve.openai.response_input import Namespaces
-from dist_aclgraph.serve.openai.response_types import ResponsesRequest
 from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.responses.input import Namespaces
+from dist_aclgraph.serve.responses.output_items import OutputItems
+from dist_aclgraph.serve.responses.types import ResponsesRequest
 from dist_aclgraph.serve.resume.journal import Chance
 
 Json = dict[str, Any]

@@ -1,0 +1,1 @@
+"""The Responses API of OpenAI, translated to conversations of ``serve/openai``."""

@@ -1,0 +1,89 @@
+"""ChildProcess: another Python process, which answers messages, and which the kernel limits.
+
+Templates and grammars of clients may need any time and memory, so they run in such processes
+(``template_process``, ``grammar_process``). Messages are those of ``template_process.receive``.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dist_aclgraph.text.template_process import packed, receive
+
+
+class ChildProcess:
+    """One process; it serves one message at a time.
+
+    Args:
+        module: its file is the program.
+        imports: what the program imports beside the standard library.
+        first: the first message; it is sent with the first request, and has no answer.
+        wait_s: how long ``ask`` waits.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        imports: Iterable[ModuleType],
+        first: Mapping[str, Any],
+        wait_s: float,
+    ) -> None:
+        folders = sorted({str(_folder_of(each)) for each in imports})
+        self._first = packed(first)
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(wait_s)
+        self._incoming = self._socket.makefile("rb")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(module.__file__), *folders],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+        """Return the answer to a request. After an error, the process must be closed.
+
+        Raises:
+            TimeoutError: there is no answer yet.
+            EOFError, OSError: the process has ended.
+        """
+        self._socket.sendall(self._first + packed(request))
+        self._first = b""
+        reply: dict[str, str] = receive(self._incoming)
+        return reply
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self) -> int:
+        """Wait for the end of a process that does not answer any more; return its exit code."""
+        return int(self._process.wait())
+
+    def close(self) -> None:
+        """End the process."""
+        self._incoming.close()
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _folder_of(module: ModuleType) -> Path:
+    """Return the folder from which Python finds a module by its whole name."""
+    depth = module.__name__.count(".") + hasattr(module, "__path__")
+    return Path(str(module.__file__)).parents[depth]
+
+
+def close_all(processes: Iterable[ChildProcess]) -> None:
+    for process in processes:
+        process.close()
