@@ -94,7 +94,9 @@ class CommGroup:
         return str(self.backend.get_hccl_comm_name(self.rank))
 
     def become(self, other: CommGroup) -> None:
-        """Use the process group of ``other`` from now on: the same ranks in new processes."""
+        """Replace the process group by that of ``other``, which has the same ranks in new
+        processes.
+        """
         assert (self.ranks, self.rank) == (other.ranks, other.rank)
         self.handle = other.handle
         self.__dict__.pop("hccl_name", None)
@@ -126,7 +128,7 @@ class RankGroups:
     dcp: CommGroup = ALONE
 
     def become(self, other: RankGroups) -> None:
-        """Use the process groups of ``other`` from now on; objects may keep their references."""
+        """Replace all process groups by those of ``other``; references to the groups stay valid."""
         for mine, its in (
             (self.tp, other.tp),
             (self.ep, other.ep),

@@ -1,6 +1,6 @@
 """The configuration: one YAML file becomes one frozen, checked tree.
 
-Each file here holds the keys of one section; ``tree`` joins them, ``loading`` reads YAML.
+Each module contains the keys of one section; ``tree`` joins the sections, ``loading`` reads YAML.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ MAX_PORT = 65535
 
 
 class ClusterConfig(Section):
-    """Where in the Ray cluster a deployment runs, and how its nodes reach each other."""
+    """The nodes of the Ray cluster on which a deployment runs, and how these nodes reach each
+    other.
+    """
 
     labels: dict[str, str] = Field(
         default_factory=dict,

@@ -26,7 +26,7 @@ MODEL_FILE, CONFIG_SUFFIXES = "config.json", (".yaml", ".yml", ".json")
 
 
 def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a configuration, apply dotted overrides, and check the whole.
+    """Read a configuration, apply dotted overrides, and check the result.
 
     If the working directory has no ``configs/x.yaml``, the package's file of this name is read. A
     relative ``model`` is a path in the working directory if it exists there. Otherwise it is a path
@@ -124,8 +124,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a path means a model. A missing file with a configuration's suffix does
-    not.
+    """Return whether a path means a model. The name of a missing file with a configuration's suffix
+    does not mean a model.
     """
     return path.is_dir() or not (path.exists() or path.suffix in CONFIG_SUFFIXES)
 

@@ -1,4 +1,4 @@
-"""Files of measured rates, which replace the modelled ones of docs/develop/device-time.md."""
+"""Files of measured rates, which replace the modelled rates of docs/develop/device-time.md."""
 
 from __future__ import annotations
 

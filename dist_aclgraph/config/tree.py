@@ -355,7 +355,8 @@ class TimeoutConfig(Section):
         """How long the device waits in a collective for other ranks, in seconds.
 
         This limit is longer than the limit of a step, after which a lost rank is found. With a
-        shorter limit the peers of the lost rank would fail first, and be taken for the cause.
+        shorter limit, the peers of the lost rank would fail first, and would be reported as the
+        cause.
         """
         return math.ceil(self.step_s + self.link_s)
 

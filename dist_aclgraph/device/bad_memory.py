@@ -66,7 +66,7 @@ class BadMemory:
         self._page_bytes = PAGE_BYTES[kind]
 
     def ranges(self) -> tuple[MemoryRange, ...]:
-        """Return the faulty memory, in whole pages; nothing if CANN is too old to list it.
+        """Return the faulty memory, in whole pages; empty if CANN is too old to list faulty memory.
 
         Raises:
             DeviceError: CANN gives no list, for example after an error that cannot be repaired.

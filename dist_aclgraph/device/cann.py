@@ -1,5 +1,5 @@
-"""Whether CANN's libraries can be loaded, and the remedy if they cannot. Nothing here imports
-torch.
+"""Whether CANN's libraries can be loaded, and the remedy if they cannot. This module does not
+import torch.
 """
 
 from __future__ import annotations

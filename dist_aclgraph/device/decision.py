@@ -1,4 +1,4 @@
-"""The device of a deployment is decided here, once. All later code, plans included, uses the
+"""This module decides once which device a deployment uses. All later code, plans included, uses the
 configuration that ``decide_device`` returns. Nothing here imports torch.
 """
 
@@ -28,7 +28,7 @@ def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = 
     an error only if ranks start here.
 
     Args:
-        use: what the configuration is for: a plan alone, ranks on this machine, or ranks on the
+        use: the purpose of the configuration: a plan alone, ranks on this machine, or ranks on the
             nodes of a Ray cluster. In a cluster, ``auto`` remains if this node has no NPU. Then
             each rank decides for its own node, and a group refuses ranks with different kinds of
             devices.

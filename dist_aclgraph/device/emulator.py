@@ -96,7 +96,7 @@ def build(progress: OnProgress | None = None) -> Path:
     with _one_builder():
         if not is_built():
             _STAMP.unlink(missing_ok=True)
-            fingerprint = _fingerprint()  # of the sources that are compiled, not of later changes
+            fingerprint = _fingerprint()  # hash of the compiled sources, without later changes
             _make(progress)
             _STAMP.write_text(fingerprint)
     return BUILD
@@ -115,9 +115,9 @@ def load(settings: Mapping[str, str | int | bool]) -> None:
 
     Raises:
         EmulatorBuildError: as ``build``.
-        DeviceError: a setting is unknown or out of range; torch_npu is loaded already, or the
-            emulator is loaded with other settings; torch is built for CUDA; a file of rates or
-            rules is invalid.
+        DeviceError: a setting is unknown or out of range; torch_npu is loaded already; the emulator
+            is loaded with other settings; torch is built for CUDA; or a file of rates or rules is
+            invalid.
     """
     global _loaded_settings
     wanted = _with_files({key: _as_text(value) for key, value in settings.items()})
@@ -235,7 +235,7 @@ def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     return values
 
 
-@functools.cache  # profiled steps ask several times
+@functools.cache  # profiled steps call this several times
 def _reader(function: str) -> Callable[[int], bytes | None]:
     read = getattr(ctypes.CDLL("libascendcl.so"), function)
     read.restype = ctypes.c_char_p
@@ -318,7 +318,7 @@ def _make(progress: OnProgress | None) -> None:
         quoted = "\n".join(lines[-_QUOTED_LINES:])
         raise EmulatorBuildError(f"building the emulator failed ({' '.join(command)}):\n{quoted}")
     if is_installed():
-        # 265 MB that only a change of the sources needs
+        # 265 MB, needed only after a change of the sources
         (BUILD / "aten.h.gch").unlink(missing_ok=True)
 
 

@@ -56,7 +56,7 @@ _FAULT_OF_REASON: dict[str, DeviceFault] = {
     "suspect remote error": "remote",
     "hccl op retry failed": "retry",
 }
-_STOPPED = "FORCE STOP"  # torch_npu's words; its queue raises them without a code
+_STOPPED = "FORCE STOP"  # text of errors that torch_npu's queue raises without a code
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:

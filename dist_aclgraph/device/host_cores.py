@@ -1,8 +1,8 @@
 """Cores of the host for the rank of each NPU, near the NPU's PCI function.
 
 Every rank computes the shares of all NPUs of its host from the same files, so that shares are
-disjoint without a message. An NPU of an idle deployment keeps its share. Nothing here was seen on a
-host with NPUs.
+disjoint without communication. An NPU of an idle deployment keeps its share. This module was not
+tested on a host with NPUs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def share_cores(
 ) -> list[frozenset[int]]:
     """Return disjoint cores for the rank of each NPU; an empty list if there are too few cores.
 
-    The NPUs of a NUMA node share the node's cores. The processes without an NPU (engine,
-    controller, ingress) count as one more NPU of each node; no rank gets this share. If the node of
-    an NPU is unknown, or has no core, all cores count as one node.
+    The NPUs of a NUMA node share the node's cores. On each node, one additional share is reserved
+    for the processes without an NPU (engine, controller, ingress). If the node of an NPU is
+    unknown, or has no core, all cores count as one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.

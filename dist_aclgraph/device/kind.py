@@ -1,4 +1,4 @@
-"""The device of this machine, and the emulator's settings; nothing here imports torch."""
+"""The device of this machine, and the emulator's settings; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist_aclgraph.environment import visible_devices
 from dist_aclgraph.errors import DeviceError
 
 DEVICES_OF_A_MACHINE = 8
-DEV = Path("/dev")  # the driver creates davinci0, davinci1, ... here
+DEV = Path("/dev")  # the driver creates davinci0, davinci1, ... in it
 
 DeviceKind = Literal["npu", "emulated"]
 

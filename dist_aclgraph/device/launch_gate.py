@@ -1,9 +1,9 @@
 """A gate: no thread launches work while another thread stops the device.
 
 A stop removes the queued work of a device, but work that is launched after the stop runs. Such work
-would use inputs that never arrived; for example, it would write to the KV cache slots of an earlier
-step. So the device is stopped only while no thread launches, and no thread launches before the
-device works again.
+would use inputs whose copies were aborted; for example, it would write to the KV cache slots of an
+earlier step. So the device is stopped only while no thread launches, and no thread launches before
+the device works again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LaunchGate:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Wait for the device inside this context, and launch nothing. A thread that does not hold
-        the gate may use this context, too.
+        the gate may also use this context.
 
         Raises:
             DeviceError: the gate was closed meanwhile.

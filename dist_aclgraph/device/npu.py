@@ -1,4 +1,4 @@
-"""One NPU of this process: opening it, its streams, memory and limits.
+"""One NPU of this process: how it is opened, its streams, its memory and its limits.
 
 The same code runs on hardware and on the emulator; only ``open_npu`` distinguishes the two.
 """
@@ -91,7 +91,8 @@ class Npu:
     def cann(self) -> str:
         """Version of CANN, e.g. 9.1.0; empty if CANN does not report it.
 
-        This queries CANN itself, because torch_npu keeps the value that it read when it was loaded.
+        This property queries CANN, because torch_npu only has the value that it read when it was
+        loaded.
         """
         version = ctypes.create_string_buffer(VERSION_BYTES)
         code = self._acl.aclsysGetCANNVersion(PACKAGE_CANN, version)
@@ -107,8 +108,8 @@ class Npu:
     def available_streams(self) -> int:
         """Number of streams that can still be created on this device, as CANN counts them.
 
-        If CANN is too old to count streams, this is the number of an unused device; the capture
-        transaction then finds the real limit.
+        If CANN is too old to count streams, this is the number of streams of an unused device; the
+        capture transaction then finds the real limit.
         """
         try:
             query = self._acl.aclrtGetStreamAvailableNum
@@ -150,7 +151,7 @@ class Npu:
         """
         before = self.available_streams()
         if before == 0:
-            return True  # nothing to test with
+            return True  # no stream is available for the test
         return self.try_capture(stream) < before == self.available_streams()
 
     def memory(self) -> Memory:
@@ -300,7 +301,8 @@ def open_npu(config: DeviceConfig, rank: int, *, deterministic: bool = False) ->
         deterministic: whether collectives sum in a fixed order.
 
     Raises:
-        DeviceError: no such device, its runtime did not start, or torch is built for CUDA.
+        DeviceError: the device does not exist, its runtime did not start, or torch is built for
+            CUDA.
     """
     check_torch()
     kind = resolve_kind(config.kind)
@@ -333,8 +335,8 @@ class PoolMemory:
 class GraphPool:
     """The memory that all graphs of this process share.
 
-    torch_npu frees a pool with its last graph, and refuses the old handle from then on. So the next
-    capture gets a new handle.
+    torch_npu frees a pool together with the pool's last graph, and refuses the handle of a freed
+    pool. So the next capture gets a new handle.
     """
 
     def __init__(self) -> None:
@@ -394,14 +396,14 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
     """Return the number of tasks in a captured graph for each operator that the AI CPU runs.
 
     The numbers come from CANN's own description of the graph. Collectives that HCCL unrolls on the
-    AI CPU are left out, because the configuration chooses that.
+    AI CPU are left out, because the configuration decides where HCCL unrolls collectives.
 
     Raises:
         RuntimeError: CANN does not describe graphs.
     """
     with tempfile.NamedTemporaryFile(prefix="graph-", suffix=".json") as file:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a warning that only says that the function was called
+            warnings.simplefilter("ignore")  # torch_npu only warns that the function was called
             # The class itself is not used, because it would write a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
@@ -436,8 +438,8 @@ def clear_event(event: Any, stream: Any) -> None:
 
 
 def weak_reference(value: Any) -> Any:
-    """Return device tensors, and lists of device tensors, without ownership; return other values
-    unchanged.
+    """Return device tensors, and lists of device tensors, without ownership of their memory; return
+    other values unchanged.
     """
     if isinstance(value, list):
         return [weak_reference(item) for item in value]
@@ -455,8 +457,9 @@ def end_task_group(stream: Any) -> Any:
 
 
 def update_at_once(operator: str) -> Any:
-    """Return torch_npu's function that begins an update, issues the operator, ends the update and
-    records an event, in one call without the GIL; None if the operator has no such function.
+    """Return torch_npu's function that updates one captured operator in a single call without the
+    GIL: it begins the update, issues the operator, ends the update and records an event. Return
+    None if the operator has no such function.
     """
     return getattr(torch_npu()._C, f"_{operator}_out_graph", None)
 

@@ -1,8 +1,8 @@
 """Pinned memory from which small arrays are sent to the device.
 
 When torch's allocator frees pinned memory from which the device has copied, a destructor records an
-event. On a failed device, recording an event is an error. In a destructor this error ends the
-process, so that the group could not be resumed. Therefore this memory is never freed.
+event. On a failed device, recording an event is an error. An error in a destructor ends the
+process; then the group cannot be resumed. Therefore this memory is never freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ALIGNED_BYTES = 64
 
 class _Part:
     """Attributes:
-    is_left: whether copies of this part may still run. If so, ``sent`` was recorded after these.
+    is_left: whether copies of this part may still run. If so, ``sent`` was recorded after these
+        copies.
     """
 
     def __init__(self, sent: Any) -> None:
@@ -64,8 +65,8 @@ class Staging:
         return sent.view(source.shape)
 
     def _hold(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy of at most ``PART_BYTES`` in pinned memory. The caller sends the copy at
-        once.
+        """Return a copy of at most ``PART_BYTES`` in pinned memory. The caller must send this copy
+        at once.
         """
         if self._used + source.nbytes > PART_BYTES:
             self._go_on()

@@ -45,7 +45,7 @@ class Stopwatch:
             self.last_s = time.perf_counter()
 
     def lap(self, stage: str) -> float:
-        """Book the time since the last lap under ``stage``, and return it."""
+        """Add the time since the last lap to ``stage``, and return this time."""
         if not self.enabled:
             return 0.0
         now_s = time.perf_counter()
@@ -55,7 +55,7 @@ class Stopwatch:
         return duration_us
 
     def lap_of(self, stages: dict[str, float], stage: str) -> None:
-        """Book the time since the last lap under ``stage`` of another step, whose stages are
+        """Add the time since the last lap to ``stage`` of another step, whose stages are
         ``stages``.
         """
         if self.enabled:
@@ -64,7 +64,7 @@ class Stopwatch:
             self.stages = own
 
     def book(self, what: str, duration_us: float) -> None:
-        """Book time of work that a step does not wait for."""
+        """Add the time of work for which no step waits."""
         if self.enabled:
             self.beside[what] = self.beside.get(what, 0.0) + duration_us
 
@@ -78,7 +78,7 @@ class ReplaySpan:
     """Events of a step on hardware: at the start of its replay, and after its last update.
 
     Attributes:
-        has_updates: whether some updates were not sent ahead.
+        has_updates: whether some updates were sent after the replay.
     """
 
     begin: Any = None
@@ -107,8 +107,8 @@ class UpdateWait:
         return ReplaySpan(begin, end)
 
     def end(self, span: ReplaySpan, update_stream: Any, num_behind: int) -> None:
-        """Call this after the step's updates were queued. ``num_behind`` of the updates were not
-        sent ahead of the replay.
+        """Call this after the step's updates were queued. ``num_behind`` is the number of updates
+        that were not sent before the replay.
         """
         span.has_updates = num_behind > 0
         if span.has_updates and not self._is_counted:
@@ -147,7 +147,7 @@ class DeviceCounts:
 
     def read_and_reset(self) -> dict[str, int]:
         """Return the counts since the last call. If the next step follows at once, some counts may
-        belong to it.
+        belong to the next step.
         """
         if not self._is_counted:
             return {}

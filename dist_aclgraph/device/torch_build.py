@@ -1,5 +1,6 @@
-"""The build of the installed torch. With a torch for CUDA, some versions of torch_npu end the
-process with a useless message. So the build is checked before torch or torch_npu is imported.
+"""The build of the installed torch. If torch is built for CUDA, some versions of torch_npu end the
+process with a message that does not name the cause. So the build is checked before torch or
+torch_npu is imported.
 
 ``python -m dist_aclgraph.device.torch_build`` fails if torch is built for CUDA.
 """
@@ -24,7 +25,7 @@ def cuda_version() -> str:
     """Return the version of CUDA for which the installed torch is built; "" if none."""
     try:
         found = importlib.util.find_spec("torch")
-    except ValueError:  # an object that is not a package has the name torch
+    except ValueError:  # the name torch belongs to an object that is not a package
         return ""
     if found is None or found.origin is None:
         return ""

@@ -1,7 +1,8 @@
-"""The supported release series of torch_npu, and all differences that matter here.
+"""The supported release series of torch_npu, and all differences between them that this package
+must know.
 
-Nothing here imports torch. ``pyproject.toml`` has an extra for each release series, for example
-``npu-2.12`` for 2.12.
+This module does not import torch. ``pyproject.toml`` has an extra for each release series, for
+example ``npu-2.12`` for 2.12.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ class Line:
 
     Attributes:
         torch, torch_npu: the versions that the extra of this release series installs.
-        cann: the release of CANN to install with this torch_npu.
+        cann: the release of CANN that must be installed with this torch_npu.
         is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
         loads_beside_cuda: whether torch_npu can be loaded beside a torch that is built for CUDA.
         forgets_failed_captures: whether torch_npu's allocator forgets a capture that CANN has
-            refused to begin or to end. Otherwise ``torch.npu.graph`` and ``torch.npu.empty_cache``
-            fail from then on.
+            refused to begin or to end. If the allocator does not forget such a capture, all later
+            calls of ``torch.npu.graph`` and ``torch.npu.empty_cache`` fail.
         all_gather, reduce_scatter: torch.distributed's names for collectives of single tensors.
     """
 

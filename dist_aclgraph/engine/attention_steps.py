@@ -161,7 +161,7 @@ class AttentionSteps:
         )
 
     def _slots(self, slots: Tensor) -> Tensor:
-        """Return slots for the cache write: -1 for tokens that are not written here."""
+        """Return slots for the cache write: -1 for tokens that this rank does not write."""
         if self._place.is_sharded:
             slots = slots.clamp(min=-1)
         return slots.to(self._kind.slot_dtype)
@@ -174,7 +174,7 @@ class AttentionSteps:
         return (positions < first - ahead).view(-1, 1, 1)
 
     def _reads_of(self, parts: Sequence[Part], block_table: IntArray) -> list[Reads]:
-        """Return where the keys of each chunk are; the chunks are in the order of the parts."""
+        """Return the places of each chunk's keys; the chunks are in the order of the parts."""
         place = self._place
         return [
             find_keys(chunk, block_table, place.shards, place.shard)

@@ -43,7 +43,7 @@ def find_forbidden(
     begins: IntArray,
     coming_rows: IntArray,
 ) -> Forbidden | None:
-    """Return the tokens that are forbidden at each place of a step; None if no token is.
+    """Return the tokens that are forbidden at each place of a step; None if no token is forbidden.
 
     Args:
         words: bad words by row; each word has two tokens or more.

@@ -15,8 +15,8 @@ import llguidance
 
 from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
 
-# Of compiled grammars that are kept for further requests; measured, they need up to 500 times as
-# many bytes.
+# Maximum number of characters of all grammars that are kept for further requests. We measured that
+# a compiled grammar needs up to 500 bytes for each of its characters.
 MAX_KEPT_CHARS = 1 << 19
 
 
@@ -24,8 +24,8 @@ class Grammars:
     """Owns the compiled grammars of a rank.
 
     Args:
-        read_vocabulary: reads the checkpoint's tokenizer; called on a thread, with the first
-            grammar.
+        read_vocabulary: reads the checkpoint's tokenizer; called on a thread when the first grammar
+            is compiled.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -33,10 +33,10 @@ class Grammars:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
-        self._num_chars = 0  # of the grammars in ``_compiled``
+        self._num_chars = 0  # characters of all grammars in ``_compiled``
 
     def compile(self, grammar: str, salt: str) -> Future[llguidance.LLMatcher]:
-        """Begin to compile a grammar; the matcher may be in an error.
+        """Begin to compile a grammar. If the grammar is invalid, the matcher contains an error.
 
         Args:
             salt: compiled grammars are shared only between requests with the same salt.

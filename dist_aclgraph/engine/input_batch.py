@@ -69,7 +69,7 @@ class InputBatch:
         # References to samples of the last step, and the rows that they belong to.
         self._names = self._named_rows = NO_INTS
         # The last step and its records, if the next step may be computed from the last step; and
-        # the number of steps that may be computed so before a request needs another block.
+        # the number of steps that may be computed in this way before a request needs another block.
         self._last: HostStep | None = None
         self._records = NO_RECORDS
         self._num_left = 0
@@ -204,7 +204,9 @@ class InputBatch:
         )
 
     def _table_of(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Return the block table of requests, as wide as the longest one needs."""
+        """Return the block table of requests; the longest request determines the number of
+        columns.
+        """
         per_block = self._place.shards.tokens_per_block
         width = table_width(int(kv_lens.max()), per_block, self._num_drafts)
         table: IntArray = self.block_table[rows, :width]
@@ -225,7 +227,7 @@ class InputBatch:
             self._sampled_rows, self._named_rows = step.sampled_rows, NO_INTS
 
     def in_flight(self, records: IntArray) -> npt.NDArray[np.bool_]:
-        """[num_reqs], whether a request's last token is not on the host yet.
+        """Return [num_reqs]: true if the host does not have the last token of the request yet.
 
         Args:
             records: [num_reqs, 4] as in ``RankBatch.scheduled``.
@@ -236,8 +238,8 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the last tokens of a step's requests that are wanted and not on the host yet; None
-        if there are no such tokens.
+        """Return the wanted last tokens that the host does not have yet; None if there are no such
+        tokens.
 
         Args:
             is_wanted: [max_rows], whether the row's token is wanted.

@@ -1,4 +1,4 @@
-"""Which tokens the grammars of rows allow next, as bits.
+"""Computes the tokens that the grammars of rows allow next, as bits.
 
 A row's mask is a function of its grammar and its output. So every rank that samples computes the
 mask itself, and nothing is sent between ranks. Before each step, a row's matcher is brought to the
@@ -80,12 +80,12 @@ class _Row:
         self._num_consumed = 0
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
-        self._answer: int | None = None  # where the answer begins, in tokens of the output
+        self._answer: int | None = None  # number of tokens before the answer
         self._rewind_phase()
 
     @property
     def error(self) -> str:
-        """Why the matcher cannot go on; empty if it can."""
+        """The reason why the matcher has failed; empty if it has not failed."""
         matcher = self._ready()
         return matcher.get_error() if matcher is not None and matcher.is_error() else ""
 
@@ -177,7 +177,7 @@ class Matchers:
     """Owns the matchers of all rows.
 
     Args:
-        batch: the rows; it has all tokens but those of steps that the engine has not answered.
+        batch: the rows, with all tokens that the engine has sent back.
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
     """
@@ -195,13 +195,13 @@ class Matchers:
         self._num_places = num_places
         self._rows: dict[int, _Row] = {}
         self._tails: dict[int, _Tail] = {}
-        self._failed: dict[int, str] = {}  # by sample of the last step, why its row cannot go on
-        # The sampled rows of the last step that ``concern`` was asked about, and its answer.
+        self._failed: dict[int, str] = {}  # reasons of failure by sample of the last step
+        # The sampled rows in the last call of ``concern``, and the result of this call.
         self._asked: IntArray | None = None
         self._concerns = False
 
     def begin(self, row: int, sampling: RowSampling) -> None:
-        """Take over a row that a request begins or resumes in."""
+        """Begin to track a row in which a request begins or resumes."""
         self._asked = None
         self._tails.pop(row, None)
         self._rows.pop(row, None)
@@ -273,12 +273,13 @@ class Matchers:
         return Masks(places, words)
 
     def take_failed(self) -> dict[int, str]:
-        """Return the samples whose rows cannot go on since the last call, and why."""
+        """Return the samples whose matchers have failed since the last call, with the reasons."""
         failed, self._failed = self._failed, {}
         return failed
 
     def _fill(self, row_id: int, first: int, drafts: list[int], words: IntArray) -> str:
-        """Write the masks of the places of a row; return why the row cannot go on, or "".
+        """Write the masks of the places of a row; return the reason if the row's matcher has
+        failed, otherwise "".
 
         Args:
             first: position of the token that is sampled at the first place.
@@ -291,7 +292,7 @@ class Matchers:
             if not row.add(token):
                 return row.error or "the output does not match the grammar"
         row.fill(words[0])
-        # A place behind a forbidden draft is never used: that draft is not accepted.
+        # A place after a forbidden draft is never used, because the draft is not accepted.
         for place, draft in enumerate(drafts, start=1):
             if not row.add(draft):
                 break
@@ -321,7 +322,9 @@ class Masking:
         self._bits: Tensor | None = None  # [16] int16, the bits of a half word
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because the constant may not have arrived."""
+        """Reset after an abort of the device, because the constant may not have reached the
+        device.
+        """
         self._bits = None
 
     def apply(self, logits: Tensor, masks: Masks) -> None:

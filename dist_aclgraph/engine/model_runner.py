@@ -95,9 +95,9 @@ class _Flight:
     """A step that is queued on the device.
 
     Attributes:
-        num_written: number of steps in the buffers after this step's inputs were written.
+        num_written: number of steps whose inputs were written to the buffers, this step included.
         stages: host time of this step by stage, up to now.
-        failed: by sample, why a request cannot go on.
+        failed: by sample, the reason why a request has failed.
     """
 
     plan: StepPlan
@@ -114,8 +114,8 @@ class ModelRunner:
     """One rank's execution of steps.
 
     Args:
-        owns_output: whether this rank answers with the sampled tokens; other ranks of its tensor
-            parallel group only acknowledge.
+        owns_output: whether this rank sends the sampled tokens to the engine; the other ranks of
+            its tensor parallel group only acknowledge the step.
         graphs: all graphs that may be captured; the buffers have the size of the largest one.
         choose_exchange: returns the exchange that sends the tokens of a graph or of drafts to their
             experts. The plan of an eager step contains the exchange of this step.
@@ -148,7 +148,7 @@ class ModelRunner:
         )
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
         self._flights: deque[_Flight] = deque()  # queued steps, oldest first
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # by row, in its last step
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # drafts accepted last, by row
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
@@ -352,7 +352,7 @@ class ModelRunner:
             return np.where(self._batch.in_flight(records), self._num_passed[records[:, 0]], 0)
 
         def answer(stage: str) -> None:
-            """Report the previous step if it has ended; its report need not wait for this step.
+            """If the previous step has ended, report it now, before this step ends.
 
             Args:
                 stage: the stage of this step that the host works on.
@@ -400,7 +400,7 @@ class ModelRunner:
 
         Args:
             prompts: log-probabilities of prompts, whose copies are already queued.
-            embeddings: likewise.
+            embeddings: hidden states of prompts, whose copy is already queued.
         """
         needs_tokens = self._owns_output or self._drafts is not None
         if self._samples and not needs_tokens:
@@ -422,8 +422,9 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
 
-        By then, the device has executed the step without its drafts. So a fault in the step is
-        attributed to this step, but a fault in its drafts is attributed to the next step.
+        When this method returns, the device has executed the step, but perhaps not its drafting. So
+        a fault in the step is attributed to this step, but a fault in its drafts is attributed to
+        the next step.
         """
         return self._result(*self._read_oldest())
 

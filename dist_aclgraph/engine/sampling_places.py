@@ -63,7 +63,7 @@ class Biases:
     """Places whose logits get an added value, because some tokens are preferred or forbidden.
 
     Attributes:
-        where: [m] int64, indices of the places; None if all places are meant.
+        where: [m] int64, indices of the places; None means all places.
         values: [m, vocab] float32.
     """
 
@@ -252,7 +252,7 @@ class StepPlaces:
 
 
 class KnownPlaces:
-    """Owns the device's parameters of special places, for the latest step that had any.
+    """Owns the device's parameters of special places, for the latest step that had special places.
 
     Args:
         num_places: k + 1, number of places of each sampled request.
@@ -285,7 +285,9 @@ class KnownPlaces:
         return self._places
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because parameters may not have arrived."""
+        """Reset after an abort of the device, because the parameters may not have reached the
+        device.
+        """
         self._rows = self._places = None
 
     def _is_known(self, rows: IntArray) -> bool:

@@ -59,7 +59,7 @@ class SamplingTable:
     """Owns the sampling parameters of all rows.
 
     Attributes:
-        is_plain: [max_rows], whether a row needs nothing but its most probable token.
+        is_plain: [max_rows], whether a row needs only its most probable token.
         may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
             penalties or with bad words of several tokens.
         has_penalties: [max_rows].
@@ -70,7 +70,8 @@ class SamplingTable:
         suppressed: by row, tokens that are forbidden before ``min_tokens``.
         biases: by row, only for rows with a bias.
         bad_words: by row, bad words of several tokens.
-        version: number of parameter changes; it tells whether any row has changed.
+        version: number of parameter changes; readers compare it to find out whether any row has
+            changed.
     """
 
     def __init__(self, max_rows: int) -> None:

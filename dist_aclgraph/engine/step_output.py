@@ -1,4 +1,6 @@
-"""Turns a step's logits into the engine's report. The host waits for the device only here."""
+"""Turns a step's logits into the engine's report. Only this module makes the host wait for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ class HostOutput:
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
         prompts: log-probabilities of prompts, for requests that want them.
-        embeddings: float32 [hidden] by index among the sampled requests, for requests that want it.
+        embeddings: float32 [hidden] by index among the sampled requests, for requests that want
+            embeddings.
     """
 
     token_ids: IntArray
@@ -143,11 +146,11 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # Rows with bad words if a step in flight samples their last tokens; then these tokens.
+        # Rows with bad words whose last tokens are sampled by a step in flight; and these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
-        # for each row, the number of counted tokens
+        # number of counted tokens of each row
         self._counted: IntArray = np.zeros(max_samples, np.int32)
         self._counts = TokenCounts(max_samples, vocab_size, npu.device, npu.upload)
         self._masking = Masking(npu.upload)
@@ -246,7 +249,9 @@ class StepOutput:
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because sent values may not have arrived."""
+        """Reset after an abort of the device, because sent values may not have reached the
+        device.
+        """
         self._known.forget()
         self._masking.forget()
 
@@ -270,7 +275,7 @@ class StepOutput:
             tally: int64, of shape TALLY_SHAPE; None if the step does not change it.
             special: the special places, which may want log-probabilities; None if there are none.
             prompts: reports of prompts, whose copies are already queued.
-            embeddings: likewise.
+            embeddings: hidden states of prompts, whose copy is already queued.
         """
         landing = self._landings[self._num_queued % len(self._landings)]
         self._num_queued += 1

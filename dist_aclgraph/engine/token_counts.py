@@ -39,7 +39,7 @@ class TokenCounts:
     """Owns [max_rows, vocab] int32: the number of occurrences in the output, plus IN_PROMPT if the
     token occurs in the prompt.
 
-    Only rows with penalties are kept up to date.
+    Only the counts of rows with penalties are updated.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class AnswerFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each answer without tools is content."""
+        """Whether the answer to a request without tools consists only of content."""
         return self.thought is None and not self.has_channels
 
     @property
@@ -78,7 +78,8 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the form of an answer that has content of a form, or calls; None for any answer.
+        """Return the form that the answer must have: content in a form, or calls; None for any
+        answer.
 
         Args:
             form: the form of the content; None for any text.
@@ -87,7 +88,7 @@ class AnswerFormat:
             is_required: whether the answer must consist of calls.
 
         Raises:
-            InvalidParameterError: the form cannot be joined with calls.
+            InvalidParameterError: the form cannot be combined with calls.
         """
         lark = Lark(self.token_ids)
         if tools is None or self.name is None:
@@ -95,7 +96,7 @@ class AnswerFormat:
                 return form
             return StructuredOutputs(lark=lark.grammar(gpt_oss.lark_final(lark, lark.form(form))))
         module = FORMATS[self.name]
-        # Without a token that begins calls, calls cannot be told from text.
+        # If no token marks the beginning of calls, calls cannot be distinguished from text.
         begins = bool(module.MARKERS) and lark.is_token(module.MARKERS[0])
         may_check = begins and not self.has_channels and any(name in strict for name in tools)
         if form is None and not is_required and not may_check:

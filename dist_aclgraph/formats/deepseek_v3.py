@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1: a type, a name, and arguments in a fenced block.
+"""DeepSeek V3 and R1: a call has a type, a name, and arguments in a fenced block.
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
 ```json

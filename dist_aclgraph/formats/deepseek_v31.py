@@ -1,4 +1,4 @@
-"""DeepSeek V3.1: the markers of V3, without a type and a fence.
+"""DeepSeek V3.1: a call has the markers of V3, but no type and no fence.
 
 <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
 """

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: calls in tags; ``｜DSML｜`` is the only part of the tags that is a token.
+"""DeepSeek V3.2: calls are written in tags. Only the part ``｜DSML｜`` of each tag is a token.
 
 <｜DSML｜function_calls>
 <｜DSML｜invoke name="f">

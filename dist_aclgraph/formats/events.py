@@ -1,4 +1,4 @@
-"""What a model's answer consists of, in the order in which the model writes it.
+"""The events of a model's answer, in the order in which the model writes them.
 
 Each API translates these events into its own objects (``serve``).
 """
@@ -36,8 +36,8 @@ class CallBegin(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """A piece of a call's arguments; joined, the pieces are a JSON object, unless the model wrote
-    something else.
+    """A piece of a call's arguments. If the model wrote valid arguments, the joined pieces are a
+    JSON object.
     """
 
     index: int

@@ -1,11 +1,11 @@
-"""GLM-4.5 and later: the name, then pairs of ``<arg_key>`` and ``<arg_value>``.
+"""GLM-4.5 and later: a call has the name, then pairs of ``<arg_key>`` and ``<arg_value>``.
 
     <tool_call>f
     <arg_key>k</arg_key>
     <arg_value>v</arg_value>
     </tool_call>
 
-Texts are written as they are, other values as JSON. GLM-4.7 writes no newlines.
+Texts are written without quotes, other values as JSON. GLM-4.7 writes no newlines.
 """
 
 from __future__ import annotations

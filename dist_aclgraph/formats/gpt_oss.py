@@ -59,7 +59,7 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
-    """Return an expression for one call; the token that ends it also ends the answer."""
+    """Return an expression for one call; the token that ends the call also ends the answer."""
     return f"{lark_thought(lark)} {call}"
 
 
@@ -70,5 +70,5 @@ def lark_thought(lark: Lark) -> str:
 
 
 def lark_final(lark: Lark, form: str) -> str:
-    """Return an expression for an answer whose last message has a form."""
+    """Return an expression for an answer whose last message has a required form."""
     return f"{lark_thought(lark)} {lark.text(f'{CHANNEL}final{MESSAGE}')} {form}"

@@ -12,7 +12,7 @@ from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments, types_of
 
-# Words are matched whole and from their beginning, so that the time is linear.
+# The patterns match whole words from the beginning, so that matching takes linear time.
 _ATTRIBUTE = re.compile(r'\b(\w++)\s*+=\s*+"([^"]*+)"')
 
 
@@ -67,7 +67,7 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
 
 
 def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bool]:
-    """Read a call behind its first tag; return whether the answer goes on behind the call."""
+    """Read a call after its first tag; return whether the answer continues after the call."""
     parameter, end_parameter = tags.parameter
     scanner.begin_call(name)
     arguments = Arguments(scanner, tools.get(name, {}))
@@ -97,7 +97,7 @@ def lark_call(
     """Return an expression for one call.
 
     Args:
-        says_type: whether each parameter says whether it is a string.
+        says_type: whether an attribute of each parameter tells whether it is a string.
     """
     parts = [lark.text(f'{tags.invoke[0]} name="{name}">\n')]
     for key, value, is_required in properties_of(schema):

@@ -80,7 +80,7 @@ def copy_arguments(scanner: Scanner) -> Scan[bool]:
 def copy_marked_calls(scanner: Scanner, begin: str, end: str) -> Scan[None]:
     """Read content in which each call is between two markers.
 
-    Text between the markers that is no call is content, and so are its markers.
+    If the text between two markers is no call, the text and both markers are content.
     """
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:

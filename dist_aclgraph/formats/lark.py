@@ -54,7 +54,7 @@ class Lark:
         return name
 
     def part(self, name: str) -> None:
-        """Say what the rules that follow are for; errors in them name it."""
+        """Name the purpose of the following rules; errors in these rules contain this name."""
         self._rules.append(f"// {name}")
 
     def json(self, schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
@@ -68,10 +68,11 @@ class Lark:
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
 
     def form(self, form: StructuredOutputs) -> str:
-        """Return an expression for a text that has a form.
+        """Return an expression for a text of the required form.
 
         Raises:
-            InvalidParameterError: the form is itself a grammar, or is no regular expression.
+            InvalidParameterError: the form is itself a grammar, or its pattern is no regular
+                expression.
         """
         if form.kind == "json":
             return self.json(json.loads(form.text), form.json_options)
@@ -86,7 +87,7 @@ class Lark:
         )
 
     def until(self, pattern: str, end: str) -> str:
-        """Return an expression for a text of a pattern up to ``end``, and ``end`` itself."""
+        """Return an expression for a text that matches ``pattern``, followed by ``end``."""
         parts = [end] if self._split is None else self._split.split(end)
         if len(parts) == 1:
             return self.rule(f"/{_escaped(pattern)}/", f"[suffix={_quoted(end)}]")
@@ -94,7 +95,7 @@ class Lark:
         return f"/({_escaped(pattern)}){_escaped(re.escape(first))}/ {self.text(rest)}"
 
     def parameter(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str) -> str:
-        """Return an expression for a value that is written as a text, and the text behind it."""
+        """Return an expression for a value of this schema, followed by the text ``end``."""
         if types_of(schema, root) == {"string"}:
             values = schema.get("enum", [schema["const"]] if "const" in schema else None)
             if isinstance(values, list):
@@ -131,10 +132,10 @@ def choice_of(expressions: list[str]) -> str:
 
 
 def behind_text(expression: str) -> str:
-    """Return an expression for any text, and ``expression`` behind it.
+    """Return an expression for any text that is followed by ``expression``.
 
-    The text takes all that it can. So a quoted beginning of ``expression`` becomes a part of the
-    text's pattern.
+    The pattern of the text matches as much as possible. So if ``expression`` begins with a quoted
+    text, this quoted text becomes a part of the pattern.
     """
     found = re.match(r'("(?:[^"\\]|\\.)*") ', expression)
     if found is None:

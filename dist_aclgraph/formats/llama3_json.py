@@ -1,7 +1,7 @@
 """Llama 3: the whole answer is ``{"name": "f", "parameters": {...}}``, with "; " between calls.
 
-No marker announces a call: an answer that begins like a call is one only if the name is that of a
-given tool. ``<|python_tag|>`` may precede the calls.
+No marker announces a call. An answer that begins like a call is a call only if its name is the name
+of a given tool. ``<|python_tag|>`` may precede the calls.
 """
 
 from __future__ import annotations

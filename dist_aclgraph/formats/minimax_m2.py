@@ -1,4 +1,4 @@
-"""MiniMax M2: calls in tags between two tokens, types by the schema.
+"""MiniMax M2: calls are written in tags between two tokens; the schema determines the types.
 
 <minimax:tool_call>
 <invoke name="f">

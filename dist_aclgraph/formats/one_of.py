@@ -1,6 +1,6 @@
 """``oneOf`` in JSON schemas: whether at most one branch can match, so that it means ``anyOf``.
 
-llguidance knows ``anyOf`` only. A value that matches two branches of ``oneOf`` is invalid, so
+llguidance supports only ``anyOf``. A value that matches two branches of ``oneOf`` is invalid, so
 ``oneOf`` may be read as ``anyOf`` only where no value matches two branches.
 """
 
@@ -34,11 +34,12 @@ def _one_ofs(part: Any) -> Iterator[Any]:
 
 
 class _Branch:
-    """What tells a branch from others.
+    """The properties by which a branch excludes other branches.
 
     Attributes:
-        types: names of the types that the branch allows; empty if it does not say.
-        values: the only values that it allows; None if it does not list them.
+        types: names of the types that the branch allows; empty if the branch does not restrict
+            types.
+        values: the only values that the branch allows; None if the branch does not list values.
         tags: the only values of required properties, by name.
     """
 
@@ -78,7 +79,7 @@ def _excludes(branches: Any, root: Any) -> bool:
 
 
 def _values(schema: Any) -> set[str] | None:
-    """Return the only values that a schema allows; None if it does not list them."""
+    """Return the only values that a schema allows; None if the schema does not list values."""
     if not isinstance(schema, Mapping):
         return None
     if "const" in schema:

@@ -1,7 +1,7 @@
-"""Llama 3.2 and 4, pythonic: the whole answer is ``[f(a=1, b="x"), g()]``.
+"""Llama 3.2 and Llama 4 (pythonic): the whole answer is ``[f(a=1, b="x"), g()]``.
 
-No marker announces a call: an answer that begins like a call is one only if the name is that of a
-given tool.
+No marker announces a call. An answer that begins like a call is a call only if its name is the name
+of a given tool.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
 
 
 def _copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
-    """Read ``f(a=1)``; return whether the call is complete. Text that is no call stays kept."""
+    """Read ``f(a=1)``; return whether the call is complete. If the text is no call, the scanner
+    keeps the text.
+    """
     name = yield from _read_name(scanner, "(")
     if name not in tools:
         return False
@@ -78,7 +80,7 @@ def _copy_call(scanner: Scanner, tools: Tools) -> Scan[bool]:
 
 
 def _read_name(scanner: Scanner, end: str) -> Scan[str]:
-    """Return a name behind which ``end`` comes, and read both; empty if there is no name."""
+    """Read a name and the ``end`` after it; return the name, or "" if there is no name."""
     text = ""
     while len(text) < MAX_NAME_CHARS:
         sign = yield from scanner.peek()

@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Qwen3.5: each parameter is a text between tags, its type is that of the schema.
+"""Qwen3-Coder, Qwen3.5: each parameter is a text between tags; the schema has its type.
 
 <tool_call>
 <function=f>
@@ -23,7 +23,8 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 MARKERS = (BEGIN, END)
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# Models forget the end of a parameter; a line that begins like the next part ends it, too.
+# Models may forget the end tag of a parameter. So a line that begins like the next part also ends
+# the parameter.
 ENDS = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)
 
 
@@ -43,7 +44,8 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         if is_call:
             name, closing = yield from scanner.read_until([">", "\n", begin, end])
         name = name.strip()
-        # Models forget the first marker; without it, only the name of a given tool makes a call.
+        # Models may forget the first marker. Then the text is a call only if it has the name of a
+        # given tool.
         if closing != ">" or not name or (marker == FUNCTION and name not in tools):
             scanner.content(marker + scanner.give_back())
             marker = yield from scanner.copy_until([begin, FUNCTION], scanner.content)

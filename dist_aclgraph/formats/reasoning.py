@@ -16,7 +16,7 @@ class Thought:
     end: str
 
 
-# A family's template contains its markers.
+# The template of a family contains the markers of this family.
 THOUGHTS = (
     Thought("<think>", "</think>"),
     Thought("<seed:think>", "</seed:think>"),
@@ -40,8 +40,8 @@ def read_thought(
     """Read reasoning, if there is any, and then the answer.
 
     Args:
-        is_open: whether the prompt has already opened the reasoning. The marker that ends it is
-            then the only one that is needed.
+        is_open: whether the prompt has already opened the reasoning. Then only the marker that ends
+            the reasoning is necessary.
     """
     begin, end = scanner.coded(thought.begin), scanner.coded(thought.end)
     scanner.keep()

@@ -60,7 +60,7 @@ class Scanner:
         self._holds_space = holds_space
         self._text = ""
         self._at = 0
-        self._kept: int | None = None  # where the text begins that ``give_back`` returns
+        self._kept: int | None = None  # begin of the text that ``give_back`` returns
         self.is_closed = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space of content, held back
@@ -91,18 +91,20 @@ class Scanner:
         return text if text.isascii() else text.translate(self._texts)
 
     def keep(self) -> None:
-        """Remember all text from here on, until ``give_back`` or ``let_go``."""
+        """Keep all text that is read after this call, until ``give_back`` or ``let_go`` is
+        called.
+        """
         self._kept = self._at
 
     def give_back(self) -> str:
-        """Return the remembered text that was read."""
+        """Return the kept text, and end keeping."""
         assert self._kept is not None
         text = self._text[self._kept : self._at]
         self._kept = None
         return text
 
     def let_go(self) -> None:
-        """Forget the remembered text."""
+        """End keeping, without returning the kept text."""
         self._kept = None
 
     @property
@@ -150,8 +152,8 @@ class Scanner:
         return "".join(pieces), marker
 
     def match(self, *texts: str) -> Scan[str | None]:
-        """Read the longest of the texts that comes next; return None, and read nothing, if none of
-        them does.
+        """Read and return the longest of ``texts`` with which the unread text begins. If it begins
+        with none of them, read nothing and return None.
         """
         while True:
             rest = self._text[self._at :]
@@ -411,7 +413,7 @@ def with_pairs(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return a pattern that finds a marker, and one that finds an end that begins a marker."""
+    """Return two patterns: for a marker, and for the beginning of a marker at the end of a text."""
     by_length = sorted(markers, key=len, reverse=True)
     parts = {marker[:size] for marker in markers for size in range(1, len(marker))}
     begun = "|".join(re.escape(part) for part in sorted(parts, key=len, reverse=True))

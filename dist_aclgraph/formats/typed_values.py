@@ -1,4 +1,4 @@
-"""Arguments that a model writes as plain texts by name: their JSON, by the types of the schema."""
+"""Converts arguments that a model writes as plain texts to JSON, by the types of the schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
 
-MAX_DEPTH = 8  # of a schema, while the types of a parameter are looked for
+MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -32,7 +32,7 @@ class Arguments:
 
         Args:
             trims: whether one newline at each end of the text does not belong to the value.
-            is_text: whether the value is a string; None leaves this to the schema.
+            is_text: whether the value is a string; None means that the schema decides.
         """
         types = types_of(self._property(name), self._schema)
         if is_text is None:
@@ -90,7 +90,7 @@ class _Text:
 
 
 def as_json(text: str, types: frozenset[str] | set[str]) -> str:
-    """Return a text as JSON of one of the types; as a string if it has none of them.
+    """Return a text as JSON of one of the types; as a string if it has none of these types.
 
     Args:
         types: names of JSON schema's types; empty if every type is allowed.
@@ -113,14 +113,14 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
 
 
 def types_of(schema: Any, root: Any) -> set[str]:
-    """Return the names of the types that a schema allows; empty if it does not say."""
+    """Return the names of the types that a schema allows; empty if the types are not restricted."""
     return _types(schema, root, {}, 0) or set()
 
 
 def _types(
     schema: Any, root: Any, known: dict[str, set[str] | None], depth: int
 ) -> set[str] | None:
-    """Return the names of the types that a schema allows; None if it does not say.
+    """Return the names of the types that a schema allows; None if the types are not restricted.
 
     Args:
         known: results by reference. Each reference is followed once, because the number of paths
@@ -155,7 +155,9 @@ def _types(
 
 
 def resolve(schema: Any, root: Any) -> Any:
-    """Return the schema that a reference within ``root`` names; another schema as it is."""
+    """Return the schema that a reference within ``root`` names; return any other schema
+    unchanged.
+    """
     for _ in range(MAX_DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):

@@ -23,7 +23,7 @@ class OperatorDigest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to prepare for its compiler, which is never used here.
+        """Tell torch not to prepare for its compiler, which this package never uses.
 
         Otherwise torch would import the compiler, which takes one second at the start of each rank.
         """

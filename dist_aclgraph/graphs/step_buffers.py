@@ -78,7 +78,7 @@ class StepBuffers:
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
-        # Eager steps use this, too, because the next step reads its tokens from here.
+        # Eager steps also write to this tensor, because the next step reads their tokens from it.
         num_sampled = max(max_samples, spare_row)
         self.tokens: TokenTable | None = None
         if num_drafts:
@@ -143,7 +143,9 @@ class StepBuffers:
         twins.is_read = False
 
     def forget(self) -> None:
-        """Reset after an abort of the device, because written values may not have arrived."""
+        """Reset after an abort of the device, because written values may not have reached the
+        device.
+        """
         self.mark_read(self.num_written)
         self._table[:] = 0
         self._latest_table = None
@@ -224,7 +226,7 @@ class StepBuffers:
 
 
 class _Layout(NamedTuple):
-    """Where a graph's integer inputs are.
+    """The places of a graph's integer inputs in the buffers.
 
     Attributes:
         inputs: view of the buffer on the device.

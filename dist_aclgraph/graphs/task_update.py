@@ -73,13 +73,14 @@ class UpdatableTask:
             self._update(stream)
         except RuntimeError:
             # If the operator has failed, the update is still open. Otherwise no update is open, and
-            # CANN refuses to end one. Only the first error names the cause, e.g. a stopped device.
+            # CANN refuses to end an update. Only the first error names the cause, e.g. a stopped
+            # device.
             with suppress(RuntimeError):
                 npu.end_task_update(stream)
             raise
 
     def _update(self, stream: Any) -> None:
-        """Issue the operator into the task group, and record the event behind it."""
+        """Issue the operator into the task group, and record the event after the operator."""
         if self.operator.update_at_once is not None:
             self.operator.update_at_once(stream, self.handle, self.event, **self.arguments)
             return
@@ -91,7 +92,7 @@ class UpdatableTask:
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            self.arguments[name] = [-1] * len(self.arguments[name])  # lengths that no step uses
+            self.arguments[name] = [-1] * len(self.arguments[name])  # no step uses these lengths
         npu.clear_event(self.event, stream)
 
 

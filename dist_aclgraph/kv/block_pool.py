@@ -42,9 +42,10 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether each reference to a block counts as one used block. This is for
-            attention on CANN 8.5, which counts a shared block once for each request: it refuses
-            lengths that together need more blocks, counted in this way, than the cache has.
+        counts_shared: whether each reference to a block counts as one used block. This is necessary
+            for attention on CANN 8.5. This attention counts a shared block once for each request,
+            and refuses lengths that together need more blocks, counted in this way, than the cache
+            has.
     """
 
     def __init__(

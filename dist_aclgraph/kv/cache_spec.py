@@ -1,4 +1,4 @@
-"""Computes the bytes of KV blocks; no other module does."""
+"""Computes the bytes of KV blocks. No other module computes these bytes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class KVCacheSpec:
         )  # The KV of the last token is never written.
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
-        """Return every rank's number of blocks: the configured number, or all useful ones that fit.
+        """Return every rank's number of blocks: the configured number, or all useful blocks that
+        fit.
 
         Args:
             free_bytes: free bytes of the rank with the least free memory.

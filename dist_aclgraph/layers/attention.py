@@ -47,7 +47,9 @@ class AttentionOperator:
 
     @cached_property
     def update_at_once(self) -> Any:
-        """The function that updates a captured task in one call; None if torch_npu has none."""
+        """The function that updates a captured task in one call; None if torch_npu has no such
+        function.
+        """
         return npu.update_at_once(self.name)
 
     def max_workspace(self, arguments: Arguments) -> Tensor:

@@ -60,7 +60,7 @@ class Int8GroupedProduct:
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply as ``GroupedProduct`` does. Each row, even a row without an expert, is quantised
-        with a scale of its own.
+        with a separate scale.
         """
         quantised, row_scale = torch.ops.npu.npu_dynamic_quant(rows)
         return multiply_groups(

@@ -59,7 +59,9 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum, [n, hidden]. The end of the context completes it."""
+        """Yield this rank's part of the sum, [n, hidden]. It is complete at the end of the
+        context.
+        """
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)

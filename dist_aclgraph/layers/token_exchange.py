@@ -118,7 +118,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Mc2Exchange:
-    """The operators send each token to each of its experts; no place is reserved without use.
+    """The operators send each token to each of its experts; the exchange has no unused places.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``.
     Their limits are checked when the deployment is planned. If the operators take no mask, padding

@@ -20,7 +20,9 @@ class LayerAttention(Protocol):
     """
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for its result."""
+        """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for the result of
+        ``attend``.
+        """
 
     def attend(
         self, inputs: tuple[Tensor, ...], rope: Rope, cache: Cache, metadata: AttentionMetadata

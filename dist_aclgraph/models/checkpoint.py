@@ -3,7 +3,7 @@
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
 slices. A slice is converted (to another dtype, to int8, or to floats) on the device. FP8 is
 converted on the host, because not every chip supports FP8. Weights in FP8 or int8 are multiplied by
-their scales while they are read; only int8 matrices of products that run in int8 are not.
+their scales while they are read, except int8 matrices of products that run in int8.
 """
 
 from __future__ import annotations

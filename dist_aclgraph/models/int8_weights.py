@@ -1,4 +1,5 @@
-"""Matrices in int8 with one scale per output, stored so in the checkpoint or quantised at load.
+"""Matrices in int8 with one scale per output. Either the checkpoint stores them in int8, or they
+are quantised while they are loaded.
 
 A scale depends on all inputs of an output, not only on the inputs that one rank loads. So for any
 number of ranks, the ranks have parts of the same int8 matrix.

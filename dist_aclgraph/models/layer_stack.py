@@ -71,7 +71,7 @@ class DecoderLayer:
     def after_attention(
         self, attended: Tensor, residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, not yet added to the residual stream, and this stream."""
+        """Return two tensors: the layer's output, and the residual stream without this output."""
         npu = torch.ops.npu
         h, _, residual = npu.npu_add_rms_norm(
             self.attention.output(attended), residual, self.post_attention_norm, self.eps

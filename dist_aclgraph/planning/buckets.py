@@ -22,7 +22,7 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
             pieces.
         query_len: tokens of each request; 0 accepts any mixture of prefill and decode.
         buckets: sizes in tokens, ascending.
-        refused: sizes that some rank could not capture; they are not tried again.
+        refused: sizes that some rank could not capture; no rank tries these sizes again.
         max_buckets: the largest number of captured buckets that every rank could have at the same
             time; None before a capture has failed.
     """
@@ -41,7 +41,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A mixed full graph has one more request than can run; this request gets the padding tokens.
+        A full graph of mixed batches has room for one request more than can run at once; the
+        additional request gets the padding tokens.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)
@@ -91,7 +92,9 @@ def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tu
 
 
 def candidate_families(config: Config) -> tuple[GraphFamily, ...]:
-    """Return the graphs that are captured if every rank has enough streams and memory for all."""
+    """Return the graphs that are captured if every rank has enough streams and memory for all
+    graphs.
+    """
     graph = config.graph
     found = []
     if graph.mode in DECODE_MODES:

@@ -120,7 +120,8 @@ class Chip:
             return
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
-            # If the cache is full, such attention cannot use a graph, and runs with other shapes.
+            # If the cache is full, such attention refuses a graph's padding. Then the step runs
+            # without a graph, with other shapes.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"

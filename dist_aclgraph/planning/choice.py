@@ -64,7 +64,7 @@ def choices(
     limit = min(max_buckets, n)
     exact = np.full(limit + 1, np.inf)
     previous = np.zeros((limit + 1, n), np.int64)
-    best = np.full(n + 1, np.inf)  # best[i]: k buckets, the last of them size i - 1
+    best = np.full(n + 1, np.inf)  # best[i]: lowest cost if size i - 1 is the last of k buckets
     best[0] = 0.0
     total = np.empty_like(pays)
     for k in range(1, limit + 1):

@@ -45,7 +45,7 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
     """A rank's answer; ``failure`` is None if the rank has executed the command.
 
     Attributes:
-        plan_hash: hash of the rank's plan.
+        plan_hash: hash of the plan that the rank uses.
         cost: cost of a capture.
         free_streams: number of the device's free streams; None if captures do not change it.
         live_bytes: used bytes of the graph pool.

@@ -182,7 +182,9 @@ def step_seconds(
 
 @dataclass(frozen=True)
 class _Menu:
-    """The possible choices of a family by number of buckets, and the weight of its batches."""
+    """The best sets of buckets of one family, one set for each number of buckets; and the weight of
+    the family's batches.
+    """
 
     choices: Choices
     weight: float

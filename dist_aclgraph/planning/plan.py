@@ -151,7 +151,7 @@ class CaptureFailure(msgspec.Struct, frozen=True):
 
     @property
     def undone(self) -> str:
-        """The failure and its consequence, as a sentence for reports."""
+        """One sentence for reports: the failure, and what was undone."""
         return (
             f"{self.graph} was undone on all ranks: rank {self.rank} failed ({self.cause}): "
             f"{self.message}"

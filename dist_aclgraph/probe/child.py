@@ -51,7 +51,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
     """Send None once the device is open, and then the outcome.
 
     Args:
-        plant: called once the device is open; tests change the device here.
+        plant: called once the device is open; tests use it to change the device.
     """
     _begin(task)
     try:
@@ -77,7 +77,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
 
 
 def _begin(task: Task) -> None:
-    os.setsid()  # only the parent gets the user's interrupt
+    os.setsid()  # only the parent gets Ctrl-C
     file = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())

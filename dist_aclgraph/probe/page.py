@@ -20,7 +20,7 @@ def report_page(report: Report) -> str:
     """Return the report as one HTML file, which needs no other file and runs no script.
 
     The page shows the facts of the machine, then the differences, then all other answers by folder.
-    Texts of the report may come from a stranger; the page shows them as text.
+    The report may come from an unknown source, so the page shows its texts only as plain text.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"plain": plain, "lines": _lines}

@@ -1,4 +1,4 @@
-"""A question to a device, and the emulator's answer. Nothing here imports torch, because the
+"""A question to a device, and the emulator's answer. This module does not import torch, because the
 process that starts the children must work even if CANN cannot be loaded.
 """
 

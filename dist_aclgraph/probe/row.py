@@ -25,7 +25,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text: the error, or other details.
         chip: name of the device; "" if none was opened.
         cann: version of CANN; "" if unknown.
-        was_asked: whether the machine meets the question's needs, and the device was opened.
+        was_asked: whether the machine has all that the question needs, and the device was opened.
     """
 
     found: str
@@ -114,12 +114,12 @@ def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Ro
 
 
 def plain(text: str) -> str:
-    """Return a text without line ends and control characters; the text may come from a stranger."""
+    """Return a text of an unknown source without line ends and control characters."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def read_report(path: Path) -> Report:
-    """Read a report, which may come from a stranger.
+    """Read a report, which may come from an unknown source.
 
     Raises:
         ConfigError: there is no such file, or it is not a report.

@@ -27,7 +27,7 @@ from dist_aclgraph.probe.row import MAX_TEXT, Outcome, Report, Row, judged
 
 LOAD_S = 120.0  # limit of loading torch_npu, opening the device and joining the other ranks
 NEAR = 2.0  # a number counts as equal to the known number within this factor
-END_S = 5.0  # within this time after its answer a child must end
+END_S = 5.0  # a child must end within this time after its answer
 NO_ANSWER, DIED, CUT_OFF = "no answer", "the process died", "the run was cut off here"
 
 
@@ -61,8 +61,8 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Put all questions that are not in the report or could not be asked before; add their rows
-        to the report.
+        """Put all questions that have no row in the report, or whose row says that they were not
+        asked; add their rows to the report.
 
         Args:
             save: called before and after each question.
@@ -131,7 +131,7 @@ class Runner:
         return _Child(self._context, self._child, task)
 
     def _wait(self, probe: Probe, children: Sequence[_Child]) -> None:
-        """Wait until each child has answered or ended, or a limit is over."""
+        """Wait until each child has answered or ended, or until a time limit has passed."""
         deadline = time.monotonic() + LOAD_S
         has_begun = False
         while waiting := [child for child in children if not child.is_done]:
@@ -186,7 +186,7 @@ class _Child:
             self.is_done = True
 
     def outcome(self) -> Outcome:
-        """Return the answer, or the reason why there is none."""
+        """Return the answer, or the reason why there is no answer."""
         if self._outcome is not None:
             return self._outcome
         if not self.is_done:
@@ -228,7 +228,7 @@ def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the answer of all ranks as one."""
+    """Return one outcome for the answers of all ranks."""
     first = outcomes[0]
     if len({outcome.found for outcome in outcomes}) == 1:
         return first

@@ -27,12 +27,13 @@ class StepOutputs:
         requests: [num_reqs].
         keys: [num_reqs], the attribute ``key`` of each request.
         token_ids: [num_new], request by request.
-        ends: [num_reqs], end of each request's tokens; None means that each request has one token.
+        ends: [num_reqs], index in ``token_ids`` after each request's last token; None means that
+            each request has one token.
         firsts: [n], indices of requests that got their first tokens.
         finish_reasons: the finish reason of each finished request, by its index.
         logprobs: [num_new], or empty if no request wants log-probabilities.
-        failed: requests that end without a new token, and why: their logits were NaN or infinite,
-            or their grammar reached a limit.
+        failed: the reasons of requests that end without a new token: their logits were NaN or
+            infinite, or their grammar reached a limit.
     """
 
     requests: Sequence[Request] = ()
@@ -73,7 +74,7 @@ class StepOutputs:
 
     @property
     def each_end(self) -> IntArray:
-        """[num_reqs], end of each request's tokens, even if ``ends`` is None."""
+        """Return ``ends`` as an array [num_reqs], even if ``ends`` is None."""
         return np.arange(1, len(self) + 1, dtype=np.int32) if self.ends is None else self.ends
 
     @property
@@ -114,7 +115,9 @@ class StepOutputs:
         )
 
     def _notes(self) -> dict[int, Note]:
-        """Return the further results of requests that began or ended, by the request's index."""
+        """Return additional results of the requests that got their first token or have ended, by
+        the request's index.
+        """
         notes = {}
         firsts = dict.fromkeys(self.firsts.tolist())
         for index in firsts | dict.fromkeys(self.finish_reasons):

@@ -90,7 +90,7 @@ class RankScheduler:
         self._num_prompt_ranks = num_prompt_ranks
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._appended: IntArray = NO_PAIRS  # row, token id: new tokens to send to workers
-        self._steady: RankStep | None = None  # the last step, if the next one may repeat it
+        self._steady: RankStep | None = None  # the last step, if the next step may repeat it
         self._margin = 0  # number of tokens for which steps stay quiet, see ``_measure_margin``
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
         # for each stop id, the number of running requests that stop at it
@@ -101,7 +101,7 @@ class RankScheduler:
         self.num_preemptions = 0
         # how often a request's drafts were verified and could be accepted
         self.num_verified = 0
-        # index: number of accepted drafts; value: verifications that accepted so many
+        # index: number of accepted drafts; value: number of verifications that accepted this number
         self._accepted = np.zeros(self._decode_len, np.int64)
 
     @property
@@ -176,7 +176,9 @@ class RankScheduler:
 
     @property
     def _decodes(self) -> npt.NDArray[np.bool_]:
-        """[num_requests], whether a request has a sampled token and may get another token."""
+        """Return [num_requests]: true if the request has a sampled token and may get another
+        token.
+        """
         rows = self.rows
         is_open: npt.NDArray[np.bool_] = (rows.known > rows.started) & (rows.known < rows.limit)
         return is_open
@@ -388,7 +390,7 @@ class RankScheduler:
         return found
 
     def release_failed(self, new: NewTokens) -> list[tuple[Request, str]]:
-        """Release and return the requests of the oldest step that cannot go on, and why."""
+        """Release the requests that failed in the oldest step; return them with the reasons."""
         if not new.failed:
             return []
         flight = self._flights[0]

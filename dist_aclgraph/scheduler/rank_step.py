@@ -34,7 +34,7 @@ class NewTokens(NamedTuple):
         non_finite: [n], indices among the sampled requests; the tokens of these requests are
             meaningless, because their logits are NaN or infinite.
         prompts: log-probabilities of prompts, for requests that want them.
-        failed: requests that cannot go on, and why, by index among the sampled requests.
+        failed: the reasons of failed requests, by index among the sampled requests.
         embeddings: hidden states of the requests that ask for them, by index among the sampled
             requests; float32 [hidden].
     """
@@ -68,7 +68,7 @@ class _Chunk:
     index: int  # index among the running requests
     length: int
     left: int  # how many tokens directly after the chunk may still be added to the same step
-    replayed: int  # number of known tokens after ``left`` tokens; each runs in a step of its own
+    replayed: int  # number of known tokens after ``left`` tokens; each runs in a separate step
 
     @property
     def samples(self) -> bool:

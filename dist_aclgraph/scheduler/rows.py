@@ -194,7 +194,7 @@ class RunningRows:
         self.received[indices] += grown
 
     def settle(self, index: int) -> None:
-        """Move a request's recent tokens from here to ``Request.tokens``."""
+        """Move a request's recent tokens from this object to ``Request.tokens``."""
         request, recent = self.requests[index], int(self.num_recent[index])
         request.tokens.frombytes(self._recent[request.row, :recent].tobytes())
         self.num_recent[index] = 0

@@ -291,7 +291,7 @@ class Scheduler:
         return replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests wait again, unless they were suspect before; end and return suspect ones."""
+        """Let requests that were not suspect wait again; end and return the suspect requests."""
         failed = []
         for request in requests:
             if request.is_suspect:

@@ -1,7 +1,7 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. It is rather too high: it sums all tensors of a layer
+The estimate was never compared with an NPU. It is usually too high: it sums all tensors of a layer
 as if no tensor were freed before the layer's end, and it counts every exchange of tokens as an
 all-gather. It leaves out the workspaces of operators.
 """
@@ -45,7 +45,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # parts of the rank; parts of all ranks; the same in order
+    logits = part + 2 * tp * part  # one part, all parts, and all in order
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged
@@ -73,10 +73,10 @@ def prompt_bytes(
     value_dim, made = spec.head_dim, 0
     if spec.latent:
         value_dim = spec.latent.value_dim
-        # Keys, the rotated part of each, and values of the rank's heads.
+        # Keys, the rotated part of each key, and values of the rank's heads.
         made = spec.latent.plain_dim + spec.latent.rope_dim + spec.latent.value_dim
     elif dcp == 1:
-        chunk_tokens = 0  # keys are read in place
+        chunk_tokens = 0  # keys are read from the cache directly
     # Copies of keys: packed before the gather (2 / dcp), then gathered, selected and split (3).
     copies = 1 if dcp == 1 else 2 / dcp + 3
     heads = spec.num_heads // tp

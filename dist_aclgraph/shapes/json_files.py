@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_aclgraph.errors import ModelError
 
-MAX_JSON_BYTES = 64 << 20  # an index of a million tensors
+MAX_JSON_BYTES = 64 << 20  # enough for an index of a million tensors
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def read_text(path: Path) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """Raise ModelError if a file is missing, or would block a reader, as a pipe does.
+    """Raise ModelError if a file is missing, or if it could block a reader like a pipe.
 
     A symbolic link counts as its target, because caches of downloads consist of links.
     """

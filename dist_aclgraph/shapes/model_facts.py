@@ -61,7 +61,7 @@ class ModelFacts:
 
     Attributes:
         context_len: length of the longest request that the model can have.
-        usual_len: default of ``max_model_len``; None is ``context_len``.
+        usual_len: default of ``max_model_len``; None means ``context_len``.
         num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention caches per token and layer; 0 without latent
             attention.
@@ -155,7 +155,7 @@ def check_model(config: Config, facts: ModelFacts) -> None:
 
 
 def read_model_facts(directory: str | Path) -> ModelFacts:
-    """Read the facts of a checkpoint, whatever its architecture.
+    """Read the facts of a checkpoint of any architecture.
 
     Raises:
         ConfigError: there is no such directory.

@@ -1,4 +1,4 @@
-"""The shape of a supported decoder, as one frozen value; nothing here needs torch.
+"""The shape of a supported decoder, as one frozen value; this module does not need torch.
 
 Supported models: ``Qwen3ForCausalLM``, ``Qwen2ForCausalLM``, ``LlamaForCausalLM``,
 ``Qwen3MoeForCausalLM``, ``DeepseekV2ForCausalLM`` and ``DeepseekV3ForCausalLM``. One decoder with

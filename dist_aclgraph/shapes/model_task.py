@@ -1,4 +1,4 @@
-"""What a model is for: texts, embeddings or relevance; read from its checkpoint's files.
+"""The purpose of a model (texts, embeddings or relevance), read from its checkpoint's files.
 
 Models for embeddings have the files of sentence-transformers: modules.json lists the steps from a
 text to its embedding, and the folder of the pooling step describes which tokens count.
@@ -25,7 +25,7 @@ POOLING_PREFIX = "pooling_mode_"
 
 @dataclass(frozen=True)
 class ModelTask:
-    """What a model is for.
+    """The purpose of a model, and the properties of its embeddings.
 
     Attributes:
         normalizes: whether embeddings have length 1.
@@ -73,7 +73,7 @@ def _read_steps(directory: Path) -> dict[str, str]:
     """Return the folders of the steps to an embedding, by class name; empty without modules.json.
 
     Raises:
-        ModelError: modules.json cannot be read, or names a folder elsewhere.
+        ModelError: modules.json cannot be read, or names a folder outside the checkpoint.
     """
     path = directory / MODULES
     if not path.exists():

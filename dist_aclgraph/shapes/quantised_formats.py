@@ -12,7 +12,7 @@ from dist_aclgraph.errors import UnsupportedModelError
 from dist_aclgraph.shapes.json_files import read_json_object
 from dist_aclgraph.shapes.model_config import ModelConfig
 
-DESCRIPTION = "quant_model_description.json"  # of Ascend's tool: the type of every tensor
+DESCRIPTION = "quant_model_description.json"  # from Ascend's tool: types of all tensors
 DESCRIBED = ("W8A8_DYNAMIC", "FLOAT")
 FP8 = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -64,7 +64,7 @@ def _refusal(config: ModelConfig) -> str:
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the first key whose value differs from the wanted one, with its value; "" without a
+    """Return the first key whose value differs from the wanted value, with its value; "" without a
     difference.
     """
     for key, value in wanted.items():

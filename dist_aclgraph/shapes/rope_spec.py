@@ -24,8 +24,8 @@ class RopeSpec:
         original_max_position_embeddings: context length before the scaling; None means
             ``max_position_embeddings``.
         short_factors, long_factors: longrope's divisors of each frequency. The short factors are
-            for deployments whose longest request fits into the original context, the long ones for
-            all others.
+            for deployments whose longest request fits into the original context, the long factors
+            for all other deployments.
     """
 
     theta: float
@@ -112,7 +112,7 @@ def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
 
 
 def read_context_lengths(config: ModelConfig) -> ContextLengths:
-    """Read the lengths of requests that a model allows, whatever its architecture.
+    """Read the lengths of requests that a model of any architecture allows.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.

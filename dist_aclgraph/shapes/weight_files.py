@@ -90,7 +90,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor; all files must be inside the directory.
 
     Raises:
-        ModelError: the index cannot be read, or names a file elsewhere.
+        ModelError: the index cannot be read, or names a file outside the directory.
     """
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -102,7 +102,8 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _file_named(directory: Path, name: str) -> Path:
-    """Return the file of that name; otherwise the only file whose name has the same ending.
+    """Return the file of that name. If there is none, return the only file whose name has the same
+    ending.
 
     Quantisation tools choose their own file names.
     """

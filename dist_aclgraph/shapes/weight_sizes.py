@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
-NORMS_OF_NEXT_TOKEN = 3  # of the token's embedding; of the hidden state; before the output head
+NORMS_OF_NEXT_TOKEN = 3  # for the token's embedding, the hidden state and the head
 FLOAT32_BYTES = 4
 
 

@@ -1,8 +1,8 @@
 """Dispatches the batches of a simulation again with other sets of graphs.
 
 Other graphs would change the time of steps, and therefore the composition of batches; this effect
-is ignored. All rows have the same batches. Only in the first row, the set of graphs changes during
-the simulation.
+is ignored. All rows have the same batches. The set of graphs changes during the simulation only in
+the first row.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
-NPU_STREAMS_TAKEN = 69  # before groups are joined: a 910C with CANN 9.0 had 1979 free streams
+NPU_STREAMS_TAKEN = 69  # a 910C with CANN 9.0 had 1979 free streams before groups were joined
 EMULATOR_STREAMS_TAKEN = 34  # streams of torch_npu and the runner, counted on the emulator
 
 
@@ -55,8 +55,8 @@ class AssumedDeployment:
     Attributes:
         planner: everything that follows from configuration and model.
         memory: memory of the rank with the least memory.
-        unknown_shape: why the sizes of weights are not computed from the decoder's shape; "" if
-            they are.
+        unknown_shape: the reason why the sizes of weights are not computed from the decoder's
+            shape; "" if they are computed from it.
         offers: offers of all ranks, in the order of ranks.
         exchange: chooses the exchange with experts of other ranks.
     """

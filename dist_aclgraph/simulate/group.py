@@ -49,7 +49,7 @@ OnProgress = Callable[[], None]
 
 @dataclass
 class SimulatedRanks:
-    """The ranks of a group. One rank answers for all ranks, and every capture succeeds.
+    """The ranks of a group. One reply stands for the replies of all ranks; every capture succeeds.
 
     Attributes:
         captures, releases: numbers of captured and of released graphs.
@@ -233,7 +233,7 @@ class SimulatedGroup:
         """Run a decided step; return its outputs.
 
         Args:
-            step: the dispatcher's arguments and answer for this step.
+            step: the dispatcher's arguments and its result for this step.
         """
         results = []
         for dp_rank, batch in enumerate(plan.batches):
@@ -287,7 +287,7 @@ class SimulatedGroup:
     # ---- graphs
 
     def _change_graphs(self) -> bool:
-        """Make the due captures and releases; return whether anything changed."""
+        """Carry out the captures and releases that are due; return whether anything changed."""
         ranks, counts = self.ranks, self.counts
         is_planned, version = self.changes.is_changing, self.dispatcher.plan.version
         captures, releases = ranks.captures, ranks.releases

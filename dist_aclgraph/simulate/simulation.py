@@ -32,7 +32,7 @@ from dist_aclgraph.simulate.tally import Shares
 from dist_aclgraph.simulate.times import StepTimes
 
 DEFAULT_REQUESTS = 1000
-MAX_GROUPS = 8  # maximum number of simulated groups; groups that represent most others come first
+MAX_GROUPS = 8  # maximum number of simulated groups; largest kinds come first
 
 OnProgress = Callable[[float], None]  # called with the played part of the load, from 0 to 1
 

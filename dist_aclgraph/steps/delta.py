@@ -42,10 +42,10 @@ class RequestDelta(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Further results of a request, sent with its first tokens and with its last tokens.
+    """Additional results of a request, sent with its first tokens and with its last tokens.
 
-    ``index`` is the request's index in ``StepDeltas.numbers``; ``RequestDelta`` explains the
-    others.
+    ``index`` is the request's index in ``StepDeltas.numbers``; ``RequestDelta`` explains the other
+    fields.
     """
 
     index: int
@@ -68,7 +68,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
 
     numbers: bytes  # int32 [num_reqs]
     token_ids: bytes = b""  # int32 [num_new], request by request
-    ends: bytes = b""  # int32 [num_reqs], end of each request's tokens; empty means one token each
+    ends: bytes = b""  # int32 [num_reqs], ends of requests' tokens; empty: one token each
     notes: tuple[Note, ...] = ()
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new]; empty if not requested
 

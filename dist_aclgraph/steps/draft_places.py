@@ -1,4 +1,4 @@
-"""The places where drafting continues, by the facts that the host has before a step.
+"""Computes the places where drafting continues, from the facts that the host has before a step.
 
 See ``device_step.DraftInputs``.
 """
@@ -21,9 +21,9 @@ class DraftPlaces:
     Attributes:
         rows, most, num_logits: [S].
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
-        behind: [S]. If only the device knows how many drafts of the request were accepted in the
-            previous step, the row of the request: the device adds this number to the positions.
-            Else -1.
+        behind: [S]. The row of the request, if only the device knows how many drafts of the request
+            were accepted in the previous step; then the device adds this number to the positions.
+            Otherwise -1.
     """
 
     rows: IntArray

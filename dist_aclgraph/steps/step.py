@@ -1,5 +1,5 @@
 """The messages between engine and workers: the engine sends one StepPlan per step, and each worker
-answers with one StepResult.
+replies with one StepResult.
 
 Messages are plain MessagePack: msgspec encodes them, and any MessagePack library can read them.
 Integer arrays are sent as little-endian int32 bytes. Workers keep the running batch, so the engine
@@ -32,7 +32,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
-    prompt_logprobs: int = -1  # the same for positions of the prompt
+    prompt_logprobs: int = -1  # the same number for positions of the prompt
     num_prompt_tokens: int = 0  # position where the output begins
     suppressed: tuple[int, ...] = ()  # end ids, forbidden until the output has min_tokens
     min_tokens: int = 0
@@ -168,12 +168,12 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
     step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
     ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN
-    or infinite. ``failed`` lists the requests that cannot go on, and why. ``embeddings`` has the
-    hidden state of each request that asks for it, float32 [hidden], after the final norm. If the
-    worker measures its host time, ``timings_us`` contains the host time of each stage, from plan to
-    result. ``overlapped_us`` contains the host time during which the device worked, and the
-    host time between two steps. ``counted`` contains the number and the bytes of the step's
-    collectives, if the device counts them.
+    or infinite. ``failed`` contains the reasons of failed requests. ``embeddings`` has the hidden
+    state of each request that asks for it, float32 [hidden], after the final norm. If the worker
+    measures its host time, ``timings_us`` contains the host time of each stage, from plan to
+    result. ``overlapped_us`` contains the host time during which the device worked, and the host
+    time between two steps. ``counted`` contains the number and the bytes of the step's collectives,
+    if the device counts them.
     """
 
     epoch: int
@@ -196,9 +196,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows for now, so that they answer the step in flight.
+    """Tells workers that no step follows now, so that they send the result of the step in flight.
 
-    Without a pause, workers with two steps in flight answer a step only after the next is queued.
+    Without a pause, workers with two steps in flight send a result only after the next step is
+    queued.
     """
 
     epoch: int
@@ -217,7 +218,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    """A rank's answer to ``Resume``: its device works again, or ``error`` says why it does not."""
+    """A rank's reply to ``Resume``: its device works again, or ``error`` contains the reason."""
 
     epoch: int
     rank: int

@@ -1,1 +1,3 @@
-"""Text to token ids and back: no model, no torch, no Ray."""
+"""Converts text to token ids and token ids to text. No module of this package uses a model, torch
+or Ray.
+"""

@@ -1,4 +1,6 @@
-"""Tokens that a checkpoint's other files add to its tokenizer.json, as in ``transformers`` 5."""
+"""Reads tokens that other files of a checkpoint add to its tokenizer.json, as ``transformers`` 5
+does.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def read_added_tokens(
             tokens.
 
     Raises:
-        ModelError: a file cannot be read, or an entry in it is not a valid token.
+        ModelError: a file cannot be read, or an entry of the file is not a valid token.
     """
     found = dict(described)
     listed = _tokens_by_id(found.get("added_tokens_decoder") or {})

@@ -1,9 +1,9 @@
 """ChatTemplate: a checkpoint's own template, rendered in a child process with limits.
 
 Jinja's sandbox limits neither time nor memory: one filter can compute for hours, or fill the memory
-of the service. So templates run in a process of their own (``template_process``), whose time and
-memory the kernel limits. A process serves one render at a time. The next render reuses an idle
-process, or starts another process.
+of the service. So templates run in a separate process (``template_process``), whose time and memory
+the kernel limits. A process serves one render at a time. The next render reuses an idle process, or
+starts another process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RenderLimits:
 
     Attributes:
         cpu_s: CPU time in seconds; published templates need milliseconds.
-        wait_s: how long the parent waits for the answer before it kills the process.
+        wait_s: how long the parent waits for the reply before it kills the process.
         memory_bytes: address space of the process that renders.
         chars: length of the rendered prompt in characters.
     """
@@ -51,8 +51,9 @@ class ChatOptions:
     transformers.
 
     Attributes:
-        add_generation_prompt: whether the prompt ends with the beginning of an answer.
-        continue_final_message: whether the answer continues the text of the last message.
+        add_generation_prompt: whether the prompt ends with the beginning of the assistant's
+            message.
+        continue_final_message: whether the output continues the text of the last message.
         template: the name of one of the checkpoint's templates. None means "tool_use" if the
             request has tools and a template of this name exists, otherwise "default".
         variables: further variables of the template, such as ``enable_thinking``.
@@ -153,10 +154,10 @@ class ChatTemplate:
         return name
 
     def _ask(self, process: ChildProcess, request: Mapping[str, Any]) -> dict[str, str]:
-        """Return the answer to one render.
+        """Return the process's reply to one render.
 
         Raises:
-            InvalidParameterError: the process reached a limit, and has to be closed.
+            InvalidParameterError: the process reached a limit; the caller must close the process.
         """
         try:
             return process.ask(request)

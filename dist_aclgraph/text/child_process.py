@@ -1,7 +1,9 @@
-"""ChildProcess: another Python process, which answers messages, and which the kernel limits.
+"""ChildProcess: another Python process, which replies to messages. The kernel limits its time and
+memory.
 
-Templates and grammars of clients may need any time and memory, so they run in such processes
-(``template_process``, ``grammar_process``). Messages are those of ``template_process.receive``.
+Templates and grammars of clients may need any amount of time and memory. So they are processed in
+such processes (``template_process``, ``grammar_process``). The messages have the format of
+``template_process.receive``.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ class ChildProcess:
     """One process; it serves one message at a time.
 
     Args:
-        module: its file is the program.
-        imports: what the program imports beside the standard library.
-        first: the first message; it is sent with the first request, and has no answer.
+        module: the file of this module is the program.
+        imports: modules outside the standard library that the program imports.
+        first: the first message; it is sent together with the first request, and gets no reply.
         wait_s: how long ``ask`` waits.
     """
 
@@ -48,10 +50,10 @@ class ChildProcess:
             )
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """Return the answer to a request. After an error, the process must be closed.
+        """Return the reply to a request. After an error, the caller must close the process.
 
         Raises:
-            TimeoutError: there is no answer yet.
+            TimeoutError: there was no reply within ``wait_s``.
             EOFError, OSError: the process has ended.
         """
         self._socket.sendall(self._first + packed(request))
@@ -67,7 +69,7 @@ class ChildProcess:
         return self._process.poll() is None
 
     def wait(self) -> int:
-        """Wait for the end of a process that does not answer any more; return its exit code."""
+        """Wait for the end of a process that no longer replies; return its exit code."""
         return int(self._process.wait())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Detokenizer: token ids become text, token by token. Returned text never changes later."""
+"""Detokenizer: converts token ids to text, token by token. Returned text never changes later."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class Detokenizer:
     def _context(self, ids: Sequence[int]) -> list[int]:
         """Return the last tokens; the text after them depends on them.
 
-        The first of them is outside any run of byte tokens. Tokens without a text are left out.
+        The first returned token is outside any run of byte tokens. Tokens without a text are left
+        out.
         """
         context: list[int] = []
         for token_id in reversed(ids):

@@ -47,7 +47,7 @@ def make_grammar(source: dict[str, Any]) -> str:
         if schema is False:
             raise ValueError("no value matches the schema false")
         schema = {} if schema is True else schema
-        schema.pop("x-guidance", None)  # how the library reads the schema; not for clients
+        schema.pop("x-guidance", None)  # options of the library, which clients must not set
         options: Any = {**source["json_options"], "coerce_one_of": is_any_of(schema)}
         if not options["coerce_one_of"]:
             raise ValueError(
@@ -72,11 +72,11 @@ def compile_source(
     """Return the ``grammar`` of a source, or the ``error`` that is in the source."""
     try:
         grammar = make_grammar(source)
-    except Exception as e:  # the library raises ValueError, and others for odd sources
+    except Exception as e:  # the library raises ValueError, and for some sources other errors
         return {"error": _reason(str(e))}
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        # The first token may take longer than compiling.
+        # Computing the mask of the first token may take longer than compiling.
         words = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
         llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
@@ -88,7 +88,7 @@ def compile_source(
 
 
 def _part_of(source: dict[str, Any], message: str) -> str:
-    """Return which part of a grammar of tools an error is in; empty if that is not known."""
+    """Return the part of a tool grammar in which an error is; empty if the part is not known."""
     found = _LINE.match(message)
     if source["kind"] != "lark" or found is None:
         return ""
@@ -98,7 +98,9 @@ def _part_of(source: dict[str, Any], message: str) -> str:
 
 
 def _reason(message: str) -> str:
-    """Return the line of a message that says why; errors of patterns say it in their last line."""
+    """Return the line of a message that contains the reason; for errors of patterns, this is the
+    last line.
+    """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if not said and lines:
@@ -137,7 +139,7 @@ def _compile_in_fork(
 
 def main() -> None:
     """Compile until the parent closes the socket, which is standard input and output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may drain
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent reacts to Ctrl-C; it may drain
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = receive(incoming)
     tokenizer = llguidance.LLTokenizer(

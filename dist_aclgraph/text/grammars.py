@@ -9,17 +9,18 @@ import llguidance
 
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-# They count work, not time: ranks with equal histories reach a limit at the same token.
+# The limits count work and not time, so that ranks with equal histories reach a limit at the same
+# token.
 PARSER_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,
-    "max_items_in_row": 1 << 13,  # a choice of n texts has n items, an object of n keys about 4n
+    "max_items_in_row": 1 << 13,  # a choice of n texts: n items; an object of n keys: about 4n
     "verbose_errors": False,  # errors do not contain the grammar
 }
 
 
 class Vocabulary(NamedTuple):
-    """What grammars need of a tokenizer.
+    """The properties of a tokenizer that grammars need.
 
     Attributes:
         tokenizer: the tokenizer as the text of a tokenizer.json.

@@ -1,4 +1,4 @@
-"""MessageForm: the form in which a chat template reads a message's content and its role.
+"""MessageForm: the form in which a chat template reads the content and the role of a message.
 
 A content is one text, or a list of parts ``{"type": "text", "text": ...}``. Most templates read
 texts, some read parts, and some read both. The form is found in the template's syntax tree: a
@@ -24,14 +24,14 @@ _OF_KIND = frozenset({"iterable", "sequence", "string"})
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What one template reads.
+    """The form of messages that one template reads.
 
     Attributes:
         reads_parts: whether a content may be a list of parts.
         reads_texts: whether a content may be one text.
         knows_developer: whether the template has a rule for the role "developer".
-        tests_none: whether the template tests whether a content is None. Some templates find
-            messages with calls by this.
+        tests_none: whether the template tests whether a content is None. Some templates use this
+            test to find messages with calls.
     """
 
     reads_parts: bool = False
@@ -40,8 +40,8 @@ class MessageForm:
     tests_none: bool = False
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the message in this form, without the keys whose value is None. Only a content
-        stays None if the message has calls, and the template tests for None.
+        """Return the message in this form, without the keys whose value is None. The only exception
+        is the content of a message with calls: it stays None if the template tests for None.
 
         Parts are joined by line breaks if the template reads texts only. A content with other parts
         than texts is not changed.

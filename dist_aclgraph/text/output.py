@@ -1,4 +1,6 @@
-"""OutputText: turns new token ids into new pieces of text, until a stop string or the end."""
+"""OutputText: converts new token ids to new pieces of text, until a stop string or the end of the
+output.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class TextPiece(msgspec.Struct, frozen=True):
             before a stop string cuts it.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is an end token, which has no text.
-        events: with a reader, the text as events; ``text`` is then empty.
+        events: the text as events if there is a reader; then ``text`` is empty.
     """
 
     text: str
@@ -66,7 +68,7 @@ class OutputText:
         self._matcher = StopMatcher(params.stop, includes_stop=includes_stop)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._rows: list[RowLogprobs] = []  # of tokens whose text is not certain yet
+        self._rows: list[RowLogprobs] = []  # for tokens whose text is not certain yet
         self._reader = reader
         self._max_calls = max_calls
         self._unread: deque[int] = deque()  # tokens that the reader gets when their text is certain
@@ -80,7 +82,7 @@ class OutputText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the text; None before."""
+        """The stop string that has ended the text; None if no stop string has ended the text."""
         return self._matcher.matched
 
     def add_tokens(
@@ -175,7 +177,8 @@ class OutputText:
 
 
 def with_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> SamplingParams:
-    """Return parameters whose tokens are in this vocabulary; bad words have got their token ids.
+    """Check that all tokens of the parameters are in the vocabulary; return the parameters with the
+    token ids of bad words.
 
     A bad word is forbidden at the beginning of a word, and inside a word.
 
@@ -198,7 +201,7 @@ def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
         InvalidParameterError: a requested id lies outside the vocabulary.
     """
     tokenizer.check_ids(params.stop_token_ids, "stop_token_ids")
-    # A grammar ends by an end token of the model.
+    # Only an end token of the model ends a grammar.
     has_grammar = params.structured_outputs is not None
     own = () if params.ignore_eos and not has_grammar else tokenizer.eos_ids
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))

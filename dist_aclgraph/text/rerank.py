@@ -1,7 +1,8 @@
-"""Relevance by a generative model: the prompt of Qwen3-Reranker, and the score in its answer.
+"""Scores the relevance of documents with a generative model: the prompt of Qwen3-Reranker, and the
+score in its answer.
 
-The model answers whether a document meets a query, by one token: yes or no. The score is the
-probability of yes, if the model may answer only these two tokens.
+The model answers with one token, yes or no, whether a document is relevant to a query. The score is
+the probability of yes, if the model may answer only these two tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RerankPrompts:
         """Return the prompt of a pair.
 
         Args:
-            instruction: the task for which the document is to be relevant; None means a web search.
+            instruction: the task for which the document must be relevant; None means a web search.
             max_tokens: largest number of tokens of the text between the prompt's fixed parts.
 
         Raises:
@@ -78,8 +79,8 @@ class RerankPrompts:
 def choice_params(first: int, second: int) -> SamplingParams:
     """Return parameters of a request that answers one of two tokens, and reports both.
 
-    Unlike ``allowed_token_ids``, a grammar changes the reported log-probabilities: they are those
-    of the allowed tokens.
+    The two tokens are allowed by a grammar and not by ``allowed_token_ids``, because only a grammar
+    makes the reported log-probabilities a distribution over the allowed tokens.
     """
     grammar = f"start: <[{first}]> | <[{second}]>"
     return SamplingParams(

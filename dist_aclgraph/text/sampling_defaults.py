@@ -26,7 +26,7 @@ def read_sampling_defaults(config: Config) -> dict[str, Any]:
     The result is empty if ``sampling_defaults`` is "none".
 
     Raises:
-        ModelError: a value lies outside of its range.
+        ModelError: a value is outside the range of its parameter.
     """
     if config.sampling_defaults == "none":
         return {}

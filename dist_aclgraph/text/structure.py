@@ -1,4 +1,6 @@
-"""The form of an answer: a request's schema, pattern or grammar becomes a checked grammar."""
+"""Converts a request's schema, pattern or grammar to a checked grammar, which determines the form
+of the answer.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 NAMES_OF_KINDS = {"json": "the JSON schema", "regex": "the regex", "lark": "the form of the answer"}
 MAX_PROCESSES = 2
-MAX_KEPT_CHARS = 1 << 24  # of sources and their grammars that are kept
-WAIT_S = 30.0  # for an answer of the process, which first prepares its vocabulary
+MAX_KEPT_CHARS = 1 << 24  # maximum of all kept sources and grammars
+WAIT_S = 30.0  # limit of a reply; the process first prepares its vocabulary
 _Key: TypeAlias = tuple[str, str, str, str]  # salt, kind, text, options
 BOUNDS = {"cpu_s": 1, "memory_bytes": 1 << 30}
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """Where the reasoning of an answer is.
+    """The tokens that mark the reasoning of an answer.
 
     Attributes:
         begin, end: tokens around the reasoning; -1 if the model has no such token.
@@ -52,7 +54,7 @@ class GrammarCompiler:
         self._idle: list[ChildProcess] = []
         weakref.finalize(self, close_all, self._idle)
         self._known: OrderedDict[_Key, dict[str, str]] = OrderedDict()
-        self._num_chars = 0  # of ``_known``
+        self._num_chars = 0  # characters of all items in ``_known``
 
     def compile(self, source: StructuredOutputs, salt: str = "", param: str = "") -> str:
         """Return the grammar of a source.
@@ -63,7 +65,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidParameterError: the source is wrong, is not supported, or takes too long.
-            EngineUnavailableError: two processes in a row ended without an answer.
+            EngineUnavailableError: two processes in a row ended without a reply.
         """
         if not self._tokenizer.eos_ids or not self._tokenizer.has_text:
             raise InvalidParameterError(
@@ -107,7 +109,9 @@ class GrammarCompiler:
 
     @staticmethod
     def _try(process: ChildProcess, source: Mapping[str, Any]) -> dict[str, str] | None:
-        """Return the process's answer; end the process, and return None, if it gives none."""
+        """Return the process's reply. If the process does not reply, end the process and return
+        None.
+        """
         try:
             return process.ask(source)
         except (EOFError, OSError):
@@ -150,12 +154,12 @@ def with_structure(
     salt: str = "",
     param: str = "structured_outputs",
 ) -> SamplingParams:
-    """Return parameters whose ``structure`` says what ``structured_outputs`` and
-    ``thinking_tokens`` ask for.
+    """Return parameters whose ``structure`` contains the requirements of ``structured_outputs`` and
+    ``thinking_tokens``.
 
     Args:
-        thinking: where the answer's reasoning is; None without reasoning.
-        param: the field of the request, for errors.
+        thinking: the tokens around the reasoning; None without reasoning.
+        param: the field of the request that an error names.
 
     Raises:
         InvalidParameterError: the source of a grammar is wrong, or the reasoning has no end token.

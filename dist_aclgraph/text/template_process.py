@@ -3,7 +3,7 @@
 The process imports only the standard library and Jinja, so that it starts within 0.1 s and stays
 small. Each message on the socket is four bytes of length, followed by JSON. The first message
 contains the limits. Each later message contains the template and the variables of one render, and
-gets an answer. The process ends when the parent closes the socket, or when a render reaches a limit
+gets a reply. The process ends when the parent closes the socket, or when a render reaches a limit
 of time or memory.
 """
 
@@ -33,7 +33,7 @@ LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3  # exit code
 MAX_ERROR_CHARS = 1000
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# The form of transformers comes first.
+# The first form is the form of transformers.
 FORMS_OF_CALLS: tuple[dict[str, Any], ...] = (
     {},
     {"as_text": True},
@@ -75,7 +75,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON. Unlike Jinja's filter, do not escape characters that are special in HTML."""
+    """Return JSON. Characters that are special in HTML are not escaped, unlike in Jinja's
+    filter.
+    """
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -219,7 +221,7 @@ def _joined(pieces: Iterable[str], max_chars: int) -> str:
 
 def main() -> None:
     """Render until the parent closes the socket, which is standard input and output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may drain
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent reacts to Ctrl-C; it may drain
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = receive(incoming)
     resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"],) * 2)

@@ -12,7 +12,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of tokens by id; computed at the first request for a token, and then kept.
+    """The bytes of tokens by id; computed at the first access to a token, and then kept.
 
     Attributes:
         byte_ids: tokens that stand for one byte each (SentencePiece's ``<0x0A>``). The library's
@@ -29,7 +29,7 @@ class TokenBytes:
             byte_tokens = [i for token, i in vocabulary.items() if _BYTE.fullmatch(token)]
             self.byte_ids = frozenset(byte_tokens)
         self._known: dict[int, bytes] = {}
-        self._before: list[int] = []  # a token with text: a token after it does not begin a text
+        self._before: list[int] = []  # a token with text, so the next token begins no text
         if self._byte_of_char is None and vocabulary:
             self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
 
@@ -69,8 +69,8 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 def _byte_of_char() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
-    Printable characters of Latin-1 mean the byte of their own code. Characters from U+0100 on mean
-    the remaining bytes, in order (GPT-2, ``bytes_to_unicode``).
+    A printable character of Latin-1 means the byte that equals its code. Characters from U+0100 on
+    mean the remaining bytes, in order (GPT-2, ``bytes_to_unicode``).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]

@@ -1,6 +1,6 @@
 """Tokenizer: a checkpoint's ``tokenizer.json`` and chat template, without transformers.
 
-Only the model's own template is ever rendered.
+The tokenizer renders only the templates of the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tokenizer:
     Attributes:
         eos_ids: ids that end an output: the tokenizer's own end token, and the ids of
             generation_config.json, or of config.json if generation_config.json has none.
-        special_ids: ids of tokens that are not text for people, such as the end token.
+        special_ids: ids of tokens that are not shown to users, such as the end token.
         nameless_ids: rows of the model for which the tokenizer has no token.
         unspoken_ids: ``special_ids`` and ``nameless_ids`` together.
         token_bytes: the bytes that a token adds in the middle of a text.
@@ -70,7 +70,7 @@ class Tokenizer:
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        except BaseException as e:  # tokenizers raises Exception itself, and panics
+        except BaseException as e:  # the library raises the class Exception, and panics
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -17,8 +17,8 @@ class CalibratedBudget(CannPinnedBudget):
 
     For a probe, the rank captures and releases the largest bucket of the family. If a family has no
     probe, or if the device's count of streams does not change with captures, prices come from
-    ``CannPinnedBudget``, and the lines of the price say so. ``CannPinnedBudget`` is the most
-    cautious interpretation of CANN's sources.
+    ``CannPinnedBudget``, and each line of the price states the reason. ``CannPinnedBudget`` is the
+    most cautious interpretation of CANN's sources.
     """
 
     name: BudgetModelName = "calibrated"

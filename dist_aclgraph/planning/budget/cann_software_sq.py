@@ -4,7 +4,7 @@ A capture uses one stream id for each lane, as with old drivers. Queues are boun
 idle graphs lose their queues in the order of their creation. So ids limit the number of graphs, and
 queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the number of free
 queues. When offers are made, this number equals the number of free ids, because no graph is
-captured yet. Later, the two numbers may differ. All this follows from CANN's sources and was not
+captured yet. Later, the two numbers may differ. These rules follow from CANN's sources and were not
 measured; if a rank behaves differently, the plan shrinks.
 """
 

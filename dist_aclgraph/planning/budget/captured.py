@@ -44,7 +44,7 @@ COLLECTIVE = 4  # on HCCL's lane: a wait, the collective, two records
 
 @dataclass(frozen=True)
 class Shape:
-    """One of a bucket's graphs, or several equal graphs.
+    """One graph of a bucket, or several equal graphs of a bucket.
 
     Attributes:
         what: description in plain words.

@@ -1,4 +1,6 @@
-"""All questions, harmless ones first: a later question may stop the device, or end the machine."""
+"""All questions. Harmless questions come first, because later questions may stop the device or
+crash the machine.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _batch_beyond_buffer(bench: Bench) -> Answer:
 
 
 def _destroy_beside_dead(bench: Bench) -> str:
-    """Destroy a communicator, another member of which has died."""
+    """Destroy a communicator after another of its members has died."""
     torch = bench.torch
     torch.distributed.all_reduce(torch.ones(64, device="npu"))
     bench.synchronize()

@@ -21,7 +21,7 @@ from dist_aclgraph.probe.questions.graphs import captured
 
 COUNT = 300_000  # elements: more than one chunk of a buffer
 NUM_REPEATS = 20
-TOLERANCE = 3e-2  # of bfloat16
+TOLERANCE = 3e-2  # limit for bfloat16
 
 
 def _dist(bench: Bench) -> Any:

@@ -128,7 +128,7 @@ def _gating_by_groups(bench: Bench) -> Answer:
 
 
 def _int8_experts(bench: Bench) -> Answer:
-    """Products of int8 rows of four experts, one of them without rows; hidden of DeepSeek-V3."""
+    """Multiply int8 rows of four experts, one of which has no rows; DeepSeek-V3's hidden size."""
     torch, sizes = bench.torch, [3, 0, 9, 4]
     x = torch.randint(-127, 128, (16, 7168), dtype=torch.int8)
     weight = torch.randint(-127, 128, (4, 7168, 256), dtype=torch.int8)
@@ -150,7 +150,7 @@ def _int8_experts(bench: Bench) -> Answer:
 
 
 def _routing_of_padding(bench: Bench) -> Answer:
-    """Routing on the second of two ranks, where padding has the id after the last expert."""
+    """Route tokens on the second of two ranks; padding has the id after the last expert."""
     torch, num_experts = bench.torch, 8
     experts = torch.tensor([[4, 0], [7, 4], [8, 8]], dtype=torch.int32)
     x = _random(bench, 3, 256)
