@@ -128,8 +128,8 @@ class DeviceConfig(Section):
     task_queue: Literal[0, 1] | None = Field(
         None,
         description="torch_npu's TASK_QUEUE_ENABLE: with 1, a second thread dispatches operators. "
-        "null means 1 on NPUs, and 0 on the emulator, because the second thread has "
-        "no core of its own there",
+        "null means 1 on NPUs, and 0 on the emulator, where the second thread has no "
+        "separate core",
     )
     expandable_segments: bool | None = Field(
         None,

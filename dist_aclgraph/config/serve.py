@@ -19,7 +19,7 @@ class AutoscaleConfig(Section):
     target_waiting: int = Field(
         8,
         ge=1,
-        description="another group is started if more requests per group than this wait",
+        description="another group is started if more than this number of requests per group wait",
     )
     up_s: float = Field(
         15.0,

@@ -334,7 +334,7 @@ class TimeoutConfig(Section):
     )
     capture_s: float = Field(120.0, gt=0, description="limit for capturing one bucket")
     step_s: float = Field(
-        60.0, gt=0, description="limit for one step, from sending the plan to the last answer"
+        60.0, gt=0, description="limit for one step, from sending the plan to the last reply"
     )
     stop_s: float = Field(
         10.0, gt=0, description="limit for an orderly stop; after this time workers are killed"
@@ -392,7 +392,7 @@ class Config(Section):
     )
     task: TaskSetting = Field(
         "auto",
-        description="what the model is for. generate: texts and chats. embed: embeddings, by the "
+        description="purpose of the model. generate: texts and chats. embed: embeddings, by the "
         "last token of a text. rerank: relevance of documents for a query, by the "
         "prompt of Qwen3-Reranker. auto means embed if the checkpoint describes a "
         "pooling for sentence-transformers, and generate otherwise",

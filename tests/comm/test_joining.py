@@ -1,4 +1,6 @@
-"""Joining a lockstep group: where its ranks meet, and how long collectives may take."""
+"""Joining a lockstep group: the address where its ranks connect, and the time limit of
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ open_npu(config.device, 0)
 
 
 def run_ranks(code: str, count: int, folder: Path) -> list[str]:
-    """Run code in processes that know their ``RANK``; return the output of each."""
+    """Run code in one process per rank, with the rank as ``RANK``; return each process's output."""
     outs = [folder / f"out{rank}" for rank in range(count)]
     processes = []
     for rank, out in enumerate(outs):
@@ -37,7 +39,7 @@ def run_ranks(code: str, count: int, folder: Path) -> list[str]:
 
 
 def test_ranks_meet_at_a_socket_that_listens_at_one_address_alone(tmp_path: Path) -> None:
-    """Beside the port's number, the kernel's table says where its socket listens."""
+    """The kernel's table of sockets contains address and port of each listening socket."""
     with open_meeting("127.0.0.2", None, 1.0) as free:
         port = free.getsockname()[1]
     outputs = run_ranks(

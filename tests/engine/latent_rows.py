@@ -1,4 +1,6 @@
-"""A step of latent attention on random rows, and the same in plain PyTorch over the same cache."""
+"""Runs a step of latent attention on random rows, and computes the expected result in plain
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def make_attention(npu: Npu) -> LatentAttention:
 
 
 class LatentRows:
-    """Requests of (queries, tokens before them), whose earlier tokens are random."""
+    """Requests, each given as (queries, tokens before them); the earlier tokens are random."""
 
     def __init__(self, npu: Npu, lens: Sequence[tuple[int, int]]) -> None:
         generator = torch.Generator().manual_seed(len(lens))
@@ -66,10 +68,11 @@ class LatentRows:
         ).long()
 
     def run(self, attention: LatentAttention, num_padding: int = 0, **limits: int) -> Tensor:
-        """Return [n + num_padding, heads, 128]; padding rows begin and should stay at seven.
+        """Return [n + num_padding, heads, 128]; padding rows contain 7 before the call, and must
+        still contain 7 afterwards.
 
         Args:
-            limits: of ``AttentionSteps``.
+            limits: arguments of ``AttentionSteps``.
         """
         device = self.npu.device
 
@@ -92,8 +95,8 @@ class LatentRows:
         return cache.cpu().flatten(0, 2)[slots]
 
     def expected(self, attention: LatentAttention) -> Tensor:
-        """Attention over the present contents of the cache, with keys and values made from the
-        latents.
+        """Return attention over the current contents of the cache; keys and values are computed
+        from the latents.
         """
         weights = attention.keys.cpu(), attention.values.cpu()
         outs, start = [], 0

@@ -1,4 +1,4 @@
-"""Steps of any lengths, for tests that run layers without a runner."""
+"""Inputs of steps of any lengths, for tests that run layers without a model runner."""
 
 from __future__ import annotations
 

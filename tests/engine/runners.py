@@ -65,7 +65,7 @@ def make_runner(
 
 
 def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
-    """Decide a step where one may be, and take in the oldest, as an engine does."""
+    """Decide a step if possible, and apply the oldest result, as an engine does."""
     plan, results = scheduler.schedule(), list[StepResult]()
     if plan is not None:
         runner.launch(plan, 0, 0, results.append)
@@ -75,9 +75,9 @@ def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
 
 
 class Sequences:
-    """Requests that all run in every step, decided by hand instead of by a scheduler."""
+    """Requests that run in every step; the tests decide the steps instead of a scheduler."""
 
-    # The steps of other data-parallel ranks, and the exchange of tokens between experts.
+    # The batches of other data-parallel ranks, and the exchange of tokens with experts.
     beside: tuple[RankBatch, ...] = ()
     exchange: ExchangeKind | None = None
 
@@ -106,14 +106,16 @@ class Sequences:
         self.step(graph, records, appended=appended)
 
     def decoding(self, live: int) -> tuple[list[int], bytes]:
-        """Return the records of a decode step of the first ``live`` requests, and its news."""
+        """Return the records of a decode step of the first ``live`` requests, and the appended
+        tokens.
+        """
         rows = range(live)
         appended = [x for row in rows for x in (row, self.tokens[row][-1])]
         records = [x for row in rows for x in (row, len(self.tokens[row]) - 1, 1, 1)]
         return records, pack_ints(appended)
 
     def idle(self, graph: BatchDescriptor | None, batch: RankBatch) -> StepResult:
-        """Run along while another data-parallel rank runs ``batch``."""
+        """Run an idle rank's step while another data-parallel rank runs ``batch``."""
         self._step += 1
         plan = StepPlan(1, self._step, 1, graph, (batch, RankBatch(b"")), self.exchange)
         return self._runner.execute(plan, 1, 1)

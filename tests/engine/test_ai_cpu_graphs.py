@@ -1,4 +1,4 @@
-"""The report of a graph that holds operators of the AI CPU."""
+"""The report of a graph names its operators on the AI CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.scheduler.test_scheduler import make_scheduler
 
 
 def capture(npu: Npu, dtype: torch.dtype, graph: BatchDescriptor) -> CaptureCost:
-    """Capture sums of a type: int64 has no kernel, so the AI CPU computes it."""
+    """Capture sums of a type; for int64 there is no kernel, so the AI CPU computes these sums."""
     x = torch.ones(8, dtype=dtype, device=npu.device)
     store = GraphStore(npu)
 

@@ -1,4 +1,6 @@
-"""How many drafts of the demo model pass, and that drafts leave the distribution as it is."""
+"""Enough drafts of the demo model are accepted, and drafts do not change the distribution of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def ask(text: str) -> Arrival:
 
 
 def acceptance(scheduler: Scheduler) -> list[float]:
-    """Share of drafts that passed, by position."""
+    """Return the share of accepted drafts, by position."""
     [rank] = scheduler.ranks
     return [accepted / rank.num_verified for accepted in rank.accepted_by_position]
 
@@ -57,7 +59,7 @@ def test_drafts_of_the_demo_model_pass_as_often_in_graphs_as_eagerly(npu: Any, k
 
 
 class BesideABusierRank:
-    """A runner whose steps are padded to another data-parallel rank's batch."""
+    """A runner whose steps are padded to the larger batch of another data-parallel rank."""
 
     def __init__(self, runner: ModelRunner, records: list[int]) -> None:
         self._runner = runner
@@ -106,25 +108,25 @@ def test_what_is_sampled_with_drafts_follows_the_targets_distribution(
         seen.update(tuple(answer[1:]) for answer in tokens.values())
         accepted += sum(scheduler.ranks[0].accepted_by_position)
 
-    # The second and third token: both were verified, or came after a wrong draft.
+    # Each second and third token was either a verified draft, or was sampled after a wrong draft.
     expected = pairs_after_the_first(model, prompt, temperature) * num_seeds
     observed = np.zeros((VOCAB, VOCAB))
     for (second, third), count in seen.items():
         observed[second, third] = count
-    enough = expected >= 5  # the rule of thumb for the approximation
+    enough = expected >= 5  # the usual condition for a chi-square test
     cells = [*zip(observed[enough], expected[enough], strict=True)]
     cells.append((observed[~enough].sum(), expected[~enough].sum()))
     got, wanted = np.asarray(cells).T
     assert accepted > 0
     statistic = float(((got - wanted) ** 2 / wanted).sum())
-    # The distribution of chi-square: its upper tail is a regularised incomplete gamma function.
+    # The upper tail of the chi-square distribution is a regularised incomplete gamma function.
     freedom = torch.tensor((len(got) - 1) / 2, dtype=torch.float64)
     tail = torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64))
     assert float(tail) > CHANCE
 
 
 def pairs_after_the_first(model: Any, prompt: list[int], temperature: float) -> np.ndarray:
-    """[second, third] probabilities, summed over the first token."""
+    """Return the probabilities of [second, third] token, summed over the first token."""
 
     def next_of(rows: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():

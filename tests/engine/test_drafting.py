@@ -1,4 +1,6 @@
-"""Drafting against a plain loop over requests, with a module whose answers are easy to foresee."""
+"""Drafting is compared with a plain loop over requests; the module's results are easy to
+predict.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,9 @@ def test_drafts_count_up_to_the_first_wrong_one(npu: Npu, data: st.DataObject) -
 
 
 class Recorder:
-    """A module that returns ``hidden + token + 1`` and notes its writes to the cache.
+    """A module that returns ``hidden + token + 1``, and records its writes to the cache.
 
-    No place may see a position that was never written.
+    It asserts that no place sees a position that was never written.
 
     Args:
         requests: first position and slot of position 0 of each request that is sampled.
@@ -54,7 +56,7 @@ class Recorder:
 
     def __init__(self, requests: list[tuple[int, int]], num_places: int) -> None:
         self._requests, self._num_places = requests, num_places
-        self.cache: dict[int, tuple[int, int]] = {}  # slot: position, token
+        self.cache: dict[int, tuple[int, int]] = {}  # position and token by slot
 
     def run(self, over: DraftPass) -> Tensor:
         places = (over.token_ids.tolist(), over.positions.tolist(), over.written.tolist())
@@ -67,7 +69,7 @@ class Recorder:
         return over.hidden + over.token_ids.unsqueeze(1) + 1
 
     def _places(self) -> tuple[list[int], list[int]]:
-        """First position and slot of position 0, for each place."""
+        """Return for each place the first position, and the slot of position 0."""
         places = [request for request in self._requests for _ in range(self._num_places)]
         return [first for first, _ in places], [slot for _, slot in places]
 
@@ -80,7 +82,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
     cpu = torch.device("cpu")
     drafter = Drafter(k, 4, VOCAB, cpu)
     q = k + 1
-    # Row 2 verifies drafts at positions 10 on; row 0 ends its prompt of three at position 2.
+    # Row 2 verifies drafts from position 10. Row 0 ends its prompt of three tokens at position 2.
     right, hidden_of = 1, 7.0
     sampled_row = [20 + i for i in range(q)]
     drafts = [sampled_row[0]] * right + [49] * (k - right)
@@ -118,7 +120,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
         references = References(drafter.tokens.num_latest, k, 5)
         names = references.draft(np.full(k, row), np.arange(k))
         assert drafter.tokens.fill_in(ints(names, cpu)).tolist() == expected
-    # The cache before the last right place has values of the target, not of the drafts.
+    # Before the last accepted place, the cache has the values of sampled tokens, not of drafts.
     assert recorder.cache[110] == (10, sampled_row[0])
     assert recorder.cache[200] == (0, 5)
 

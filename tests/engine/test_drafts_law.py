@@ -1,4 +1,4 @@
-"""Law: under any schedule, drafts change no token, in eager steps and in graphs."""
+"""Law: with any schedule, drafts change no token, in eager steps and in graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ Runners = dict[str, tuple[ModelRunner, GraphPlan]]
 
 
 def make_runners(npu: Any, directory: Path, k: int) -> Runners:
-    """Eagerly, in full graphs, and in pieces besides; all with k drafts, 0 without."""
+    """Return runners with k drafts: an eager runner; if k > 0, also a runner with full graphs, and
+    a runner with full and piecewise graphs.
+    """
     q = k + 1
     decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
     plans = {"eager": EAGER}
@@ -73,7 +75,7 @@ def test_drafts_change_no_token(
 
         for index, arrival in enumerate(arrivals):
             tokens, wanted = found[str(index)], expected[str(index)]
-            if arrival.abort_at is not None:  # drafts were faster, or came later to a small cache
+            if arrival.abort_at is not None:  # numbers of tokens differ at an abort
                 length = min(len(tokens), len(wanted))
                 tokens, wanted = tokens[:length], wanted[:length]
             assert tokens == wanted, name

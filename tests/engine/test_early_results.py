@@ -1,4 +1,4 @@
-"""A step's result comes before its drafts do."""
+"""A step's result is reported before the device has computed the step's drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""In bfloat16 a request that goes on elsewhere gets its own tokens where its output is replayed."""
+"""With ``exact``, a request that continues in another group gets the same tokens, also in
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 class Got(NamedTuple):
     """Attributes:
-    logprobs: of the chosen tokens and of the best ones; which of two equally good ones is named
-        depends on how many others ask for.
+    logprobs: values for the chosen tokens and the most probable tokens, without ids. If two tokens
+        are equally probable, the number of tokens that other requests want decides which token is
+        named.
     """
 
     tokens: list[int]
@@ -45,10 +48,10 @@ class Got(NamedTuple):
 def play(
     runner: ModelRunner, outputs: Sequence[list[int]], *, exact: bool, num_blocks: int = 64
 ) -> list[Got]:
-    """Run all requests, which have these outputs already; return the rest of them.
+    """Run all requests, which already have these outputs; return their remaining outputs.
 
     Args:
-        num_blocks: with fewer than 50 requests are preempted.
+        num_blocks: with fewer than 50 blocks, requests are preempted.
     """
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64),
@@ -58,7 +61,7 @@ def play(
         exact=exact,
     )
     order = list(range(STREAMS))
-    random.Random(len(outputs[0])).shuffle(order)  # others run beside each of them
+    random.Random(len(outputs[0])).shuffle(order)  # each request runs beside different requests
     for index in order:
         more = SAMPLINGS[index % len(SAMPLINGS)]
         params = SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, **more)
@@ -93,7 +96,7 @@ def runner(npu: Any, request: pytest.FixtureRequest) -> ModelRunner:
 
 
 def continued(runner: ModelRunner, whole: list[Got], cut: int, *, exact: bool) -> list[int]:
-    """Continue from a number of tokens; return the requests whose tokens differ from the
+    """Continue all requests after ``cut`` tokens; return the requests whose tokens differ from the
     uninterrupted run.
     """
     rest = play(runner, [one.tokens[:cut] for one in whole], exact=exact)
@@ -119,7 +122,7 @@ def test_who_is_preempted_gets_the_same_tokens(runner: ModelRunner) -> None:
 
 
 def test_output_that_is_computed_like_a_prompt_leads_to_other_tokens(runner: ModelRunner) -> None:
-    """Without the replay some continuations differ by rounding."""
+    """Without ``exact``, some continuations differ because of rounding."""
     whole = play(runner, [[] for _ in PROMPTS], exact=False)
 
     assert continued(runner, whole, 30, exact=False)

@@ -1,4 +1,4 @@
-"""Layers of experts as they are loaded, against transformers' modules with the same weights."""
+"""Loaded layers of experts are compared with transformers' modules with the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights in FP8 against their float reference, by the published formula: value times scale."""
+"""Weights in FP8 are compared with their float reference, by the published formula: value times
+scale.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from dist_aclgraph.errors import MissingTensorError
 from dist_aclgraph.models.checkpoint import Checkpoint
 
 BLOCK = 128
-SHAPE = (300, 200)  # neither divides into blocks
+SHAPE = (300, 200)  # no dimension is a multiple of a block
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# Three bits of mantissa: half of the last one, relative to the value.
+# The mantissa has three bits, so the relative error is at most half of the last bit.
 ERROR = 2**-4
 
 
@@ -34,7 +36,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # Blocks of very different sizes: one block's scale does not do for another.
+    # The values of blocks differ much, so a wrong block's scale gives a large error.
     return torch.randn(SHAPE) * torch.logspace(-3, 1, SHAPE[0]).unsqueeze(1)
 
 
@@ -50,7 +52,7 @@ def test_the_whole_is_within_half_a_bit_of_its_reference(
 ) -> None:
     read = checkpoint.read("w", SHAPE)
 
-    # Below the smallest normal number of a block, the error is absolute.
+    # For values below the smallest normal number of a block, the limit of the error is absolute.
     smallest = torch.finfo(torch.float8_e4m3fn).smallest_normal / LARGEST * weight.abs().max()
     assert ((read - weight).abs() <= ERROR * weight.abs() + ERROR * smallest).all()
     assert not torch.equal(read, weight)

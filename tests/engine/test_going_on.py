@@ -1,4 +1,6 @@
-"""Law of steps made by counting on: each equals the step that a fresh worker would make."""
+"""Law: a step that is computed from the previous step equals the step of a worker without a
+previous step.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ PLACES = {
 
 @dataclass
 class Row:
-    """A running request: its tokens and blocks, and those that its worker knows."""
+    """A running request: its tokens and blocks, and the number of tokens that the worker has."""
 
     tokens: list[int]
     blocks: list[int]
     computed: int = 0
-    known: int = 0  # of the tokens, those that the worker has
+    known: int = 0  # number of tokens that the worker has
 
     def start(self, row: int) -> RowStart:
         known = pack_ints(self.tokens[: self.known])
@@ -40,7 +42,7 @@ class Row:
 
 @dataclass
 class Group:
-    """Decides steps by chance, as a scheduler does with two steps in flight or one."""
+    """Decides random steps, as a scheduler does with one or two steps in flight."""
 
     data: st.DataObject
     tokens_per_block: int
@@ -52,22 +54,23 @@ class Group:
         return self.data.draw(st.integers(low, high))
 
     def blocks_for(self, num_tokens: int, already: int = 0) -> list[int]:
-        """Return the missing blocks, and sometimes more."""
+        """Return the missing blocks, and sometimes one more block."""
         wanted = min(num_tokens + self.draw(0, 1) * self.tokens_per_block, MAX_LEN)
         count = max(0, -(-wanted // self.tokens_per_block) - already)
         self.next_block += count
         ids = range(self.next_block - count, self.next_block)
-        return [id + 1 if id % 2 else id - 1 for id in ids]  # neighbours in a request are none here
+        return [id + 1 if id % 2 else id - 1 for id in ids]  # a request's blocks are not adjacent
 
     def decide(self) -> RankBatch:
-        """Return the next step: most often one in which all requests decode."""
+        """Return the next step; in most steps, all requests decode."""
         started, appended, blocks, records = [], [], [], []
         steady = self.draw(0, 4) > 0 and bool(self.rows)
         for index in range(ROWS):
             actions = ["-"] * 9 + ["again"] if steady else ["start", "end", "-"]
             action = self.data.draw(st.sampled_from(actions))
             if action == "start" or (action == "again" and index in self.rows):
-                # In place of another, or of itself behind a preemption: maybe at the same place.
+                # A new request replaces another one, or a request starts again after a preemption,
+                # perhaps at the same place.
                 old = self.rows.get(index)
                 length = self.draw(1, 9) if action == "start" or old is None else len(old.tokens)
                 tokens = [self.draw(0, VOCAB - 1) for _ in range(length)]
@@ -77,7 +80,7 @@ class Group:
                 started.append(row.start(index))
             elif action == "end":
                 self.rows.pop(index, None)
-        is_late = self.draw(0, 3) > 0  # the host has what was sampled before the last step, no more
+        is_late = self.draw(0, 3) > 0  # the host lacks the last step's tokens
         order = list(self.rows) if steady else self.data.draw(st.permutations(list(self.rows)))
         for index in order:
             row = self.rows[index]
@@ -100,7 +103,9 @@ class Group:
         return RankBatch(pack_ints(records), pack_ints(appended), pack_ints(blocks), tuple(started))
 
     def from_nothing(self, place: ContextPlace, sampled: HostStep | None) -> InputBatch:
-        """Return a batch that is told all rows as they are, and where the last step sampled."""
+        """Return a new batch that has the current state of all rows, and the places where the last
+        step sampled.
+        """
         batch = InputBatch(ROWS, MAX_LEN, place, LATEST, self.num_drafts)
         starts = tuple(row.start(index) for index, row in self.rows.items())
         batch.apply(RankBatch(b"", started=starts))

@@ -1,4 +1,4 @@
-"""The state of a rank after captures that fail."""
+"""A failed capture releases the streams and graphs of its bucket."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def test_of_a_step_whose_second_graph_fails_the_first_is_given_back(npu: Npu) ->
     with pytest.raises(CaptureError, match="a rule of ours") as caught:
         store.capture_whole(decode_graph(1), [works, fails], ())
 
-    assert npu.available_streams() == before, caught  # whose frames would keep the first
+    assert npu.available_streams() == before, caught  # keeps the frames of the failed capture alive
     assert store.is_empty

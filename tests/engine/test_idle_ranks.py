@@ -1,4 +1,6 @@
-"""Ranks that share a step with busier ones: idle ones run along, smaller ones are padded."""
+"""Ranks with different batches in a step: idle ranks run the step on padding, and smaller batches
+are padded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.engine.runners import Sequences, make_runner
 from tests.plans import decode_graph, mixed_graph, pieces
 
 GRAPHS = {"decode": decode_graph(4), "full": mixed_graph(16, 8), "pieces": pieces(16)}
-OTHERS = RankBatch(pack_ints([0, 0, 11, 1, 1, 5, 1, 1]))  # twelve tokens of another rank
+OTHERS = RankBatch(pack_ints([0, 0, 11, 1, 1, 5, 1, 1]))  # another rank runs twelve tokens
 
 
 def make_captured(npu: Any, checkpoint: Path, exchange: Any = None) -> ModelRunner:
@@ -110,5 +112,5 @@ def test_a_rank_without_samples_runs_the_head_where_another_samples(runner: Mode
     assert sequences.idle(None, OTHERS).token_ids == b""
     assert rows == [1]
 
-    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # in the middle of its prompt
+    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # not its prompt's end
     assert rows == [1]

@@ -1,4 +1,4 @@
-"""The running batch against a model of it in lists."""
+"""The running batch is compared with a simple implementation that uses lists."""
 
 from __future__ import annotations
 

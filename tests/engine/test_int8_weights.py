@@ -1,4 +1,6 @@
-"""Weights in int8: read, or made while loading, and the products with them against floats."""
+"""Weights in int8, read or quantised while they are loaded, and their products, compared with
+floats.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ PARTS = [(dim, size) for dim in (0, 1) for size in (1, 2, 4, 7)]
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # Outputs of very different sizes: the scale of one does not do for another.
+    # The values of outputs differ much, so a wrong output's scale gives a large error.
     return (torch.randn(SHAPE) * torch.logspace(-3, 1, OUT).unsqueeze(1)).bfloat16().float()
 
 
@@ -39,7 +41,7 @@ def write(directory: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def int8_tensors(weight: Tensor, name: str = "w") -> dict[str, Tensor]:
-    """By the formula that the tools publish, one output after another."""
+    """Quantise a weight by the published formula of the tools, one output after another."""
     scales = torch.stack([row.abs().max() / 127 for row in weight])
     values = torch.stack([torch.round(row / s) for row, s in zip(weight, scales, strict=True)])
     return {f"{name}.weight": values.to(torch.int8), f"{name}.weight_scale": scales}
@@ -61,7 +63,7 @@ def test_a_quantised_weight_is_within_half_a_step(rows: list[list[float]]) -> No
 
     values, scale = quantise(weight)
 
-    # Scales too small for a float32 of full precision are not exact.
+    # Scales that are denormal float32 numbers are not exact.
     error, tiny = (values.double() * scale - weight).abs(), 128 * 2.0**-149
     assert (error <= scale * (0.5 + 1e-4) + tiny).all()
     assert values.abs().max() <= 127
@@ -122,17 +124,17 @@ def test_the_parts_of_all_ranks_make_the_whole_and_zeros(
     assert len(scales) == size
     if dim == 0:
         assert torch.equal(torch.cat(scales, 1)[:, :OUT], whole.scale)
-    else:  # one scale for all inputs, whichever the rank has
+    else:  # the scales are equal for any part of the inputs
         assert all(torch.equal(scale, whole.scale) for scale in scales)
 
 
 def error_bound(x: Tensor, weight: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-    """Largest error of x @ weight.T in int8, for each element.
+    """Return the largest possible error of x @ weight.T in int8, for each element.
 
     With row scales r and weight scales s (``step``), |x - r x8| <= r/2 and |w - s w8| <= s/2. The
     operator returns r s (x8 . w8) = (x + d) . (w + e) with |d| <= r/2, |e| <= s/2, which differs
-    from x . w by at most  s/2 |x|_1 + r/2 |w|_1 + in * r s / 4.  The result is rounded to its type,
-    and the scales may have been: half of the last bit each.
+    from x . w by at most s/2 |x|_1 + r/2 |w|_1 + in * r s / 4. The result is rounded to its type,
+    and the scales may have been rounded; each rounding adds half of the last bit.
     """
     row = x.abs().amax(1, keepdim=True) / 127
     s = step.flatten()
@@ -317,7 +319,7 @@ def test_experts_are_on_the_device_once_while_they_are_loaded(
     working = torch.npu.max_memory_allocated() - before - held
     float32 = 4 * shape[0] * shape[1]
     assert held >= product.weight.nbytes
-    assert working <= (6 if quantises else 2) * float32  # of one expert, not of all
+    assert working <= (6 if quantises else 2) * float32  # memory for one expert, not for all
     if not quantises:
         assert torch.equal(product.weight.cpu(), weights.transpose(1, 2))
 

@@ -1,4 +1,6 @@
-"""Weights on their way from a checkpoint to the device: the result, and the memory meanwhile."""
+"""Loading weights from a checkpoint to the device: the result, and the memory that is used
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.models.checkpoint import PIECE_BYTES, Checkpoint
 from dist_aclgraph.models.loading import WeightSlices
 
-OUT, IN = 3000, 1030  # several pieces, the last one smaller; in no dimension a multiple of a line
+OUT, IN = 3000, 1030  # several pieces of unequal size; no dimension is aligned
 
 
 @pytest.fixture(scope="module")

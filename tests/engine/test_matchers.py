@@ -1,4 +1,6 @@
-"""Masks are those of a fresh matcher that read the output, however steps went forward and back."""
+"""After any sequence of steps and discarded tokens, masks equal those of a new matcher that has
+read the output.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k):
                 continue
             assert (found[place] == fresh_mask(grammar, row.output + drafts[:place])).all()
         action = data.draw(st.sampled_from(["accept", "sample", "void", "rewind"]))
-        if action == "rewind":  # the last steps are decided again
+        if action == "rewind":  # the last steps were undone
             row.output = row.output[: data.draw(st.integers(row.num_known, len(row.output)))]
         elif action != "void":
             accepted = (

@@ -1,4 +1,4 @@
-"""The account of a rank's memory against the tensors that a rank holds."""
+"""The planned memory of a rank is compared with the tensors that the rank has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ STEP_BUFFERS = ("step buffers", "token counts")
 
 
 def tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield every device tensor that an object of this package holds, shared storage once."""
+    """Yield every device tensor that an object of this package holds; shared storage is yielded
+    once.
+    """
     if isinstance(value, Tensor):
         if value.device.type == "npu" and value.untyped_storage().data_ptr() not in seen:
             seen.add(value.untyped_storage().data_ptr())
@@ -154,7 +156,9 @@ def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
 def test_of_a_cache_whose_requests_are_computed_again_nothing_is_left(
     npu: Npu, checkpoint: Path
 ) -> None:
-    """Memory that was repaired holds anything: NaN behind the keys of a request would spread."""
+    """Repaired memory has undefined contents, and a NaN after the keys of a request would
+    spread.
+    """
     runner = make_runner(npu, checkpoint)
     device = Mock()
     device.bad_memory.return_value = ()

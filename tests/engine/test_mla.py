@@ -1,4 +1,6 @@
-"""Latent attention: forms, weights and scale, against transformers and each other."""
+"""Latent attention: its forms are compared with each other, and its weights and scale with
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.engine.runners import Sequences, make_runner
 
 DEEPSEEK = ["DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"]
 FEW = [(1, 40), (3, 0), (16, 100), (1, 0)]  # queries, tokens before them
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # of float32, whose sums have another order in each form
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for float32; each form sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +137,7 @@ def test_the_scale_of_scores_equals_that_of_transformers(
 
 def test_rotary_tables_have_room_for_drafts_past_the_context(npu: Any, tmp_path: Path) -> None:
     model = make_reference("DeepseekV3ForCausalLM", tmp_path, num_hidden_layers=1)
-    positions = torch.arange(120, 144)  # of a context of 128
+    positions = torch.arange(120, 144)  # the context has 128 positions
 
     cos, sin = load_decoder(npu, tmp_path).kind.rope(positions.int().to(npu.device))
 

@@ -34,7 +34,7 @@ def runner(npu: Any, checkpoint: Path) -> ModelRunner:
 
 @pytest.fixture
 def guessing(npu: Any, checkpoint: Path) -> ModelRunner:
-    """A runner with one step in flight, which sends the next one's lengths while it waits."""
+    """A runner with one step in flight, which sends the next step's lengths while it waits."""
     scheduler = {"max_num_seqs": 8, "steps_in_flight": 1}
     return make_runner(npu, checkpoint, settings={"dtype": "float32", "scheduler": scheduler})
 
@@ -82,7 +82,7 @@ def test_mixed_batches_replay_the_tokens_of_eager_steps(
 
 
 def mixed_schedule(sequences: Sequences) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Steps in which one prompt starts, in two chunks, while those before it decode."""
+    """Yield steps in which one prompt runs in two chunks, while earlier requests decode."""
     for newest in range(len(sequences.tokens)):
         start = sequences.start(newest)
         prompt = len(sequences.tokens[newest])
@@ -109,7 +109,7 @@ def test_steps_after_a_right_guess_send_no_lengths(npu: Any, guessing: ModelRunn
     for live in (3, 3, 2):
         before = emulator.counters()["task_updates"]
         sequences.decode(decode_graph(4), live)
-        npu.synchronize()  # updates sent ahead run beside the step
+        npu.synchronize()  # updates sent ahead run during the step
         updates.append(emulator.counters()["task_updates"] - before)
 
     ahead = guessing._model.spec.num_layers
@@ -167,7 +167,7 @@ def test_a_capture_takes_the_memory_of_one_that_was_undone(npu: Any, runner: Mod
         free.append(npu.memory().free_bytes)
         runner.release(decode_graph(8))
 
-    assert free[0] - free[-1] < 1 << 20  # a pool takes two
+    assert free[0] - free[-1] < 1 << 20  # a pool has at least 2 MiB
 
 
 def test_release_of_what_was_never_captured_is_ignored(runner: ModelRunner) -> None:

@@ -1,4 +1,4 @@
-"""Law: under any schedule, every graph mode gives the tokens of eager steps."""
+"""Law: with any schedule, every graph mode gives the tokens of eager steps."""
 
 from __future__ import annotations
 

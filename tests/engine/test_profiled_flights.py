@@ -1,4 +1,4 @@
-"""Steps in flight that are measured."""
+"""Steps in flight are measured correctly."""
 
 from __future__ import annotations
 

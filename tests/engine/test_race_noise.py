@@ -1,4 +1,6 @@
-"""Random numbers of races: their law, and that seed, position and token alone decide them."""
+"""Random numbers of races: their distribution, and their dependence only on seed, position and
+token.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def test_a_key_does_not_depend_on_its_neighbours(seed: int, position: int) -> No
 def test_keys_of_one_seed_are_uniform() -> None:
     counts, _ = np.histogram(keys_of([5] * 50_000, range(50_000)), bins=50, range=(-(2**31), 2**31))
 
-    assert ((counts - 1000) ** 2 / 1000).sum() < 100  # 49 degrees of freedom: 1e-5
+    assert ((counts - 1000) ** 2 / 1000).sum() < 100  # 49 degrees of freedom, p = 1e-5
 
 
 def test_keys_of_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
@@ -56,22 +58,22 @@ def test_numbers_are_exponential(noise: RaceNoise, npu: Any, axis: str) -> None:
     numbers = draw(noise, npu, keys_of([7] * 4000, range(4000)))
     sample = numbers[:, 3] if axis == "keys of one token" else numbers[:40].ravel()
 
-    edges = -np.log1p(-np.linspace(0, 1, 51)[:-1])  # as many are expected between any two
+    edges = -np.log1p(-np.linspace(0, 1, 51)[:-1])  # intervals with equal probability
     counts, _ = np.histogram(sample, bins=[*edges, np.inf])
 
     expected = len(sample) / 50
-    assert ((counts - expected) ** 2 / expected).sum() < 100  # 49 degrees of freedom: 1e-5
+    assert ((counts - expected) ** 2 / expected).sum() < 100  # 49 degrees of freedom, p = 1e-5
 
 
 def test_the_smallest_numbers_are_spread_evenly(noise: RaceNoise, npu: Any) -> None:
-    """The smallest of many numbers win a race: they must not fall on a few values."""
+    """The smallest numbers win a race, so they must not have only a few different values."""
     numbers = draw(noise, npu, keys_of([7] * 8000, range(8000))).ravel()
 
     least = np.sort(numbers)[:2000]
 
     assert len(np.unique(least)) > 1990
     counts, _ = np.histogram(least, bins=20, range=(0, 2000 / len(numbers)))
-    assert ((counts - 100) ** 2 / 100).sum() < 60  # 19 degrees of freedom: 1e-5
+    assert ((counts - 100) ** 2 / 100).sum() < 60  # 19 degrees of freedom, p = 1e-5
 
 
 def test_numbers_of_two_tokens_and_of_two_keys_are_uncorrelated(noise: RaceNoise, npu: Any) -> None:
@@ -85,7 +87,9 @@ def test_numbers_of_two_tokens_and_of_two_keys_are_uncorrelated(noise: RaceNoise
 
 
 def test_who_is_second_does_not_depend_on_who_is_first(noise: RaceNoise, npu: Any) -> None:
-    """All orders of three tokens are as likely: no three numbers are tied to one another."""
+    """All orders of three tokens are equally likely, so the numbers of three tokens are
+    independent.
+    """
     numbers = draw(noise, npu, keys_of([9] * 12_000, range(12_000)))
 
     for first in range(0, 60, 3):
@@ -93,7 +97,7 @@ def test_who_is_second_does_not_depend_on_who_is_first(noise: RaceNoise, npu: An
         counts = np.bincount(orders @ np.array([9, 3, 1]), minlength=27)
         counts = counts[counts > 0]
         assert len(counts) == 6
-        assert ((counts - 2000) ** 2 / 2000).sum() < 31  # 5 degrees of freedom: 1e-5
+        assert ((counts - 2000) ** 2 / 2000).sum() < 31  # 5 degrees of freedom, p = 1e-5
 
 
 @pytest.mark.parametrize("key", [-(2**31), -1, 0, 1, 2**31 - 1])

@@ -52,7 +52,7 @@ def run(
 
 def test_a_decoder_without_a_head_embeds(npu: Any, tmp_path: Path) -> None:
     model = make_reference("Qwen3ForCausalLM")
-    model.model.save_pretrained(tmp_path)  # the names have no prefix, and there is no head
+    model.model.save_pretrained(tmp_path)  # names of weights have no prefix; there is no head
     model.config.architectures = ["Qwen3ForCausalLM"]
     model.config.save_pretrained(tmp_path)
 

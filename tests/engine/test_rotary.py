@@ -1,4 +1,4 @@
-"""Rotary tables and frequencies against those of transformers."""
+"""Rotary tables and frequencies are compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEMES = {
     "yarn-mscale": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.5},
     "longrope": LONG_ROPE,
 }
-# Keys of config.json in place of rope_parameters.
+# Older keys of config.json that replace rope_parameters.
 KEYS: dict[str, dict[str, Any]] = {
     "older": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "older-wins": {"rope_scaling": YARN_ROPE, "rope_parameters": LINEAR_ROPE},
@@ -74,7 +74,7 @@ def test_tables_equal_those_of_transformers(npu: Any, tmp_path: Path, scheme: st
 
 @pytest.fixture(scope="module")
 def published(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """config.json without any key of the rotary embedding."""
+    """Return config.json without keys of the rotary embedding."""
     directory = tmp_path_factory.mktemp("published")
     make_reference("Qwen3ForCausalLM", directory)
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The router against its formula."""
+"""The router is compared with its formula."""
 
 from __future__ import annotations
 

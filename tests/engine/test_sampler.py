@@ -1,4 +1,4 @@
-"""The sampler against a plain and slow one, on the emulated NPU."""
+"""The sampler on the emulated NPU is compared with a simple, slow sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """One place to sample, behind its tokens and some drafts."""
+    """One place to sample, after its tokens and some drafts."""
 
     sampling: RowSampling
     token_ids: np.ndarray
@@ -66,7 +66,7 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
 
 
 def target(logits: torch.Tensor, s: RowSampling) -> np.ndarray:
-    """The distribution that the parameters ask for, one token at a time."""
+    """Return the distribution that the parameters request, computed token by token."""
     p = (logits.double() / s.temperature).softmax(-1).numpy()
     order = sorted(range(VOCAB), key=lambda token: -p[token])
     if s.top_k:
@@ -106,7 +106,7 @@ def test_tokens_follow_the_target_distribution(npu: Any, sampling: dict[str, Any
     assert seen[wanted == 0].sum() == 0
     likely = wanted * count >= 5
     chi_square = ((seen - wanted * count)[likely] ** 2 / (wanted * count)[likely]).sum()
-    assert chi_square < 2 * likely.sum() + 20  # 99.9 % and more for these degrees of freedom
+    assert chi_square < 2 * likely.sum() + 20  # at least the 99.9 % quantile
 
 
 def test_a_row_gets_the_same_token_in_any_batch(npu: Any) -> None:
@@ -143,7 +143,7 @@ def test_greedy_rows_beside_random_ones_keep_the_most_probable_token(npu: Any) -
 
 def test_penalties_count_prompt_and_output_as_the_api_defines_them(npu: Any) -> None:
     logits = make_logits(1, seed=3)
-    tokens = [1, 2, 2, 3, 4, 4, 4]  # four of the prompt, three of the output
+    tokens = [1, 2, 2, 3, 4, 4, 4]  # four prompt tokens, three output tokens
     row = make_row(
         tokens=tokens,
         num_prompt_tokens=4,
@@ -283,7 +283,7 @@ def test_counted_step_by_step_penalties_are_those_of_the_whole_history(npu: Any)
     steps = TokenCounts(3, VOCAB, npu.device, to_device)
     rows = np.arange(3, dtype=np.int32)
     for row in range(3):
-        steps.begin(row, chance.integers(0, VOCAB, 9).astype(np.int32), 2)  # another's, before
+        steps.begin(row, chance.integers(0, VOCAB, 9).astype(np.int32), 2)  # earlier request
         steps.begin(row, history[row, :8], 6)
     for column in range(8, 30):
         steps.add(rows, to_device(history[:, column]))

@@ -1,4 +1,4 @@
-"""Law of parameters that stay on the device: earlier values never change the tokens."""
+"""Law of parameters that stay on the device: values of earlier steps never change the tokens."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Worker:
         """Queue the sampling of a step.
 
         Args:
-            seed: of its logits.
-            latest: [num_samples of the step before], what that one sampled.
+            seed: seed of the step's random logits.
+            latest: [num_samples of the previous step], the tokens that the previous step sampled.
         """
 
         def tokens_at(references: IntArray) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Worker:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return all tensors that a value has."""
+    """Return all tensors within a value."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, tuple):
@@ -110,7 +110,7 @@ def test_a_worker_that_remembers_samples_what_one_from_nothing_does(
     coming: list[tuple[Worker, ComingOutput, Worker, ComingOutput]] = []
     for _ in range(data.draw(st.integers(1, 14))):
         rows = () if last is None else last.sampled_rows.tolist()
-        ended = 0  # of a row that no longer has any
+        ended = 0  # token of a row without a request
         latest = [group.rows[row].tokens[-1] if row in group.rows else ended for row in rows]
         plan = group.decide()
         for start in plan.started:

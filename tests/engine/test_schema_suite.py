@@ -1,7 +1,8 @@
-"""JSON Schema's own test suite: each answer that ends is valid, and each other schema is refused.
+"""JSON Schema's test suite: for each supported schema, complete answers are valid; other schemas
+are refused.
 
-The schemas are those of draft 2020-12 (``tests/data/README.md``). A model answers them, greedy and
-random; most answers of a schema without a bound on its size are cut off.
+The schemas are those of draft 2020-12 (``tests/data/README.md``). A model generates answers,
+greedily and randomly. If a schema does not limit the size, most answers are cut off.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def compile_groups() -> tuple[dict[str, tuple[Any, str]], dict[str, str]]:
-    """Return (schema, grammar) of the groups that can be used, and why others cannot, by name."""
+    """Return by name (schema, grammar) of the supported groups, and the error of each other
+    group.
+    """
     tokenizer, limits = open_tokenizer(vocabulary_of(TOKENIZER)), make_limits()
     usable, refused = {}, {}
     for group in GROUPS:
@@ -96,5 +99,5 @@ def test_answers_are_valid(npu: Any, share: int) -> None:
 
 
 def test_the_library_is_the_one_that_was_looked_at() -> None:
-    """The table of docs/use/structured.md is that of this version."""
+    """The table in docs/use/structured.md is valid for this version of the library."""
     assert llguidance.__version__ == "1.9.1"

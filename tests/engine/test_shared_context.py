@@ -1,4 +1,4 @@
-"""Attention of ranks that keep a cache between them, against attention over all of it."""
+"""Attention of ranks that share a cache is compared with attention over the whole cache."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.engine.prompt_steps import prompt_step
 from tests.engine.thread_ranks import ThreadRanks
 from tests.laws import examples
 
-HEADS, DIM = 4, 64  # of all ranks; one KV head
+HEADS, DIM = 4, 64  # HEADS of all ranks together; there is one KV head
 GARBAGE = 1000.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of (queries, tokens before them), on ``shards.count`` ranks.
+    """Requests, each given as (queries, tokens before them), on ``shards.count`` ranks.
 
-    Unwritten places hold values far from all others, so that a key that should be hidden changes
-    the result. (NaN would show even through a weight of zero.)
+    Unwritten places contain very large values, so that a key that should be hidden changes the
+    result. (NaN would change the result even with a weight of zero.)
     """
 
     shards: Shards
@@ -52,7 +52,7 @@ class Case:
         """Return [n, heads, dim], padding of a graph included; all ranks' results are compared.
 
         Args:
-            graph: whose lengths are used, None for those of an eager step.
+            graph: the graph whose padded lengths are used; None for an eager step.
         """
         found = ranks.run(lambda rank, context: self._attend_on(npu, rank, context, graph))
         if not self.share_prompts:
@@ -71,7 +71,7 @@ class Case:
         shape = (int(table.max()) + 1, shards.block_size, 1, DIM)
         cache = KVCache(*(torch.full(shape, GARBAGE) for _ in range(2)))
         for each, rows in ((cache.keys, keys), (cache.values, values)):
-            each[0] = 0  # the dummy block is as it was made
+            each[0] = 0  # the dummy block contains zeros
             flat = each.view(-1, 1, DIM)
             for index, (_, before) in enumerate(self.lens):
                 slots, kept = self._slots(shard, index, np.arange(before, dtype=np.int32))
@@ -105,7 +105,9 @@ class Case:
         return out.cpu()
 
     def expected(self) -> Tensor:
-        """Attention of each query to its request's tokens up to itself, in plain PyTorch."""
+        """Return the attention of each query to its request's tokens up to its own, in plain
+        PyTorch.
+        """
         q, keys, values = self._rows()
         outs, start = [], 0
         for index, (queries, before) in enumerate(self.lens):
@@ -133,7 +135,9 @@ class Case:
         return order.reshape(len(self.lens), width).astype(np.int32)
 
     def _slots(self, shard: int, index: int, positions: Any) -> tuple[Tensor, Tensor]:
-        """Slots of a request's positions, and which of them the shard keeps."""
+        """Return the slots of a request's positions, and for each position whether the shard keeps
+        it.
+        """
         slots = self.shards.slots(self._table(), np.full(len(positions), index), positions)
         return torch.from_numpy(slots).long(), torch.from_numpy(
             self.shards.owners(positions) == shard
@@ -141,7 +145,7 @@ class Case:
 
 
 def _padded(step: DeviceStep, count: int) -> DeviceStep:
-    """As a graph's inputs are: the dummy block, position 0, written nowhere."""
+    """Return the step with padding like a graph's: the dummy block, position 0, and slot -1."""
 
     def grown(x: Tensor, value: int) -> Tensor:
         return torch.cat([x, x.new_full((count, *x.shape[1:]), value)])
@@ -167,7 +171,9 @@ BOTH_KINDS = pytest.mark.parametrize("share_prompts", [False, True], ids=["heads
 def test_no_query_sees_the_future_when_its_request_crosses_into_a_shard(
     npu: Npu, before: int, share_prompts: bool
 ) -> None:
-    """With drafts: the first query behind 127 tokens is shard 0's, the others are shard 1's."""
+    """With drafts, the first query after 127 tokens belongs to shard 0, and the other queries to
+    shard 1.
+    """
     case = Case(Shards(128, 2, 128), [(3, before)], share_prompts)
     assert_close(case.attend(npu, case.ranks), case.expected())
 

@@ -43,7 +43,7 @@ def test_an_error_leaves_nothing_unjoined(npu: Any, where: str) -> None:
             failed.append(str(e))
 
     forward()
-    with runtime().graph(graph):  # refuses to end with a stream that was not joined
+    with runtime().graph(graph):  # a capture cannot end with an unjoined stream
         forward()
     out.zero_()
     graph.replay()

@@ -1,4 +1,6 @@
-"""Arrays are sent from memory that is used in turn, and that the device has read before."""
+"""Arrays are sent from parts of pinned memory; a part is used again only after the device has read
+it.
+"""
 
 from __future__ import annotations
 

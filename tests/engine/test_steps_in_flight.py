@@ -1,7 +1,7 @@
-"""Law: a request gets the same with two steps in flight as with one.
+"""Law: a request gets the same results with two steps in flight as with one step.
 
-Tokens, their log-probabilities and the reason of the end, in every mode, under arrivals, aborts and
-preemptions, greedy and random, with penalties, stop tokens, drafts, and graphs that come and go.
+The law compares tokens, log-probabilities and finish reasons, in every mode, with arrivals, aborts
+and preemptions, greedy and random sampling, penalties, stop tokens, drafts, and changing graphs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.plans import make_plan
 from tests.unit.scheduler.requests import submit
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
-STOPS = tuple(range(0, 832, 9))  # often enough that requests end by them
+STOPS = tuple(range(0, 832, 9))  # enough stop tokens that requests end by them
 SAMPLINGS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"temperature": 1.0, "seed": 3, "stop_token_ids": STOPS, "logprobs": 0},
     {"temperature": 0.7, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "presence_penalty": 0.3, "stop_token_ids": STOPS, "min_tokens": 3},
 ]
-# By step, which graphs come or go before it.
+# For each step, the indices of graphs that are captured or released before it.
 Changes = dict[int, list[int]]
 changes_of_graphs = st.dictionaries(
     st.integers(1, 30), st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=6
@@ -72,7 +72,7 @@ def play(
     """Return the tokens of each request.
 
     Args:
-        sampling: the parameters of all requests, or of each one.
+        sampling: the parameters of all requests, or a list with the parameters of each request.
     """
     dispatcher = GraphDispatcher(plan)
     scheduler = make_scheduler(dispatcher, num_drafts, num_blocks)
@@ -89,7 +89,7 @@ def play(
             if request.abort_at == step:
                 scheduler.abort(str(index))
         if step in changes:
-            while runner.is_busy:  # as an engine does before its graphs change
+            while runner.is_busy:  # like an engine before its graphs change
                 note(got, scheduler.update([runner.finish()]))
             for index in changes[step]:
                 change(runner, dispatcher, index)
@@ -112,7 +112,7 @@ def note(got: dict[str, Got], deltas: StepOutputs) -> None:
 
 
 def change(runner: ModelRunner, dispatcher: GraphDispatcher, index: int) -> None:
-    """Release one graph of the plan, or capture it where it has been released."""
+    """Release one graph of the plan; if the graph is already released, capture it again."""
     order = dispatcher.plan.capture_order
     if not order:
         return
@@ -139,7 +139,7 @@ def capture(runner: ModelRunner, graph: BatchDescriptor) -> None:
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["alone", "drafts"])
 def runners(npu: Any, request: pytest.FixtureRequest) -> Any:
-    """Of each mode, a runner with one step in flight and one with two."""
+    """For each mode, a runner with one step in flight, and a runner with two steps in flight."""
     k = request.param
     q = k + 1
     decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
@@ -179,7 +179,7 @@ def test_two_steps_in_flight_bring_what_one_brings(
 
         for index, arrival in enumerate(arrivals):
             ours, wanted = two[str(index)], one[str(index)]
-            if arrival.abort_at is not None:  # one of them was further when it was aborted
+            if arrival.abort_at is not None:  # the number of tokens at the abort differs
                 length = min(len(ours.tokens), len(wanted.tokens))
                 assert ours.tokens[:length] == wanted.tokens[:length], mode
                 continue

@@ -1,5 +1,5 @@
-"""Law: rows with grammars get valid outputs, the same with and without drafts and steps in flight,
-and rows without grammars get what they get alone.
+"""Law: rows with grammars get valid outputs, which do not depend on drafts and steps in flight.
+Rows with grammars do not change the outputs of rows without grammars.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_object(text: str) -> bool:
 
 
 def thought(**fields: Any) -> Structure:
-    """A structure whose reasoning lies between two tokens of the vocabulary."""
+    """Return a structure whose reasoning is between two tokens of the vocabulary."""
     return Structure(think_begin=300, think_end=301, **fields)
 
 
@@ -87,7 +87,7 @@ SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
-    """Runners with no, one and three drafts, one and two steps in flight, eager and with graphs."""
+    """Runners with 0, 1 or 3 drafts, with one or two steps in flight, eager or with graphs."""
     found = []
     for k, in_flight, has_graphs in ((0, 1, False), (0, 2, True), (1, 2, False), (3, 2, True)):
         q = k + 1
@@ -105,7 +105,7 @@ def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
 
 
 def answer_of(structure: Structure, tokens: list[int]) -> list[int]:
-    """Return the tokens behind the reasoning."""
+    """Return the tokens after the reasoning."""
     if structure.think_end >= 0 and (structure.is_thinking or tokens[:1] == [300]):
         return tokens[tokens.index(301) + 1 :]
     return tokens

@@ -1,4 +1,6 @@
-"""Whole models in int8, in process: against transformers in float32, and eager against graphs."""
+"""Whole models in int8: logits are compared with transformers in float32, and graphs with eager
+steps.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2ForCausalLM", {}),  # with biases
     ("Qwen3MoeForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
-    ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # whose outputs are moved while loading
+    ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
 ]
 
 
@@ -60,7 +62,7 @@ def load(npu: Npu, directory: Path, *, quantises: bool, dtype: torch.dtype) -> D
 
 
 def logits_of(npu: Npu, model: Decoder, prompt: list[int], dtype: torch.dtype) -> Tensor:
-    """Return the logits at all places of a prompt in blocks 1 and 2."""
+    """Return the logits at all positions of a prompt, which uses blocks 1 and 2."""
     n = len(prompt)
     positions = torch.arange(n, dtype=torch.int32, device=npu.device)
     table, slots = np.array([[1, 2]], np.int32), torch.arange(n, dtype=torch.int32) + BLOCK_SIZE
@@ -133,8 +135,8 @@ def test_logits_are_near_those_of_floats(npu: Any, model: tuple[Path, Any]) -> N
         for q in (False, True)
     )
 
-    # Each of about twenty products adds a hundredth, in independent directions; bfloat16 alone, and
-    # experts that are chosen otherwise, add as much again.
+    # About twenty products add an independent relative error of 0.01 each. bfloat16 and differently
+    # chosen experts add about the same error again.
     assert relative_error(in_int8, want) < 0.12
     assert relative_error(in_floats, want) < relative_error(in_int8, want)
 

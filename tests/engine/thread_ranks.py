@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: groups whose members meet at barriers."""
+"""Ranks that are threads of this process; the members of a group synchronize at barriers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import ALONE, CommGroup
 from dist_aclgraph.layers.context_parallel import ContextParallel
 
-MEETING_S = 20.0  # until a member counts as missing, and the collective fails on the others
+MEETING_S = 20.0  # after this time without a member, the collective fails
 
 
 class Meeting:
-    """Where the members of a group exchange tensors. Owns how often each of them came."""
+    """Lets the members of a group exchange tensors. Counts the calls of each member."""
 
     def __init__(self, size: int) -> None:
         self._barrier = Barrier(size, timeout=MEETING_S)
@@ -31,14 +31,14 @@ class Meeting:
         """Return the result of ``combine`` for the values of all members, in group order.
 
         Raises:
-            BrokenBarrierError: a member did not come.
+            BrokenBarrierError: a member did not call in time.
         """
         self.visits[rank] += 1
         self._brought[rank] = x
         self._barrier.wait()
         assert len({each.shape for each in self._brought}) == 1, "members bring equal shapes"
         found = combine(self._brought)
-        # No member releases its value before all have read it.
+        # No member may release its value before all members have read it.
         self._barrier.wait()
         return found
 
@@ -59,11 +59,11 @@ class ThreadGroup(CommGroup):
 
 @dataclass(frozen=True)
 class ThreadRanks:
-    """``count`` ranks that keep a cache between them.
+    """``count`` ranks that share a cache.
 
     Attributes:
-        share_prompts: whether they are ranks of different prompt shares, with all heads each; else
-            each has heads of its own.
+        share_prompts: true: the ranks have different shares of prompts, and all heads. false: each
+            rank has different heads.
     """
 
     count: int
@@ -75,7 +75,9 @@ class ThreadRanks:
         return cls(count, share_prompts, Meeting(count))
 
     def run(self, work: Callable[[int, ContextParallel], Tensor]) -> list[Tensor]:
-        """Call ``work`` with each rank and its groups, at once; return what they return."""
+        """Call ``work`` for all ranks at the same time, with rank and groups; return all
+        results.
+        """
 
         def work_of(rank: int) -> Tensor:
             group = ThreadGroup(tuple(range(self.count)), rank, None, self.meeting)

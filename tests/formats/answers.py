@@ -1,4 +1,4 @@
-"""Answers as model families write them, and what a reader makes of them."""
+"""Answers as model families write them, and the messages that a reader must return."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ JSON = FOUND[1]
 
 @dataclass
 class Message:
-    """An answer: its content, its reasoning, and (name, arguments, is_complete) of its calls."""
+    """An answer: its content, its reasoning, and (name, arguments, is_complete) for each call."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str, bool]] = field(default_factory=list)
 
 
-# Whole answers with two calls, and what they say.
+# Complete answers with two calls, and their messages.
 ANSWERS: dict[str, tuple[str, Message]] = {
     "hermes": (
         f'I look.\n<tool_call>\n{{"name": "find", "arguments": {JSON}}}\n</tool_call>\n'
@@ -112,7 +112,7 @@ ANSWERS: dict[str, tuple[str, Message]] = {
 
 
 def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None = None):
-    """Return a format whose markers are tokens, or none of them."""
+    """Return a format; either all markers are tokens, or no marker is a token."""
     markers = {*(() if name is None else FORMATS[name].MARKERS)}
     markers |= set() if thought is None else {thought.begin, thought.end}
     ids = {marker: 1000 + i for i, marker in enumerate(sorted(markers))}
@@ -120,7 +120,9 @@ def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None =
 
 
 def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[tuple[int, str]]:
-    """Divide a text into tokens: its markers with their ids, and pieces of the given sizes."""
+    """Divide a text into tokens: markers with their ids, and pieces of the given sizes without
+    ids.
+    """
     pattern = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
     for part in re.split(f"({pattern})", text) if ids else [text]:
         if part in ids:
@@ -133,7 +135,7 @@ def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[
 
 
 def folded(events: Iterable[Event]) -> Message:
-    """Return the message that the events make."""
+    """Return the message that consists of the events."""
     message = Message()
     for event in events:
         if isinstance(event, Content):

@@ -1,4 +1,6 @@
-"""Every format's grammar allows only calls that its reader reads, with arguments of the schema."""
+"""The grammar of each format allows only calls that its reader can read, with arguments that match
+the schema.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ EACH = pytest.mark.parametrize("name", FORMATS)
 
 
 class Walk:
-    """A vocabulary of single bytes and markers, and random walks through grammars over it."""
+    """Makes random answers that a grammar allows, with a vocabulary of single bytes and markers."""
 
     def __init__(self, name: str) -> None:
         letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -71,7 +73,7 @@ class Walk:
             bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")
             allowed = np.flatnonzero(bits[: self._ll.vocab_size]).tolist()
             assert allowed
-            # Ends and markers come often enough that most walks end.
+            # Ends and markers are chosen often, so that most answers end.
             rare = [token for token in allowed if token >= 256 or token == self._less]
             token = rng.choice(rare if rare and rng.random() < 0.4 else allowed)
             if token == self.end:
@@ -88,7 +90,7 @@ class Walk:
         assert reader is not None
         events: list[Event] = []
         held: list[int] = []
-        for token in tokens:  # bytes become text when they are whole characters
+        for token in tokens:  # bytes are read when they form whole characters
             held.append(token)
             text = self._tokenizer.decode(held, skip_special_tokens=False)
             if not text.endswith("\ufffd"):

@@ -1,4 +1,4 @@
-"""Each format reads what its family writes, however the text is divided, and loses no text."""
+"""Each format reads the answers of its family for any division of the text, and loses no text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
 
     assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
     for (_, part, is_whole), (_, whole, _) in zip(found.calls, expected.calls, strict=False):
-        assert whole.startswith(part) or name == "pythonic"  # shows a literal when it is complete
+        assert whole.startswith(part) or name == "pythonic"  # pythonic emits only complete literals
         assert not is_whole or part == whole
 
 
@@ -154,7 +154,7 @@ def test_tokens_of_reasoning_are_counted():
     for token in as_tokens("<think>abc</think>de", dict(form.token_ids), itertools.repeat(1)):
         reader.feed(*token)
 
-    assert reader.num_thought_tokens == 5  # the markers, too
+    assert reader.num_thought_tokens == 5  # markers included
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_half_a_surrogate_pair_becomes_a_character_that_can_be_sent():
 
 
 def test_long_texts_are_read_in_linear_time():
-    """Each of these would take minutes if the time grew with the square of the length."""
+    """Each of these texts would take minutes if the time were quadratic in the length."""
     head = "<｜DSML｜function_calls>\n<｜DSML｜invoke" + "a" * 300_000
 
     assert read(make_format("deepseek_v32", has_tokens=False), head, (50_000,)).content == head

@@ -1,4 +1,4 @@
-"""A decoder of attention alone, and the same rows in plain PyTorch."""
+"""A decoder that consists only of attention, and the expected results in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOCAB = 61
 
 @dataclass
 class Row:
-    """One request: its tokens so far and its blocks."""
+    """One request: its current tokens and its blocks."""
 
     tokens: list[int]
     blocks: list[int]
@@ -51,9 +51,10 @@ def make_buffers(npu: Npu, max_tokens: int = 8, *, steps_in_flight: int = 1) -> 
 
 
 class AttentionDecoder:
-    """Graphs over attention; token ids choose q, k and v from a table.
+    """Captures and replays graphs of attention; token ids select q, k and v from a table.
 
-    All layers are the same and their mean is the output: one with other lengths shows.
+    All layers are equal, and the output is their mean. So a layer with wrong lengths changes the
+    output.
     """
 
     def __init__(self, npu: Npu, max_tokens: int = 8, layers: int = 1) -> None:
@@ -121,7 +122,7 @@ class AttentionDecoder:
         )
 
     def write(self, bucket: int, rows: list[Row]) -> None:
-        """Put the last token of every row into the buffers."""
+        """Write the last token of every row to the buffers."""
         positions = np.array([len(row.tokens) - 1 for row in rows], np.int32)
         table = np.zeros((len(rows), MAX_BLOCKS), np.int32)
         for i, row in enumerate(rows):
@@ -140,14 +141,14 @@ class AttentionDecoder:
     def replay(
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> Tensor:
-        """Replay with the rows' true KV lengths, or with those given; return [num_rows, ...]."""
+        """Replay with the rows' true KV lengths, or with ``kv_lens``; return [num_rows, ...]."""
         self.queue(graph, rows, kv_lens, **other)
         return self.buffers.logits[: len(rows)].cpu()
 
     def queue(
         self, graph: CapturedGraph, rows: list[Row], kv_lens: list[int] | None = None, **other: Any
     ) -> int:
-        """Queue a replay and its updates; return how many were not sent ahead."""
+        """Queue a replay and its updates; return the number of updates that were not sent ahead."""
         self.write(graph.descriptor.num_tokens, rows)
         ends, true_lens = self.lens(graph, rows)
         lens = Lens(other.get("ends", ends), (kv_lens or true_lens[0],))
@@ -157,14 +158,18 @@ class AttentionDecoder:
 
     @staticmethod
     def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:
-        """The wanted result of a replay of these rows, each ``longer`` tokens longer."""
+        """Return the padded lengths for a replay of these rows, if each row gets ``longer`` more
+        tokens.
+        """
         bucket = graph.descriptor.num_tokens
         live = [len(row.tokens) + longer for row in rows]
         padding = [PADDING_KV_LEN] * (bucket - len(rows))
         return Lens(list(range(1, bucket + 1)), (live + padding,))
 
     def expected(self, rows: list[Row]) -> Tensor:
-        """Attention of each row's last token over all its tokens, in plain PyTorch."""
+        """Return the attention of each row's last token to all tokens of the row, in plain
+        PyTorch.
+        """
         out = []
         for row in rows:
             q, k, v = self._split(self._table_cpu[row.tokens])
@@ -180,7 +185,7 @@ def slot(row: Row) -> int:
 
 
 def make_rows(count: int, seed: int = 0) -> list[Row]:
-    """Rows with one token each and blocks of their own; block 0 belongs to no row."""
+    """Return rows with one token each and with separate blocks; block 0 belongs to no row."""
     random = np.random.RandomState(seed)
     ids = random.permutation(np.arange(1, NUM_BLOCKS))
     return [

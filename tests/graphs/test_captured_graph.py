@@ -16,7 +16,7 @@ def test_replay_equals_plain_attention_across_block_boundaries(
 ) -> None:
     graph, rows = decoder.capture(BUCKET), make_rows(num_rows)
 
-    for step in range(70):  # two boundaries of 32 tokens
+    for step in range(70):  # rows cross two boundaries of 32 tokens
         out = decoder.replay(graph, rows)
 
         torch.testing.assert_close(out, decoder.expected(rows), rtol=1e-4, atol=1e-5)
@@ -71,7 +71,7 @@ def test_a_refused_replay_leaves_the_graph_usable(decoder: AttentionDecoder) -> 
 
 def test_padding_rows_write_nowhere(decoder: AttentionDecoder) -> None:
     graph, rows = decoder.capture(8), make_rows(8)
-    decoder.replay(graph, rows)  # the padding of the next step was live in this one
+    decoder.replay(graph, rows)  # padding rows of the next step are live in this step
     live = rows[2:5]
     grow(live, 0)
     decoder.cache.keys.fill_(7.0)  # so that each write changes the value

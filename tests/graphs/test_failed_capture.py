@@ -1,4 +1,4 @@
-"""A capture that fails leaves nothing behind."""
+"""A failed capture releases all of its resources."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_memory_is_back_after_a_capture_that_cannot_end(decoder: AttentionDecode
         main, side = torch.npu.current_stream(), torch.npu.Stream()
         side.wait_stream(main)
         with torch.npu.stream(side):
-            large.add_(1)  # no stream waits for this one
+            large.add_(1)  # no stream waits for this stream
 
     with pytest.raises(CaptureError, match="107025"):
         decoder.capture(4, forward)

@@ -1,4 +1,4 @@
-"""Silent hazards of captured graphs: each is refused, or its effect is shown here."""
+"""Silent hazards of captured graphs: each hazard is refused, or a test shows its effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Law of the inputs of graphs: the device has those of the last step, after any earlier writes."""
+"""Law of the inputs of graphs: after any earlier writes, the device has the inputs of the last
+step.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_the_device_has_the_last_step_whatever_was_written_before(
         bucket = data.draw(st.sampled_from(BUCKETS))
         graph = decode_graph(bucket)
         step = draw_step(data, bucket, step)
-        if data.draw(st.integers(0, 5)) == 0:  # an abort: the device has anything
+        if data.draw(st.integers(0, 5)) == 0:  # an abort: contents of the device are undefined
             view = buffers.inputs(decode_graph(BUCKETS[-1]))
             for tensor in (view.block_table, view.token_ids, view.slots):
                 tensor.fill_(77)
@@ -81,7 +83,7 @@ def test_the_device_has_the_last_step_whatever_was_written_before(
 def test_each_of_two_steps_in_flight_has_its_own_inputs(npu: Any, data: st.DataObject) -> None:
     buffers, step = make_buffers(npu, BUCKETS[-1], steps_in_flight=2), NO_STEP
     device, opener = runtime().current_stream(), runtime().Stream()
-    gates: list[Any] = []  # before each step, closed where the device has not begun it
+    gates: list[Any] = []  # one event before each step; the device waits for it
     queued: list[tuple[DeviceStep, HostStep, int]] = []
     try:
         for _ in range(data.draw(st.integers(1, 8))):

@@ -1,4 +1,4 @@
-"""Which lengths a captured task is sent."""
+"""A captured task gets lengths if they have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths sent ahead of a replay: right, wrong, in part, and with anything in between."""
+"""Lengths sent before a replay: right or wrong, complete or partial, with other work between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def decoder(npu: Any) -> AttentionDecoder:
 
 
 class Device:
-    """A device that is behind the host in every step (slow), or done with all it was given."""
+    """A device that is behind the host in every step (slow), or has always finished its work
+    (fast).
+    """
 
     def __init__(self, decoder: AttentionDecoder, is_slow: bool) -> None:
         self._decoder, self._is_slow = decoder, is_slow
@@ -37,7 +39,9 @@ class Device:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Slow: nothing that is queued inside starts before the end."""
+        """On a slow device, work that is queued in this context starts only at the end of the
+        context.
+        """
         if not self._is_slow:
             yield
             return
@@ -47,7 +51,7 @@ class Device:
         self._gate.record(self._opener)
 
     def settle(self) -> None:
-        """Fast: everything that was queued so far has run."""
+        """On a fast device, wait until all queued work has run."""
         if not self._is_slow:
             self._decoder.npu.synchronize()
 
@@ -58,7 +62,9 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Want the host back when ``count`` tasks are open."""
+    """Return a function that returns true after ``count`` calls, so that ``count`` tasks are
+    opened.
+    """
     asked = iter(range(count))
     return lambda: next(asked, None) is None
 
@@ -73,8 +79,8 @@ def run(
     longer: int = 1,
     num_ahead: int = LAYERS,
 ) -> int:
-    """Run a step, check its result, and send updates ahead; return the updates that were sent
-    late.
+    """Run a step, check its result, and send updates ahead; return the number of updates that were
+    not sent ahead.
     """
     with device.step():
         num_behind = decoder.queue(graph, rows)
@@ -91,7 +97,7 @@ def test_a_right_guess_leaves_nothing_to_send(decoder: AttentionDecoder, device:
     graph, rows = decoder.capture(BUCKET), make_rows(BUCKET - 1)
 
     behind = []
-    for step in range(40):  # a boundary of 32 tokens
+    for step in range(40):  # rows cross a boundary of 32 tokens
         behind.append(run(decoder, device, graph, rows))
         grow(rows, step)
 
@@ -136,7 +142,7 @@ def test_a_wrong_guess_is_taken_back(
 
 
 def wait_for_first_task(decoder: AttentionDecoder, graph: CapturedGraph, rows: list[Row]) -> None:
-    """Give a replay time to run ahead of its updates: the first task must hold it."""
+    """Replay without updates for some time; the replay must stop at its first task."""
     decoder.write(graph.descriptor.num_tokens, rows)
     addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
     graph.replay(decoder.main, decoder.side, addresses, lens)
@@ -206,7 +212,7 @@ def test_captures_and_releases_keep_no_device_memory(
 
     for _ in range(100):
         graph = decoder.capture(4)
-        run(decoder, device, graph, rows)  # leaves tasks open
+        run(decoder, device, graph, rows)  # tasks stay open after this run
         decoder.npu.synchronize()
         graph.release()
         decoder.npu.give_back()
@@ -246,8 +252,8 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
         return wait.take_us(span)
 
     behind = step(0.05)
-    assert behind > 45e3  # the device stood while the host slept
-    assert step(0.05) < behind / 2  # ahead
+    assert behind > 45e3  # the device waited while the host slept
+    assert step(0.05) < behind / 2  # updates were sent ahead
     assert wait.take_us(ReplaySpan()) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""The child of a probe on a device that is pretended: the emulator with planted differences."""
+"""The child process of a probe on a fake device: the emulator with artificial differences."""
 
 import os
 import signal
@@ -6,10 +6,10 @@ import time
 
 from dist_aclgraph.probe import child
 
-# Question and answer of every planted difference; STREAMS is planted by the configuration.
+# The answer of each question with an artificial difference; the configuration sets STREAMS.
 STREAMS = 512
 PLANTED = {
-    "facts.streams": f"{STREAMS - 2} streams",  # an open device has taken two
+    "facts.streams": f"{STREAMS - 2} streams",  # opening a device uses two streams
     "operators.swiglu": "refused",
     "operators.rms_norm": "different",
     "operators.rotary_mul": "no answer",
@@ -18,7 +18,7 @@ PLANTED = {
     "operators.int32_wraps": "does not wrap",
     "memory.nan_behind_last_key": "does not reach the result",
     "rules.attention.dim_272": "accepted",
-    "graphs.update_us": None,  # a time
+    "graphs.update_us": None,  # the answer is a time
     "graphs.query_inside": "accepted, graph valid",
     "collectives.all_gather": "rank 0: equal; rank 1: different",
 }

@@ -1,4 +1,4 @@
-"""The answer of one question: values, numbers, and what each error is called."""
+"""The answer of one question: values, numbers, and the names of errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A probe of the emulator, and of a device that is pretended: the emulator with differences."""
+"""A probe of the emulator, and of a fake device: the emulator with artificial differences."""
 
 import pytest
 
@@ -26,7 +26,9 @@ def probe(probes, main=child.main, **emulated):
 
 
 def asked():
-    """The quick questions and those that are planted; all with the laws' profile "full"."""
+    """Return the quick questions and the questions with artificial differences; all questions if
+    the laws' profile is "full".
+    """
     quick = {probe.name for probe in probes_of("quick")}
     return [p for p in PROBES if laws.is_full() or p.name in quick or p.name in PLANTED]
 

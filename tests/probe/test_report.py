@@ -1,4 +1,4 @@
-"""The report's file, its page, and the rules that are made from it."""
+"""The file of a report, its page, and the rules that are made from the report."""
 
 import re
 import tomllib
@@ -16,7 +16,7 @@ from dist_aclgraph.probe.row import Outcome, Report, judged, read_report, write_
 
 
 def make_report(**outcomes):
-    """A report of "facts.memory" and of the questions with the given answers, dots as "__"."""
+    """Return a report of questions with the given outcomes; in names, "__" stands for a dot."""
     by_name = {probe.name: probe for probe in PROBES}
     report = Report("1.0", "npu", "full", "Ascend910B3", "9.1.0")
     for name, outcome in outcomes.items():
@@ -106,7 +106,7 @@ def test_the_page_shows_the_machine_then_the_differences_then_the_rest():
     ]
     assert places == sorted(places)
     assert page.count("operators.swiglu") == 1
-    assert not re.search(r"<script|src=|href=\"(?!data:)|url\(", page)  # no other file is loaded
+    assert not re.search(r"<script|src=|href=\"(?!data:)|url\(", page)  # loads no file
 
 
 def test_a_strangers_text_is_text_on_the_page():

@@ -1,4 +1,4 @@
-"""One process for each question: answers, hangs, deaths, and a run that was cut off."""
+"""Each question has a separate process, which may answer, hang or die; a run may be cut off."""
 
 import multiprocessing
 import os
@@ -17,7 +17,9 @@ from tests.actors.leftovers import is_alive, wait_until
 
 
 def answering(task, parent):
-    """Stands for the child: it answers "yes" unless the name of its question says otherwise."""
+    """Replaces the child process: it answers "yes", unless the name of the question requests other
+    behaviour.
+    """
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")
@@ -50,7 +52,7 @@ def answering(task, parent):
 
 @pytest.fixture(autouse=True)
 def no_emulator(monkeypatch):
-    """Start processes without the emulator, which no question here asks."""
+    """Start processes without the emulator, because no question of these tests needs it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.probe.test_runner"])
     own = runner_module.context_of
@@ -60,13 +62,15 @@ def no_emulator(monkeypatch):
 
 
 def make_probe(name, says="yes", **options):
-    """Only a question that hangs has a short limit: others must be answered on a busy machine."""
+    """Make a question. Only questions that hang have a short limit, because other questions must be
+    answered on a busy machine, too.
+    """
     limit_s = 1.0 if name in ("hang", "half", "fork") else 60.0
     return Probe(name, f"{name}?", lambda bench: "", says, limit_s=limit_s, **options)
 
 
 def run(*probes, report=None, rules=None):
-    """Return the report and the questions that were running whenever it was saved."""
+    """Return the report, and for each save the question that was running."""
     report = report or Report("0", "emulated", "quick")
     saved = []
     runner = Runner(

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that published checkpoints have, made of a few words each."""
+"""Small tokenizers of the kinds that published checkpoints have; each is trained on a few words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPACES = "\u2581"
 
 
 def byte_level(*, prefix_space: bool = False) -> Tokenizer:
-    """GPT-2, Llama 3, Qwen, DeepSeek."""
+    """Return a tokenizer like those of GPT-2, Llama 3, Qwen and DeepSeek."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def byte_level(*, prefix_space: bool = False) -> Tokenizer:
 
 
 def split_byte_level() -> Tokenizer:
-    """Byte-level, with a pattern of its own that splits digits."""
+    """Return a byte-level tokenizer with an additional pattern that splits digits."""
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -49,7 +49,7 @@ def split_byte_level() -> Tokenizer:
 
 
 def byte_fallback(*, strips: bool = True) -> Tokenizer:
-    """SentencePiece's BPE as converted: Llama 2 strips the first space, Gemma does not."""
+    """Return a converted BPE of SentencePiece: Llama 2 strips the first space, Gemma does not."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps: list[Any] = [normalizers.Prepend(SPACES)] if strips else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACES)])
@@ -58,13 +58,15 @@ def byte_fallback(*, strips: bool = True) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(SPACES, "merged_with_next")
     controls = [*CONTROLS, *BYTES]
     _trained(tokenizer, trainers.BpeTrainer, special_tokens=controls, limit_alphabet=24)
-    written = json.loads(tokenizer.to_str())  # the trainer makes all of them special tokens
+    written = json.loads(tokenizer.to_str())  # the trainer makes all controls special
     written["added_tokens"] = written["added_tokens"][: len(CONTROLS)]
     return Tokenizer.from_str(json.dumps(written))
 
 
 def unigram(*, has_bytes: bool = False) -> Tokenizer:
-    """T5 and XLNet kinds; with bytes, as SentencePiece writes them for language models."""
+    """Return a tokenizer like those of T5 and XLNet; with bytes, like SentencePiece's for language
+    models.
+    """
     pieces = [(token, 0.0) for token in CONTROLS]
     pieces += [(byte, 0.0) for byte in BYTES] if has_bytes else []
     words = sorted({word for text in TEXTS for word in text.split()})
@@ -80,7 +82,7 @@ def unigram(*, has_bytes: bool = False) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """BPE over words that begin with a space, without bytes."""
+    """Return a BPE over words that begin with a space, without bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -88,7 +90,9 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's: a word's later parts begin with ##, and spaces before punctuation are removed."""
+    """Return a tokenizer like BERT's: later parts of a word begin with ##, and spaces before
+    punctuation are removed.
+    """
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -96,7 +100,7 @@ def word_piece() -> Tokenizer:
 
 
 def word_ends() -> Tokenizer:
-    """CLIP's and GPT-1's: a word's last part ends with </w>."""
+    """Return a tokenizer like those of CLIP and GPT-1: the last part of a word ends with </w>."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -118,7 +122,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def write_checkpoint(directory: Path, kind: str, described: dict[str, Any]) -> Path:
-    """Write a tokenizer of a kind, and a config.json with some rows more than it has tokens.
+    """Write a tokenizer of a kind, and a config.json whose vocabulary is larger than the
+    tokenizer's.
 
     Args:
         described: the content of tokenizer_config.json.

@@ -1,4 +1,4 @@
-"""Calls of earlier messages reach a template in the form that it reads."""
+"""A template gets the calls of earlier messages in the form that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of templates with transformers finds a difference, and counts what is equal."""
+"""The comparison of templates with transformers finds differences, and counts equal results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contents as texts and as parts: each template gets the form that it reads."""
+"""A template gets contents in the form that it reads: as texts or as parts."""
 
 from __future__ import annotations
 

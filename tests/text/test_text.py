@@ -20,7 +20,7 @@ TOKENIZER = Tokenizer(MODEL)
 
 
 def naive(text: str, stops: list[str], immune: int = 0) -> str:
-    """The cut that a reader of the whole text, character by character, would make.
+    """Cut a text at the first stop string, by reading the whole text character by character.
 
     Args:
         immune: number of characters at the front in which no stop string may end.
@@ -105,14 +105,14 @@ def test_output_text_stops_in_the_middle_of_a_token():
     ("stop", "min_tokens", "expected"),
     [
         (" 2", 1, ("1", "stop")),
-        (" 2", 2, ("1 2 3", "stop")),  # the second one stops
+        (" 2", 2, ("1 2 3", "stop")),  # the second match stops
         (" 2", 4, ("1 2 3 2 3", "length")),
-        ("2 3", 2, ("1 ", "stop")),  # it begins before and ends behind
+        ("2 3", 2, ("1 ", "stop")),  # the match ends after the first two tokens
     ],
 )
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_tokens, expected, size):
-    ids = TOKENIZER.encode("1 2 3 2 3")  # five tokens
+    ids = TOKENIZER.encode("1 2 3 2 3")  # this text has five tokens
     output = OutputText(TOKENIZER, (), SamplingParams(stop=(stop,), min_tokens=min_tokens))
 
     text, reason = "", None
@@ -128,7 +128,7 @@ def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_token
 @settings(max_examples=200)
 @given(data=st.data())
 def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
-    """Drafts bring several tokens at once; text, counts and log-probabilities stay the same."""
+    """With drafts, a delta has several tokens; text, counts and log-probabilities stay the same."""
     ids = TOKENIZER.encode(data.draw(st.text("ab é😀", min_size=1, max_size=12)))
     stops = tuple(data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2)))
     reason = data.draw(st.sampled_from(["stop", "length"]))

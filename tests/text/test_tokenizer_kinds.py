@@ -1,4 +1,4 @@
-"""Text of every kind of tokenizer, compared with transformers: streams, tokens, bytes."""
+"""For every kind of tokenizer, streams, tokens and bytes are compared with transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def both(kind: str) -> tuple[Tokenizer, Any]:
 
 
 def outputs(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Token sequences in which bytes, special tokens and rows without a token are frequent."""
+    """Draw token sequences in which bytes, special tokens and rows without a token are frequent."""
     known = range(tokenizer.vocab_size)
     partial = [i for i in known if not tokenizer.token_bytes[i].isascii()]
     special = sorted(tokenizer.special_ids)
@@ -67,7 +67,7 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝e"), (0, "e")])
 def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
     ours, _ = both(kind)
-    # A letter is a token of its own where there is one, not a byte of a run.
+    # If a letter has a separate token, this token is used, and not the byte token.
     ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
     by_bytes = {ours.token_bytes[i]: i for i in ids}
     first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]
@@ -166,7 +166,7 @@ ADDED = {
     },
     "special_tokens_map.json": {
         "special_tokens_map.json": {"bos_token": "<|begin|>", "eos_token": described("<tool>")},
-        "tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": True},  # says tokenizer.json
+        "tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": True},  # as tokenizer.json
     },
     "added_tokens.json": {
         "added_tokens.json": {"<|late|>": 901, "<|early|>": 900},

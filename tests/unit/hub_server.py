@@ -14,12 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl
 
 MODELSCOPE = "/api/v1/models/"
-TOKEN = "secret"  # for the models of the maker "private"
+TOKEN = "secret"  # required for models of the owner "private"
 
 
 @dataclass
 class Hub:
-    """Models by name, each of one commit.
+    """Models by name; each model has one commit.
 
     Attributes:
         files: contents by model and path.
@@ -36,7 +36,7 @@ class Hub:
 
 @contextmanager
 def running(hub: Hub) -> Iterator[Hub]:
-    """Answer requests at ``hub.address``."""
+    """Serve requests at ``hub.address`` inside this context."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None:

@@ -1,4 +1,6 @@
-"""The texts of models/tiny-agent: what is held out, and what one right answer is."""
+"""The texts of models/tiny-agent: which dialogues are excluded from training, and which answer is
+right.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading an NPU's properties in a child process: the answer, and the end of the child."""
+"""Reading an NPU's properties in a child process: its reply, and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = make_config({"model": "m"})
 
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Has a shell script answer in the place of the child."""
+    """Replace the child process by a shell script."""
 
     def answer_by(script: str) -> None:
         path = tmp_path / "python"

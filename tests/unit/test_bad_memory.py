@@ -1,4 +1,4 @@
-"""Faulty memory as CANN lists it: whose it is, and whether a repair has helped."""
+"""Faulty memory in CANN's list: which tensors it affects, and whether a repair succeeded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BAD = MemoryRange(PAGE, 2 * PAGE)
 
 
 class Acl:
-    """The runtime's list of bad memory, and its repair.
+    """A fake of the runtime's functions that list and repair bad memory.
 
     Args:
-        code: of the question; left: what stays bad behind a repair.
+        code: result of the query; left: addresses that stay bad after a repair.
     """
 
     def __init__(self, *addresses: int, code: int = 0, left: tuple[int, ...] = ()) -> None:
@@ -78,7 +78,7 @@ def test_where_cann_is_too_old_to_say_nothing_is_known_and_where_it_refuses_that
     ("parts", "holds", "meets"),
     [
         ([MemoryRange(0, 3 * PAGE)], True, True),
-        ([MemoryRange(PAGE + 8, 2 * PAGE), MemoryRange(0, PAGE + 8)], True, True),  # neighbours
+        ([MemoryRange(PAGE + 8, 2 * PAGE), MemoryRange(0, PAGE + 8)], True, True),  # adjacent parts
         ([MemoryRange(0, PAGE + 8)], False, True),
         ([MemoryRange(0, PAGE), MemoryRange(2 * PAGE, 3 * PAGE)], False, False),
         ([], False, False),

@@ -1,4 +1,6 @@
-"""CANN that is installed and cannot be loaded: one sentence, before anything starts."""
+"""If CANN is installed but cannot be loaded, there is an error of one sentence before anything
+starts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ LAYOUTS = ("cann", "ascend-toolkit")
 
 @pytest.fixture
 def ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of CANN on a machine with an NPU, where no set_env.sh was sourced."""
+    """The folder of CANN on a machine with an NPU; no set_env.sh was sourced."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     (tmp_path / "davinci0").touch()
     monkeypatch.setenv("ASCEND_INSTALL_PATH", str(tmp_path))
@@ -35,7 +37,7 @@ def ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests here may have one
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests may start Ray
     return tmp_path
 
 

@@ -1,4 +1,6 @@
-"""Configuration: closed to unknown keys, checked, frozen; environment variables in one place."""
+"""The configuration refuses unknown keys and bad values, and is frozen; environment variables are
+set in one place.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,7 @@ def test_the_device_that_is_found_decides_what_nobody_asked_for(
     monkeypatch: pytest.MonkeyPatch, keys: Any, is_npu: bool, queue: str, segments: str | None
 ) -> None:
     for name in ("TASK_QUEUE_ENABLE", "PYTORCH_NPU_ALLOC_CONF", "HCCL_DETERMINISTIC"):
-        monkeypatch.setenv(name, "before")  # so that it is put back
+        monkeypatch.setenv(name, "before")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     device = make_config({"model": "m", "device": keys}).device
 

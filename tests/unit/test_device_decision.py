@@ -1,4 +1,4 @@
-"""Which device a deployment is planned for: decided once, before anything is planned."""
+"""The device of a deployment is decided once, before anything is planned."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(**device: Any) -> Config:
 
 @pytest.fixture
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which NPUs are looked for; no NPU is in it."""
+    """The folder of device nodes; it contains no NPU."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     monkeypatch.setattr(decision, "check_cann", lambda: None)
     return tmp_path

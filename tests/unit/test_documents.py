@@ -46,7 +46,7 @@ def test_every_page_that_is_named_in_the_tree_exists() -> None:
         f"{path.relative_to(ROOT)}: {mention}"
         for path in [*ROOT.glob("*.md"), *sources]
         for mention in MENTION.findall(path.read_text(encoding="utf-8"))
-        # A page of CANN's own documentation.
+        # This name is a page of CANN's documentation.
         if not mention.startswith("docs/zh/") and not (ROOT / mention).exists()
     }
 

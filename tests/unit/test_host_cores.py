@@ -1,4 +1,4 @@
-"""Cores of each rank: laws of the shares, what the host's files say, and the binding itself."""
+"""Cores of each rank: laws of the shares, the reading of the host's files, and the binding."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_a2_with_npus_at_every_second_node() -> None:
     shares = share_cores(node_of_core, [6, 6, 4, 4, 0, 0, 2, 2])
 
     texts = [format_cores(share) for share in shares]
-    assert texts[:2] == ["144-151", "152-159"]  # 160-167 stay free
+    assert texts[:2] == ["144-151", "152-159"]  # cores 160-167 stay free
     assert texts[2:] == ["96-103", "104-111", "0-7", "8-15", "48-55", "56-63"]
 
 
@@ -149,7 +149,7 @@ def test_an_npu_whose_node_nobody_says_is_unknown(
     (host / "pci" / ADDRESSES[0] / "numa_node").write_text("-1\n")
     (host / "pci" / ADDRESSES[1] / "numa_node").unlink()
     assert nodes_of_npus(4) == [None, None, 0, 0]
-    assert nodes_of_npus(2) == [None, None]  # a container that has not all of them
+    assert nodes_of_npus(2) == [None, None]  # a container without all NPUs of its host
 
     monkeypatch.setattr(dcmi, "DCMI", make_library(host, 3))
     assert nodes_of_npus(4) == [None] * 4

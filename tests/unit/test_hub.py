@@ -1,4 +1,4 @@
-"""Models by name, from a hub of the test's own: no test leaves this machine."""
+"""Models by name, loaded from a local hub; no test uses the network outside this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEEDED = set(FILES) - {
     "README.md", "pytorch_model.bin", "original/params.json", "consolidated.safetensors",
     "2_Dense/model.safetensors",
 }  # fmt: skip
-# The clients read the environment when they are imported: a process for each environment.
+# The clients read the environment when they are imported, so each environment needs a new process.
 CODE = """
 import json, sys
 from dist_aclgraph.config import make_config
@@ -63,7 +63,7 @@ def hub() -> Iterator[Hub]:
 
 
 def load(hub: Hub, home: Path, *asked: tuple[dict[str, Any], bool], **variables: str) -> list[Any]:
-    """Return directory and name of each model that a new process wants, or the error."""
+    """Load models in a new process; return directory and name of each model, or the error."""
     environment = {
         **os.environ,
         "HF_HOME": str(home),

@@ -1,4 +1,6 @@
-"""The architecture as a test: the imports of each folder, and calls that no module may make."""
+"""Tests of the architecture: the allowed imports of each folder, and calls that no module may
+make.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def read_layers() -> dict[str, Row]:
 
 
 def with_inner(folders: Iterable[str], rows: Iterable[str]) -> frozenset[str]:
-    """Return the rows that are meant: a folder whose inner folders have rows means all of them."""
+    """Return the rows of these folders; a folder also stands for the rows of its inner folders."""
     return frozenset(
         row for folder in folders for row in rows if row == folder or row.startswith(f"{folder}/")
     )
@@ -57,7 +59,7 @@ LAYERS = read_layers()
 
 @dataclass(frozen=True)
 class Module:
-    name: str  # without the package's own name
+    name: str  # without the name of the package
     tree: ast.Module
     is_face: bool = False  # an __init__.py
 
@@ -69,7 +71,7 @@ class Module:
 def folder_of(name: str) -> str:
     """Return the folder of a module, or of a name imported from it, without the package's name.
 
-    An inner folder counts where it has a row of its own.
+    If an inner folder has a separate row, the inner folder is returned.
     """
     first, second = [*name.split("."), ""][:2]
     if f"{first}/{second}" in LAYERS:
@@ -79,7 +81,7 @@ def folder_of(name: str) -> str:
 
 
 def imported_folder(target: str) -> str | None:
-    """Return the folder that an import names, None for a library."""
+    """Return the folder that an import names; None for a library."""
     top, _, inner = target.partition(".")
     if top in BESIDE:
         return top
@@ -103,7 +105,7 @@ MODULES = modules()
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of every import; of ``from a import b`` the longest, a.b."""
+    """Yield line and dotted name of every import; ``from a import b`` gives a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -146,18 +148,19 @@ def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, target.id
 
 
-# ---- rules of one module: each yields the lines that break it, with the reason
+# ---- rules of one module; each rule yields the lines that break it, with the reason
 
 Rule = Callable[[Module], Iterator[tuple[int, str]]]
 
-# Programs that are run by their path import nothing of ours.
+# Modules that may read the environment; some are run by their path and import nothing of the
+# package.
 READERS_OF_THE_ENVIRONMENT = {"environment", "actors.forks.worker_setup"}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 EVALUATORS = {"eval", "exec", "__import__"}
 LOADERS_THAT_UNPICKLE = {"torch.load", "np.load", "numpy.load"}
-# Ray says in no other way with which program it starts workers.
-# Nor does an option of Ray keep the errors of its processes from stdout.
+# Only an assignment sets the program with which Ray starts workers. Also, Ray has no option that
+# keeps errors of its processes away from stdout.
 ASSIGNED = {
     ("actors.forks.forking_starter", "ray_constants"),
     ("actors.cluster.local_ray", "ray_worker"),
@@ -208,7 +211,7 @@ def assignments_to_foreign_attributes(module: Module) -> Iterator[tuple[int, str
 
 
 def assert_none(rule: Rule) -> None:
-    """Fail with all that break a rule, one a line."""
+    """Fail if any line breaks a rule; the message has one broken rule per line."""
     found = [f"{m.name}:{line}: {what}" for m in MODULES for line, what in rule(m)]
     assert not found, "\n".join([rule.__name__.replace("_", " "), *found])
 

@@ -1,4 +1,4 @@
-"""The imports of a process before it works: seconds of a core in each process."""
+"""The imports of processes; an unnecessary import costs seconds of a core in each process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_TORCH = (
 
 
 def imported_by(code: str) -> set[str]:
-    """Return the modules of a fresh process that has run ``code``."""
+    """Return the names of loaded modules after a new process has run ``code``."""
     show = "\nimport sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code + show], capture_output=True, check=True)
     return set(done.stdout.decode().split())
@@ -40,12 +40,14 @@ def test_the_package_imports_neither_torch_nor_ray() -> None:
 
 
 def test_what_a_worker_is_placed_with_does_not_load_the_torch_of_its_rank() -> None:
-    """A rank's environment must be there before torch is: Ray imports this module first."""
+    """Ray imports this module before the rank's environment is set, so the module must not load
+    torch.
+    """
     assert not imported_by("import dist_aclgraph.actors.worker.rank_stages") & HEAVY
 
 
 def test_recording_operators_does_not_load_the_compiler() -> None:
-    """It would be the first thing that a rank does in its first capture."""
+    """Otherwise a rank would load the compiler in its first capture."""
     code = (
         "import torch\n"
         "from dist_aclgraph.graphs.digest import OperatorDigest\n"
@@ -58,7 +60,7 @@ def test_recording_operators_does_not_load_the_compiler() -> None:
 
 @pytest.mark.slow
 def test_torch_loads_in_a_test_process_that_nobody_has_prepared() -> None:
-    """Without the variables that ``make`` exports: torch must not load torch_npu by itself."""
+    """Without the variables that ``make`` exports, torch must not load torch_npu automatically."""
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     code = "import tests.conftest, torch, sys; sys.exit('torch_npu' in sys.modules)"
 

@@ -14,7 +14,7 @@ WAIT_S, MOMENT_S = 20.0, 0.2
 
 
 class Beside:
-    """A call in a thread of its own."""
+    """A call in a separate thread."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.error: DeviceError | None = None

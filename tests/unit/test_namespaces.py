@@ -1,4 +1,6 @@
-"""Nodes that tests make: they reach each other, share nothing, and end with all they run."""
+"""Network namespaces that act as nodes: they reach each other, share nothing, and end together with
+their processes.
+"""
 
 import sys
 import time

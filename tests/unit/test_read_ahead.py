@@ -1,4 +1,4 @@
-"""The files that the ranks of a node read ahead."""
+"""The ranks of a node together read all files ahead."""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ def test_decode_context_groups_span_prefill_ranks_first() -> None:
 
 
 def test_each_domain_of_shared_contexts_is_counted_once() -> None:
-    # TP, PCP, DCP and EP have ranks of their own; if DCP has the ranks of PCP, both are one group.
+    # In ``spread``, TP, PCP, DCP and EP have different ranks. In ``same``, DCP and PCP have the
+    # same ranks, so they are one domain.
     spread = ParallelLayout(tp=2, pcp=2, dp=2, dcp=4, ep=8)
     same = ParallelLayout(tp=8, pcp=2, dp=4, dcp=2, ep=64)
 

@@ -28,7 +28,9 @@ LOADS = {
 
 
 def run(code: str, folder: Path, version: str) -> subprocess.CompletedProcess[str]:
-    """Run code where torch has that ``version.py``, and says if it is imported."""
+    """Run code with a fake torch that has this ``version.py``, and that prints a line when it is
+    imported.
+    """
     torch = folder / "torch"
     torch.mkdir()
     (torch / "version.py").write_text(version)

@@ -1,4 +1,6 @@
-"""The lines of torch_npu: the table, the extras that install them, the report on their tests."""
+"""The release series of torch_npu: their table, the extras that install them, and the report of
+their tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's options, as keys of a configuration."""
+"""vLLM's options become keys of the configuration."""
 
 from __future__ import annotations
 

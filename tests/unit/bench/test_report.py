@@ -1,4 +1,4 @@
-"""Tables and charts of benches."""
+"""Reports of benches have the expected tables and charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads of benches, and the arithmetic over their results."""
+"""Workloads of benches, and the calculations on their results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_nothing_replayed_is_nothing_padded() -> None:
 
 
 def test_a_ratio_compares_within_each_round() -> None:
-    # The machine became ten times slower: the ratio of pooled medians would be anything.
+    # The machine becomes ten times slower in each round, so a ratio of medians over all rounds
+    # would be meaningless.
     assert paired_ratio([10.0, 100.0, 1000.0], [5.0, 50.0, 500.0]) == 2.0
 
 
@@ -88,7 +89,8 @@ def test_the_first_request_of_a_batch_ends_first() -> None:
 def test_every_request_counts_once_in_every_whole_step(
     places: list[int], num_steps: int, num_tokens: int
 ) -> None:
-    # One delivery to each of four requests in every step, a thousandth of a step apart.
+    # In every step, each of four requests gets one delivery; deliveries of a step are 1/1000 step
+    # apart.
     deliveries = [
         [Delivery(step + place / 1000, num_tokens) for step in range(num_steps)] for place in places
     ]

@@ -1,4 +1,4 @@
-"""The verdict on a run of faults, from the answers that clients received."""
+"""The result of a run with faults, computed from the responses that clients received."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_where_no_group_was_missed_nothing_is_said_of_a_recovery() -> None:
 
 def test_the_last_stream_says_when_tokens_came_again() -> None:
     streams = [replace(WANTED, times_s=list(times)) for times in (
-        (9.0, 10.4, 10.6, 14.0),  # went on elsewhere, and paused later for itself
+        (9.0, 10.4, 10.6, 14.0),  # continued in another group; paused later for another reason
         (9.0, 10.1, 12.5, 12.6),
         (9.0, 10.2, 12.0),
-        (9.0, 9.5),  # over before
-        (11.0, 11.1),  # had not begun
+        (9.0, 9.5),  # ended before the fault
+        (11.0, 11.1),  # began after the fault
     )]  # fmt: skip
 
     assert make_outcome(*streams).new_tokens_s == 2.5

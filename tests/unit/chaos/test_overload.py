@@ -1,4 +1,4 @@
-"""The figures of ``make bench-overload``, of replies that are made up."""
+"""The figures of ``make bench-overload``, computed from artificial replies."""
 
 import pytest
 

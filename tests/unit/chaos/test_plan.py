@@ -1,4 +1,4 @@
-"""Plans of faults follow from their seeds."""
+"""Equal seeds give equal plans of faults."""
 
 from __future__ import annotations
 

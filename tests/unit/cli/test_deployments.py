@@ -1,4 +1,6 @@
-"""Every deployment of configs/ has a plan; the large ones price memory, streams and exchanges."""
+"""Every deployment in configs/ has a plan. For large deployments, the tests check memory, streams
+and exchanges.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def plan(name: str, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def kinds(report: dict[str, Any]) -> dict[str, int]:
-    """The most tokens that travel in each way."""
+    """Return the maximum number of tokens of a batch for each kind of exchange."""
     return {entry["kind"]: entry["last"] for entry in report["exchanges"]}
 
 
@@ -85,10 +87,10 @@ def test_shards_hold_longer_contexts_and_more_requests_on_the_same_npus(name: st
     assert ranks == [report["layout"]["world_size"]] * 2
     assert (whole["dcp"], whole["pcp"]) == (1, 1)
     assert shared["bytes_per_token"] * shared["dcp"] == whole["bytes_per_token"]
-    # Only the memory of eager steps, and of buffers, differs.
+    # Only the memory of eager steps and of buffers differs.
     assert 0.9 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.2
     assert shared["requests"] >= 0.9 * whole["requests"] * shared["dcp"]
-    # The file and the page say the numbers that the plan prints.
+    # The configuration file and the page contain the numbers that the plan prints.
     for page in (CONFIGS / f"{name}.yaml", CONFIGS.parent / "docs" / "use" / "contexts.md"):
         said = set(re.findall(r"\d[\d,]*\b", page.read_text(encoding="utf-8")))
         for each in (shared, whole):
@@ -109,7 +111,7 @@ def test_ranks_of_spread_experts_have_a_domain_for_tp_and_one_for_ep(name: str) 
     layout, rank = report["layout"], report["ranks"][-1]
 
     assert [len(domain) for domain in rank["domains"]] == [layout["ep"], layout["tp"], layout["ep"]]
-    assert rank["taken"]["communication domains"] == 3 * 2  # FFTS takes two in each, MC2's too
+    assert rank["taken"]["communication domains"] == 3 * 2  # FFTS: two per domain
     assert len(layout["lockstep_groups"]) == 1
 
 
@@ -219,7 +221,7 @@ def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
     }
 
     assert buckets["legacy-last"] == 3
-    # Beside the formula's two streams for a domain, each graph has a lane of HCCL's own.
+    # In addition to the formula's two streams for a domain, each graph has a lane for HCCL.
     assert buckets["calibrated"] == 2
 
 
@@ -228,9 +230,9 @@ def test_chips_differ_in_exchange_and_in_what_hccl_takes() -> None:
 
     assert a2["ranks"][0]["taken"]["communication domains"] == 2 + 2 + 2
     assert a3["ranks"][0]["taken"]["communication domains"] == 7 + 15 + 15
-    assert price(a3) == price(a2)  # a graph takes two streams for a domain with both
+    assert price(a3) == price(a2)  # on both chips, a graph uses two streams for a domain
     assert "an Ascend910_9391" in " ".join(a3["assumptions"])
-    # MC2 takes 256 tokens of a rank on A2 with fullmesh, 512 on A3.
+    # MC2 accepts 256 tokens per rank on an A2 with fullmesh, and 512 tokens per rank on an A3.
     more = {
         "scheduler.max_num_batched_tokens": 8192,
         "device.mc2_buffer_mb": 1280,

@@ -1,4 +1,4 @@
-"""The findings of doctor on a machine without NPUs, which may be the head of a cluster."""
+"""The findings of doctor on a machine without NPUs; this machine may be the head of a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The findings of ``doctor --cluster``: nodes that fit together, and one fault at a time."""
+"""The findings of ``doctor --cluster`` for consistent nodes, and for nodes with one fault."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_nodes_that_fit_together_are_ok() -> None:
     assert {finding.mark for finding in findings} == {"ok  "}
     found = {finding.name: finding.found for finding in findings}
     assert found["python"] == "3.12.3 on all of 3 nodes"
-    assert found["CANN"] == "9.1.0 on all of 2 nodes"  # a head without NPUs needs none
+    assert found["CANN"] == "9.1.0 on all of 2 nodes"  # a head without NPUs needs no CANN
     assert found["RDMA addresses"] == "4 NPUs, all different"
 
 
@@ -152,7 +152,7 @@ def test_a_probe_listens_and_says_what_it_does_not_reach() -> None:
     assert other.listen("127.0.0.1", [port]) == OpenPorts((), (port,))
     assert other.unreachable([("127.0.0.1", port)]) == {}
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # and does not listen
+        silent.bind(("127.0.0.1", 0))  # the socket does not listen
         assert list(other.unreachable([silent.getsockname()])) == [silent.getsockname()]
     with pytest.raises(PlacementError, match=r"203\.0\.113\.1 is no address of this machine"):
         one.listen("203.0.113.1", [0])

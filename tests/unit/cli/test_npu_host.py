@@ -1,4 +1,4 @@
-"""The findings of doctor on a host with NPUs: a complete host, and one fault at a time."""
+"""The findings of doctor on a host with NPUs: for a complete host, and for hosts with one fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NPUS = ["davinci0", "davinci1"]
 
 @pytest.fixture
 def host(tmp_path: Path) -> HostFiles:
-    """A host that lacks nothing."""
+    """A host with all files and devices that doctor checks."""
     files = HostFiles(
         tmp_path / "dev", tmp_path / "etc", tmp_path / "version.info", tmp_path / "node"
     )
@@ -63,7 +63,7 @@ def test_a_missing_device_node_is_named_with_the_option_of_the_container(host: H
 def test_a_device_that_the_user_may_not_open_is_named_with_its_group(
     host: HostFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Root may open everything, so that a mode would not do.
+    # Tests may run as root, who may open files of any mode; so this test replaces os.access.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "davinci1")
 
     finding = look(host)["device access"]

@@ -1,4 +1,4 @@
-"""Plans on a machine with NPUs, and refusals before anything starts there."""
+"""Plans on a machine with NPUs, and refusals before anything starts on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = str(CONFIGS / "tiny-qwen3.yaml")
 
 @pytest.fixture(autouse=True)
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which NPUs are looked for; has eight."""
+    """The folder of device nodes; it contains eight NPUs."""
     monkeypatch.setattr(kind, "DEV", tmp_path)
     for number in range(8):
         (tmp_path / f"davinci{number}").touch()

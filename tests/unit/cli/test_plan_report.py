@@ -36,14 +36,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
-    # A formula from paper, whose prices are known by heart; no lazy graphs unless asked for.
+    # A documented formula whose prices are easy to compute; no lazy graphs unless requested.
     graph = {"budget_model": "legacy-last", "lazy": "off", **sections.pop("graph", {})}
     raw = {"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, "graph": graph, **sections}
     return make_config(raw)
 
 
 def buckets_of(report: dict[str, Any]) -> list[list[int]]:
-    """Buckets of the only family, by group."""
+    """Return the buckets of the only family, for each group."""
     return [plan["families"][0]["buckets"] for plan in report["plans"]]
 
 
@@ -52,7 +52,7 @@ def test_the_report_has_nodes_and_the_requests_that_fit(checkpoint: Path) -> Non
 
     report = plan_report(config)
 
-    # 32 blocks on each of five ranks, one of 33 is no request's
+    # each of five ranks has 33 blocks; requests can use 32 of them
     assert report["kv"]["requests"] == [
         {"tokens": 1024, "requests": 5 * 4},
         {"tokens": 2048, "requests": 5 * 2},
@@ -70,11 +70,12 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
 
     assert report["layout"]["lockstep_groups"] == [[0, 1], [2, 3]]
     assert buckets_of(report) == [[1, 2, 4, 8, 16, 24, 32]] * 2
-    # tp 2 and dp 2: 1 + 2 x 2 streams in a graph, 40 fixed for each
+    # tp 2 and dp 2: a graph needs 1 + 2 x 2 streams; the fixed price is 40 streams for each of tp
+    # and dp
     assert report["graph"]["families"][0]["price_per_bucket"] == 5
     assert report["graph"]["fixed_price"] == 80
     rank = report["ranks"][3]
-    # 34 streams are the runtime's, 2 those of the communication domain
+    # the runtime uses 34 streams, the communication domain uses 2
     assert rank["usable"] == 2048 - sum(rank["taken"].values()) == 2048 - 36
     assert rank["planned_streams"] == 80 + 7 * 5
     assert rank["left_streams"] == rank["usable"] - rank["planned_streams"]
@@ -105,7 +106,7 @@ def test_room_for_contexts_is_compared_with_that_of_the_same_npus_without_sharin
     ]
 
     assert report["kv"]["tokens"] == 9 * 128 * 4
-    assert context["request_tokens"] == 2048  # all of the model's context
+    assert context["request_tokens"] == 2048  # the whole context of the model
     assert rows == [[2, 4, 1, 9 * 128 * 4, 2048, 2], [1, 1, 2, 9 * 128, 9 * 128 + 1, 0]]
     assert plan_report(make(checkpoint))["context"] is None
 
@@ -166,7 +167,7 @@ def test_room_is_kept_for_lazy_graphs_and_shown(checkpoint: Path) -> None:
 
     report = plan_report(config)
 
-    # Four ids each: of 40, a quarter is kept at most.
+    # Each lazy graph needs 4 ids. At most a quarter of 40 ids is reserved, enough for two graphs.
     assert report["graph"]["lazy_capacity"] == 2
     assert report["ranks"][0]["reserve"] == 8
     assert report["ranks"][0]["planned_streams"] <= 32
@@ -223,7 +224,7 @@ def test_thousands_of_equal_ranks_are_shown_in_a_few_lines_without_comparing_eac
     checkpoint: Path,
 ) -> None:
     def show(dp: int) -> tuple[str, int]:
-        """Return the report, and the number of calls that made it."""
+        """Return the report, and the number of calls that were necessary to make it."""
         config = make(
             checkpoint,
             parallel={"tp": 2, "dp": dp},
@@ -263,7 +264,8 @@ def test_the_report_says_how_tokens_travel_to_their_experts_and_why(checkpoint: 
     out = io.StringIO()
     render_plan(report, Console(file=out, width=200))
 
-    # From 12 rows on MC2 saves 2 MiB; 171 rows of (64 + 4) x 8320 bytes and 8 MB exceed 100 MB.
+    # With 12 rows or more, MC2 saves 2 MiB. 171 rows of (64 + 4) x 8320 bytes plus 8 MB exceed 100
+    # MB.
     kinds = [(entry["first"], entry["last"], entry["kind"]) for entry in report["exchanges"]]
     assert kinds == [(1, 22, "all_gather"), (23, 340, "mc2"), (341, 512, "all_to_all")]
     assert "Experts for 341 to 512 tokens: all_to_all; it moves" in out.getvalue()

@@ -1,4 +1,4 @@
-"""Laws of prompts' attention in chunks: each query sees each key up to its own place once."""
+"""Laws of attention in chunks: each query sees each key up to its own position exactly once."""
 
 from collections import Counter
 from itertools import pairwise
@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, 
 
 
 def seen_keys(part: Part, query_of: np.ndarray) -> Counter[tuple[int, int, int]]:
-    """Count how often each (query token, request, position of a key) is attended to."""
+    """Count how often each (query token, request, position of a key) occurs in launches."""
     seen: Counter[tuple[int, int, int]] = Counter()
     for chunk in part.chunks:
         for launch in chunk.launches:
@@ -80,7 +80,7 @@ def test_launches_find_the_keys_that_shards_read_together(
     width = -(-int(kv_lens.max()) // shards.tokens_per_block)
     table = np.random.default_rng(0).permutation(len(step) * width).reshape(-1, width) + 1
     split = PromptSplit.of(query_lens, 1)
-    # The contents of a slot of a shard, by request and position.
+    # request and position of the token in each slot of each shard
     held = {}
     for request, length in enumerate(kv_lens):
         positions = np.arange(length)

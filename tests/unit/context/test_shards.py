@@ -1,4 +1,6 @@
-"""Laws of sharded caches: one owner for each token, lengths that add up, slots that never meet."""
+"""Laws of sharded caches: each token has one owner, lengths of shards add up, and no two tokens
+share a slot.
+"""
 
 import numpy as np
 from hypothesis import given
@@ -37,7 +39,7 @@ def test_a_shard_has_nothing_of_requests_up_to_its_first_position(
 def test_a_shard_keeps_its_tokens_in_order_at_the_front_of_its_blocks(
     shards: Shards, length: int, random: np.random.Generator
 ) -> None:
-    """So that attention over the block table, with the local length, sees them and no others."""
+    """Therefore attention over the block table with the local length sees exactly these tokens."""
     num_blocks = -(-length // shards.tokens_per_block)
     ids = list(range(1, num_blocks + 1))
     random.shuffle(ids)

@@ -1,4 +1,4 @@
-"""Conservation of blocks under any operations, and the order of reuse."""
+"""No operation loses or duplicates blocks, and blocks are reused in the documented order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def chain(*blocks: list[int]) -> list[bytes]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders take and give back blocks; a model counts the references beside the pool."""
+    """Holders allocate and free blocks; a simple model counts the references for comparison."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(9, block_size=4)
         self.holders: list[list[int]] = []
-        self.content: dict[int, bytes] = {}  # what was stored in a block since it was allocated
+        self.content: dict[int, bytes] = {}  # stored hash of each block since its allocation
 
     @rule(count=st.integers(0, 9))
     def allocate(self, count: int) -> None:
@@ -107,9 +107,9 @@ def test_a_prefix_survives_its_request_until_blocks_run_out() -> None:
     pool.free(blocks)
 
     assert pool.match(hashes) == blocks
-    pool.allocate(1)  # the blank one
+    pool.allocate(1)  # takes the block without cached contents
     assert pool.match(hashes) == blocks
-    pool.allocate(1)  # the tail of the prefix goes first
+    pool.allocate(1)  # evicts the last block of the prefix
     assert pool.match(hashes) == blocks[:1]
 
 

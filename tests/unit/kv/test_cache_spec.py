@@ -1,4 +1,4 @@
-"""Byte formulas, against numbers worked out by hand."""
+"""Byte formulas are compared with numbers that were computed by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_shard_keeps_its_part_of_a_request_within_a_block(
     kept = spec.total_bytes(spec.blocks_for(num_tokens))
 
     assert part <= kept < part + spec.bytes_per_block
-    # The size that arithmetic gives each shard fits there.
+    # The tokens that each shard keeps fit into its blocks.
     shards = Shards(spec.block_size, num_shards, interleave)
     for shard in range(num_shards):
         length = shards.lengths(np.array([num_tokens], np.int32), shard).item()
@@ -102,7 +102,7 @@ def test_the_next_token_module_has_a_cache_of_its_own() -> None:
         for k in (0, 1, 3)
     ]
 
-    assert layers == [61, 62, 62]  # one module, however often it runs
+    assert layers == [61, 62, 62]  # one module, for any number of drafts
 
 
 def test_the_last_token_of_the_longest_request_takes_no_slot() -> None:

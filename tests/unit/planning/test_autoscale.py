@@ -1,4 +1,6 @@
-"""Laws of choosing the number of groups: bounded, patient, and at rest under a steady demand."""
+"""Laws of the number of groups: it stays within limits, changes only after a delay, and stays
+constant under a constant demand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def make(**keys: float) -> Autoscaler:
 
 
 def spread(open_requests: int, groups: int) -> Demand:
-    """Rows are filled first; the rest waits."""
+    """Return a demand in which requests wait only if all rows are in use."""
     running = min(open_requests, ROWS * groups)
     return Demand(groups, running, open_requests - running, ROWS)
 
@@ -28,7 +30,7 @@ def test_a_group_is_added_after_enough_has_waited_for_long_enough():
     scaler = make()
 
     assert [scaler.decide(t, spread(17, 1)) for t in (0.0, 9.0, 10.0)] == [1, 1, 2]
-    # The next one only after as long again.
+    # The next group is added only after the same time has passed again.
     assert [scaler.decide(t, spread(40, 2)) for t in (11.0, 20.0, 21.0)] == [2, 2, 3]
 
 

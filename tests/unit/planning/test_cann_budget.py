@@ -43,7 +43,9 @@ def lanes(family: GraphFamily, workload: Workload) -> list[tuple[int, ...]]:
 
 
 def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
-    """Qwen3 with 4 layers on the emulator; a wait for parameters and its reset count four each."""
+    """The lengths were counted on the emulator with 4 layers of Qwen3. A wait for parameters counts
+    four entries, and so does its reset.
+    """
     alone, pair = Workload(num_layers=4), Workload(num_layers=4, tp=2)
 
     assert lanes(DECODE, alone) == [(95,)]
@@ -61,7 +63,7 @@ def test_buckets_take_what_they_took_on_the_emulator() -> None:
 
 @pytest.mark.parametrize(("layers", "queues"), [(91, 1), (92, 2), (182, 2), (183, 3)])
 def test_a_lane_longer_than_a_queue_takes_another(layers: int, queues: int) -> None:
-    # 22 entries for each layer and 7 beside them
+    # A graph has 22 entries for each layer, and 7 more entries.
     assert price(DECODE, Workload(num_layers=layers)) == queues
 
 
@@ -116,9 +118,9 @@ def test_an_expert_domain_of_its_own_is_priced_where_experts_run() -> None:
     more = 1 + streams_per_graph("FFTS")
 
     assert price(DECODE, experts) - price(DECODE, dense) == more
-    # The first piece holds the embedding only: no experts.
+    # The first piece contains only the embedding and no experts.
     assert price(PIECES, experts) - price(PIECES, dense) == 10 * more
-    # With AICPU, a domain holds more streams, but a graph takes no more of them.
+    # With AICPU, a domain uses more streams, but a graph does not need more streams.
     assert price(PIECES, replace(experts, expansion="AICPU")) == price(PIECES, experts)
 
 
@@ -130,7 +132,8 @@ def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:
 
 
 def test_lanes_grow_with_what_shards_exchange() -> None:
-    # One domain with TP, or one of its own; with as many shards as PCP ranks, all have one's heads.
+    # DCP uses the domain of TP (with_tp), or a separate domain. If there are as many shards as PCP
+    # ranks (alone), all ranks of DCP have the same heads.
     with_tp = Workload(num_layers=4, tp=2, dcp=2)
     alone = Workload(num_layers=4, pcp=2, dcp=2)
     both = Workload(num_layers=4, tp=2, pcp=2, dcp=4)
@@ -159,10 +162,12 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     dense = Workload(num_layers=61, tp=8, dp=4, ep=32)
     experts = replace(dense, moe=True)
 
-    # 61 layers of 12 + 10 + 4 entries, and 23 beside them, fit one queue; with experts of other
-    # ranks a layer has 54 more and 4 for their exchanges, which takes two queues more.
+    # 61 layers of 12 + 10 + 4 entries, and 23 more entries, fit in one queue. With experts on other
+    # ranks, each layer has 54 more entries, and 4 entries for their exchanges. They need two more
+    # queues.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
-    # Where only gathering is possible, 25 more and 4: one queue more.
+    # With all_gather, each layer has 25 more entries, and 4 for exchanges. They need one more
+    # queue.
     assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
 
 
@@ -233,7 +238,7 @@ def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
     plan = negotiate([offer], [DECODE, PIECES], CALIBRATED(workload))
 
     decode, pieces = plan.families
-    assert decode.buckets in ((4,), (1, 4))  # 8 would take 800 of 500 bytes
+    assert decode.buckets in ((4,), (1, 4))  # size 8 needs 800 bytes, 500 are free
     assert 7 * len(decode.buckets) + 5 * len(pieces.buckets) <= 26
     (term,) = CALIBRATED(workload).price(DECODE, offer)
     assert (term.name, term.total, term.why) == ("probed", 7, "what full decode 8 took on rank 3")
@@ -244,7 +249,7 @@ def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
 
 
 def test_a_slow_probe_makes_its_step_dear() -> None:
-    """Time that does not grow with the tokens makes small buckets worthless."""
+    """If the time of a step does not grow with its tokens, small buckets save nothing."""
     workload = Workload(num_layers=4)
     timed = [
         Probe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, replay_s=0.01)

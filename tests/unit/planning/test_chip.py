@@ -1,4 +1,4 @@
-"""The refusals of chips: each rule with a similar case that passes."""
+"""The refusals of chips. For each rule, a similar case passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def facts(**other: Any) -> ModelFacts:
 
 
 LATENT = {"latent_size": 576, "num_kv_heads": 8}
-ALONE = {"num_kv_heads": 8}  # every query head has its own keys
+ALONE = {"num_kv_heads": 8}  # every query head has separate keys
 EXACT = {"recovery": {"exact": True}}
 SHARDED = {"parallel": {"tp": 4, "dcp": 2}}
 
@@ -58,9 +58,9 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("9.1.0", ALONE, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .* set both to 1"),
         ("8.5.0", LATENT, SHARDED, "parallel.dcp is 2; latent attention gives no sums"),
         ("8.5.1", LATENT, {"kv": {"block_size": 64}}, "latent attention takes 16 and 128"),
-        # One that tells no version has the stricter rules.
+        # A chip without a known version of CANN has the stricter rules.
         ("", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
-        # Each rank has one head of each kind, so that no head is shared.
+        # Each rank has one query head and one KV head, so several query heads never share keys.
         ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_a_chip_does_not_take_is_refused_by_key_and_device(
         ("9.1.0", {}, SHARDED),
         ("9.1.0", {}, {"parallel": {"pcp": 2}}),
         ("8.5.0", LATENT, {"parallel": {"pcp": 2}}),
-        # One head of each on a rank, but four queries of as many ranks to each share.
+        # A rank has one query head and one KV head, but it attends with the queries of four ranks.
         ("9.1.0", {}, {"parallel": {"tp": 8, "dcp": 4}}),
     ],
 )

@@ -1,4 +1,4 @@
-"""The choice of sizes is exact, and quick enough to be made while serving."""
+"""The choice of sizes is exact, and fast enough for a running service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.plans import choose
 
 
 def zero_or(lowest: float, highest: float) -> st.SearchStrategy[float]:
-    """Nothing, or a number that stays exact in products: times and weights are no 1e-320."""
+    """Draw zero, or a number whose products stay exact. Real times and weights are never as small
+    as 1e-320.
+    """
     return st.just(0.0) | st.floats(lowest, highest)
 
 
@@ -98,4 +100,4 @@ def test_four_times_as_many_sizes_take_at_most_the_square_as_long() -> None:
 
     few_s = min(processor_s(250) for _ in range(5))
     many_s = min(processor_s(1000) for _ in range(3))
-    assert many_s < 2.5 * 4**2 * few_s  # a cube would be 64
+    assert many_s < 2.5 * 4**2 * few_s  # cubic time would give 64 instead of 16

@@ -1,4 +1,4 @@
-"""How tokens travel to their experts: the rule, the room of an all-to-all, MC2's buffer."""
+"""The exchange of tokens with experts: the rule, the room of an all-to-all, and MC2's buffer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_capacity_holds_balanced_routing_and_never_more_than_all(
 ) -> None:
     capacity = expert_capacity(num_rows, ep, top_k, factor)
 
-    # Spread evenly, no rank is asked for more than its share of the distinct ranks chosen.
+    # With evenly distributed tokens, each rank gets its share of the ranks that tokens choose.
     distinct = ep * (1 - (1 - 1 / ep) ** top_k)
     assert num_rows * distinct / ep - 1e-6 <= capacity <= num_rows
     assert capacity <= expert_capacity(num_rows + 1, ep, top_k, factor) <= capacity + 4

@@ -1,4 +1,6 @@
-"""Lazy graphs: which shapes get one, which graphs make room for it, and which stay."""
+"""Lazy graphs: which shapes get a lazy graph, which graphs are evicted for it, and which graphs
+stay.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def make_lazy(capacity: int = 2, min_tokens: int = 100, retry_steps: int = 50) -
 
 
 def run_until_captured(lazy: LazyGraphs, num_tokens: int, query_len: int = 1) -> int:
-    """Note eager steps of a batch until its shape is captured; return how many it took."""
+    """Note eager steps of a batch until its shape is captured; return the number of these steps."""
     for step in range(1, 1000):
         lazy.note(num_tokens, query_len, None, step)
         if (change := lazy.next_change()) is not None:
@@ -67,7 +69,7 @@ def test_the_least_recently_used_graph_makes_room() -> None:
     lazy = make_lazy(capacity=2)
     run_until_captured(lazy, 8)
     run_until_captured(lazy, 16)
-    lazy.note(8, 1, decode_graph(8), 1)  # used after 16 was
+    lazy.note(8, 1, decode_graph(8), 1)  # used after the graph of 16 tokens
 
     for _ in range(4):
         lazy.note(32, 1, None, 2)

@@ -1,4 +1,4 @@
-"""The account of a rank's memory: published sizes, documented buffers, and refusals."""
+"""The itemised memory of a rank: published sizes, documented buffers, and refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weights(memory: RankMemory) -> int:
 def test_671_billion_parameters_are_divided_among_their_ranks() -> None:
     whole = account(make(parallel={"tp": 16, "ep": 16}))
 
-    # All but latents, routers and norms is divided: a few per cent more than a sixteenth.
+    # Only latents, routers and norms are not divided, so a rank has slightly more than a sixteenth.
     assert 1.0 < weights(whole) / (671e9 * 2 / 16) < 1.05
 
 
@@ -57,7 +57,7 @@ def test_hccl_has_two_buffers_for_each_domain() -> None:
     spread, alone = make(), make(parallel={"tp": 16, "ep": 16})
 
     assert part(account(spread), "HCCL buffers") == 2 * 2 * 200 * MIB  # domains of 8 and 32
-    assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP are the same ranks
+    assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP have the same ranks
     assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
     assert part(account(spread, hccl=False), "HCCL buffers") == 0
     assert part(account(make(parallel={})), "HCCL buffers") == 0  # a single rank has no peer
@@ -69,7 +69,8 @@ def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_do
     same = make(parallel={"tp": 8, "pcp": 2, "dp": 2, "dcp": 2, "ep": 32})
 
     assert weights(account(split)) == weights(account(alone))
-    # Two for each: TP and EP; PCP beside them, which may have the ranks of DCP or not.
+    # There are two buffers for each domain: of TP, of EP, of PCP, and of DCP if its ranks are not
+    # those of PCP.
     domains = {2: alone, 3: split, 4: sharded}
     for count, config in {**domains, 3: same}.items():
         assert part(account(config), "HCCL buffers") == count * 2 * 200 * MIB
@@ -81,10 +82,11 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
         for dcp in (1, 16)
     )
     more = sharded.graph_bytes - plain.graph_bytes
-    # Of thirty-two requests.
+    # The numbers are for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
-    # Gathered and put in order; in float32 by shard, sent and received.
+    # Queries exist as gathered and in order. Results exist in float32 by shard, as sent and as
+    # received.
     assert 2 * queries + 3 * findings < more < 4 * queries + 8 * findings
 
 
@@ -95,11 +97,12 @@ def test_long_queries_hold_the_keys_of_a_chunk() -> None:
         parallel={"tp": 8, "dp": 4, "ep": 32, "dcp": 8}, max_model_len=65536, scheduler=few
     )
 
-    # Of 8192 tokens: keys and values of sixteen heads, and the latents that they are made of.
+    # For 8192 tokens: keys and values of 16 heads (made), and the latents from which they are
+    # computed (read).
     made, read = 8192 * 16 * 320 * 2, 8192 * 576 * 2
     keys = account(long).eager_bytes - account(short).eager_bytes
     assert 0.99 < keys / (made + read) < 1.01
-    # And of shards: the latents of all of them, picked in order.
+    # With shards, there are also the gathered latents of all shards, and their copy in order.
     assert account(sharded).eager_bytes - account(long).eager_bytes > 2 * read
 
 
@@ -119,8 +122,8 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
     more = weights(account(with_drafts)) - weights(account(without))
 
-    # 11.6 billion parameters of a layer with experts, of which this rank has a 32nd, and the whole
-    # tensors.
+    # A layer with experts has 11.6 billion parameters. This rank has 1/32 of the experts, and some
+    # whole tensors.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 
@@ -134,7 +137,7 @@ def test_logits_take_what_graphs_can_hold_and_not_what_can_run() -> None:
     more = part(account(many), "step buffers") - part(account(few), "step buffers")
     counts = part(account(many), "token counts")
 
-    assert abs(more) < 512 * vocab  # one byte of each logit of the largest graph
+    assert abs(more) < 512 * vocab  # one byte for each logit of the largest graph
     assert counts == 4096 * vocab * 4
 
 
@@ -196,6 +199,7 @@ def test_activations_grow_with_tokens_and_hold_the_chosen_rows(
         )
 
     assert of(2 * num_tokens) == 2 * of(num_tokens) < of(2 * num_tokens, 1)
-    # Each token's eight rows in and out of its experts, of all ranks that share them.
+    # Each token of all ranks that share the experts has 8 rows, as inputs and as outputs of its
+    # experts.
     gathered = num_tokens * max(1, ep // tp)
     assert of(num_tokens) > gathered * 8 * 2 * spec.hidden_size * 2

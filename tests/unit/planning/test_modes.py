@@ -1,4 +1,4 @@
-"""For any request, the resulting mode is possible, and its reasons say why it was chosen."""
+"""For any requested mode, the resulting mode is possible, and the reasons explain each change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ supports = st.builds(
 
 
 def can_have(mode: GraphMode, support: GraphSupport) -> bool:
-    """The demands of each mode, written independently."""
+    """Whether a model can have a mode; these rules were written independently of the code."""
     updates = "none" if support.is_encoder_decoder else support.attention_updates
     return {
         "NONE": True,

@@ -1,4 +1,6 @@
-"""Laws of negotiation: one plan for all, paid for by all, as cheap as can be."""
+"""Laws of negotiation: all ranks have one plan, every rank can afford it, and no affordable plan
+has a lower cost.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from dist_aclgraph.planning.traffic import weights_of
 from tests.plans import choose
 
 MODEL = partial(make_budget_model, "legacy-last")
-WORKLOAD = Workload(num_layers=4, tp=2)  # 40 fixed, 3 streams each
+WORKLOAD = Workload(num_layers=4, tp=2)  # fixed price 40; 3 streams per bucket
 
 
 def decode_family(*sizes: int) -> GraphFamily:
@@ -149,7 +151,7 @@ def test_the_tightest_rank_decides_for_all() -> None:
 
 
 def test_where_both_families_do_not_fit_the_cheaper_one_stays() -> None:
-    workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")  # a piecewise bucket takes 5
+    workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")  # price of pieces: 5
     families = (decode_family(1, 2), piecewise_family(1, 2))
 
     plan = negotiate([StreamOffer(rank=0, available=4)], families, MODEL(workload))

@@ -1,4 +1,6 @@
-"""A plan follows its traffic by single steps, and nothing that replayed goes without a graph."""
+"""A plan follows its traffic by single actions, and every batch that could replay a graph still
+can.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from tests.plans import decode_graph
 from tests.plans import make_plan as plan_of
 
 MODEL = partial(make_budget_model, "cann-pinned")
-WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")  # a piecewise bucket takes 4 ids
+WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")  # a piecewise bucket needs 4 ids
 SIZES = tuple(stepped_sizes(64))
 FAMILIES = (
     GraphFamily(run_mode="FULL", query_len=1, buckets=SIZES),
@@ -40,7 +42,7 @@ FAMILIES = (
 
 
 def apply(plan: GraphPlan, action: Action) -> GraphPlan:
-    """Return the plan that holds after an action, as its next version."""
+    """Return the next version of the plan, after an action."""
     graph = action.graph
     families = []
     for family in plan.families:
@@ -79,7 +81,7 @@ plans = st.builds(make_plan, bucket_sets, bucket_sets)
 
 
 def run(old: GraphPlan, actions: tuple[Action, ...]) -> list[GraphPlan]:
-    """All plans on the way, the old one first."""
+    """Return the old plan, and the plan after each action."""
     found = [old]
     for action in actions:
         found.append(apply(found[-1], action))
@@ -102,7 +104,7 @@ def test_every_step_keeps_the_budget_and_the_reach_of_each_family(old, new, spar
     assert len(changed) == len(set(changed))
     captured = [action.graph for action in actions if isinstance(action, Capture)]
     assert captured == [g for g in new.capture_order if g not in old.capture_order]
-    # A graph goes before its time only where the next capture has no room.
+    # A graph is released before a capture only if there is no room for this capture.
     for before, action, after in zip(steps, actions, actions[1:], strict=False):
         if isinstance(action, Release) and isinstance(after, Capture):
             assert streams(apply(before, after)) > available
@@ -135,7 +137,7 @@ def test_a_proposal_saves_what_was_asked_for_and_is_paid_for(old, decode, mixed,
 
 
 def test_traffic_that_moved_moves_the_buckets() -> None:
-    """Five decode buckets, chosen for small batches, meet batches of about fifty."""
+    """Five decode buckets were chosen for small batches; then batches have about fifty requests."""
     family = FAMILIES[0]
     offers = [StreamOffer(rank=0, available=5)]
     workload = Workload(num_layers=3)
@@ -152,7 +154,7 @@ def test_traffic_that_moved_moves_the_buckets() -> None:
     assert cost[1] < cost[0]
     assert {48, 56, 64} <= set(new.families[0].buckets)
     actions = transition(old, new, offers, MODEL(workload))
-    assert isinstance(actions[0], Release)  # no stream is left for both
+    assert isinstance(actions[0], Release)  # there is no free stream for the capture
 
 
 def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
@@ -167,7 +169,7 @@ def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:
 
 
 def test_a_family_that_was_given_up_stays_so_and_sizes_do_not_grow() -> None:
-    """A size that ranks once failed to capture is not tried again while they serve."""
+    """A new plan gets no additional family, and no size above the largest size of the old plan."""
     plan = make_plan((8, 32), (64,))
     plan = msgspec.structs.replace(plan, families=plan.families[:1])
     offers = [StreamOffer(rank=0, available=900)]
@@ -183,7 +185,9 @@ causes = st.sampled_from(["streams", "memory", "operator"])
 
 @given(plans, histograms, st.data(), causes, st.booleans())
 def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_serving) -> None:
-    """The model expects more streams than the ranks have; their failed captures show it."""
+    """The budget model assumes more streams than the ranks have; only failed captures show the
+    limit.
+    """
     offers = [StreamOffer(rank=0, available=900)]
     failed = data.draw(st.sampled_from(old.capture_order))
     if is_serving:

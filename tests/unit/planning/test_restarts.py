@@ -1,4 +1,4 @@
-"""Restarts within an hour."""
+"""Limits of the restarts within an hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line through the times of steps without a graph."""
+"""The line that is fitted to the times of steps without a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic fades, adds up, and reaches the family that replays it."""
+"""Traffic decays, is summed over groups, and counts for the family that replays it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_before_anything_was_seen_small_sizes_lie_dense() -> None:
 
     found = choose(sizes, prior(512), sizes, 6)
 
-    # Index sampling leaves a wide gap above 1, through which small batches fall.
+    # Sizes that are chosen evenly by index have a wide gap above 1, so small batches get much
+    # padding.
     assert trim_sizes(sizes, 6)[:3] == [1, 64, 144]
     assert found[:3] == (8, 40, 104)
     gaps = [b - a for a, b in pairwise((0, *found))]

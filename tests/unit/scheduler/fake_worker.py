@@ -14,11 +14,11 @@ from dist_aclgraph.kv.block_pool import DUMMY_BLOCK
 from dist_aclgraph.steps.step import RankBatch, RowSampling, StepPlan, StepResult
 from dist_aclgraph.topology import MAY_LOSE_TOKENS
 
-WRONG = -2  # the KV of a draft that was rejected, or of a step that counts for nothing
+WRONG = -2  # the KV of a rejected draft or of a void step
 
 
 def next_token(tokens: Sequence[int], vocabulary: int) -> int:
-    """Return the token that the fake model generates after ``tokens``, all of them counted."""
+    """Return the token that the fake model generates after ``tokens``; it depends on all tokens."""
     return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes()) % vocabulary
 
 
@@ -32,12 +32,12 @@ class Row:
 
 
 class FakeWorker:
-    """Runs the steps of one data-parallel rank; asserts that each finds in the cache exactly what
-    it needs.
+    """Runs the steps of one data-parallel rank. Asserts that the cache contains the right KV for
+    each step.
 
     Args:
         num_drafts: draft tokens of each row that has sampled.
-        accept: how many of a row's drafts are right, each time.
+        accept: returns the number of accepted drafts for each verification.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FakeWorker:
         self.cache = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.last_plan: StepPlan | None = None
-        self._written: list[list[tuple[int, int]]] = []  # by each step: block, place in it
+        self._written: list[list[tuple[int, int]]] = []  # by step: block, place in the block
         self._drafted: set[int] = set()  # rows that had drafts when the worker lost its rows
         self._num_drafts = num_drafts
         self._accept = accept
@@ -62,7 +62,7 @@ class FakeWorker:
     def execute(
         self, plan: StepPlan, dp_rank: int = 0, rank: int = 0, *, is_void: bool = False
     ) -> StepResult:
-        """Run one step; ``is_void`` loses tokens on the way to their experts."""
+        """Run one step; with ``is_void``, the step loses tokens in the exchange with experts."""
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
         self.last_plan = plan
         self._written.append([])
@@ -88,8 +88,8 @@ class FakeWorker:
         )
 
     def resume(self, num_in_flight: int) -> None:
-        """The last steps were aborted: their writes are garbage, and the host forgets its rows.
-        Drafts stay where the device has them.
+        """Abort the last steps: their writes become invalid, and the host forgets its rows. The
+        device keeps its drafts.
         """
         for written in self._written[len(self._written) - num_in_flight :]:
             for block_id, place in written:
@@ -99,11 +99,11 @@ class FakeWorker:
         self.rows.clear()
 
     def lose_kv(self) -> None:
-        """All that steps wrote is garbage."""
+        """Make all KV in the cache invalid."""
         self.cache[:] = WRONG
 
     def _update_rows(self, batch: RankBatch, records: np.ndarray) -> None:
-        # Those told anew behind a resumption verify the drafts that the device has.
+        # After a resumption, rows that are sent again verify the drafts that the device has.
         drafted = self._drafted - set(records[records[:, 3] <= 1, 0].tolist())
         self._drafted = set()
         for start in batch.started:
@@ -126,10 +126,10 @@ class FakeWorker:
     def _run(
         self, index: int, computed: int, length: int, num_logits: int, *, is_void: bool
     ) -> list[int]:
-        """Return the tokens of one row, none in the middle of its prompt."""
+        """Return the new tokens of one row; empty in the middle of its prompt."""
         row = self.rows[index]
         known = num_received = len(row.tokens)
-        if computed >= known:  # behind a step whose tokens the host does not have
+        if computed >= known:  # follows a step whose tokens the host does not have
             assert computed == known and row.latest, "a token is missing"
             assert length == num_logits == self._num_drafts + 1
             computed += len(row.latest) - 1
@@ -147,7 +147,7 @@ class FakeWorker:
         for position in range(computed, computed + length):
             if position // self.block_size < len(row.blocks):
                 self._write(row, tokens, position, position < right)
-            else:  # beyond what the request can ever have: written nowhere
+            else:  # after the last possible token of the request: not written
                 assert position >= num_received
         return tokens[known:]
 
@@ -173,11 +173,11 @@ class FakeWorker:
 
 
 class FakeGroup:
-    """All ranks of a lockstep group: of each data-parallel rank, the first owns the output.
+    """All ranks of a lockstep group. The first rank of each data-parallel rank owns its output.
 
     Args:
-        tp: ranks of each data-parallel rank.
-        lose: whether tokens of a step find no room on their way, where its exchange may lose some.
+        tp: number of tensor parallel ranks of each data-parallel rank.
+        lose: returns whether a step loses tokens, if the exchange of the step can lose tokens.
     """
 
     def __init__(

@@ -18,10 +18,10 @@ def submit(
     cache_salt: str = "",
     output: Sequence[int] = (),
 ) -> Request:
-    """Return a request that ends at EOS, too, unless its parameters ignore it.
+    """Return a request; unless its parameters ignore EOS, EOS also ends the request.
 
     Args:
-        output: the tokens that it has already, from a group that died.
+        output: the tokens that the request already got from a lost group.
     """
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
     sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)

@@ -1,4 +1,6 @@
-"""Single decisions over several data-parallel ranks, with lost tokens and with drafts."""
+"""Single decisions of the scheduler for several data-parallel ranks, with lost tokens and
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def start(scheduler: Scheduler, *requests: Request) -> StepPlan:
 
 
 def finish(scheduler: Scheduler, *tokens: list[int], tp: int = 1, **fields) -> list[RequestDelta]:
-    """Update with each data-parallel rank's tokens of the step in flight."""
+    """Update the scheduler with the tokens of each data-parallel rank in the step in flight."""
     results = [
         StepResult(scheduler.epoch, scheduler.step, dp_rank * tp, pack_ints(found), **fields)
         for dp_rank, found in enumerate(tokens)
@@ -124,7 +126,7 @@ def test_a_preempted_request_goes_on_at_another_rank() -> None:
         for name, num_tokens, first in (("early", 16, 0), ("other", 30, 50), ("late", 16, 90))
     )
     start(scheduler, early, late, other)
-    finish(scheduler, [1, 2], [3])  # early and late fill rank 0
+    finish(scheduler, [1, 2], [3])  # the requests early and late fill rank 0
     assert names(scheduler) == [["early", "late"], ["other"]]
     scheduler.abort("other")
 
@@ -263,7 +265,7 @@ def start_drafting(**options) -> Scheduler:
 
 
 def verify(scheduler: Scheduler, *tokens: int, **fields) -> RequestDelta:
-    """Run a step in which the only request gets ``tokens``."""
+    """Run a step; its only request gets ``tokens``."""
     assert lengths(scheduler.schedule()) == [[3]]
     (output,) = finish(scheduler, list(tokens), counts=pack_ints([len(tokens)]), **fields)
     return output
@@ -345,7 +347,7 @@ def test_what_comes_after_the_end_is_dropped(params, tokens, expected, reason) -
 def test_blocks_cover_drafts_only_as_far_as_the_request_can_go() -> None:
     scheduler = start_drafting(num_tokens=14, num_blocks=2, params={"max_tokens": 3})
 
-    verify(scheduler, 51)  # positions 14, 15 and 16; the last one can never be needed
+    verify(scheduler, 51)  # positions 14, 15 and 16; position 16 is never needed
 
     assert [len(request.block_ids) for request in scheduler.running] == [1]
 
@@ -360,7 +362,7 @@ def test_a_steady_batch_gets_a_block_before_its_drafts_need_it() -> None:
         found.append(unpack_ints(plan.batches[0].blocks, 3).tolist())
         finish(scheduler, tokens, counts=pack_ints([len(tokens)]))
 
-    # Rows of 16: steps write up to position 10, 11, 14 and 17.
+    # A block has 16 tokens. The steps write up to position 10, 11, 14 and 17.
     assert found == [[], [], [], [[0, 1, 2]]]
 
 

@@ -1,4 +1,6 @@
-"""The shares of a step's tokens: no prompt waits behind a long one, and no request starves."""
+"""The shares of a step's tokens: no prompt waits for the whole of a long prompt, and no request
+starves.
+"""
 
 from __future__ import annotations
 
@@ -151,12 +153,13 @@ def test_a_long_prompt_is_served_in_an_endless_stream_of_others(stream: int) -> 
 
     while "long" not in run_step(scheduler)[1]:
         steps += 1
-        for index in range(8):  # more than a step can take
+        for index in range(8):  # more requests than fit in a step
             if len(scheduler.waiting) < 500:
                 other = add(scheduler, f"{steps} {index}", stream, max_tokens=1)
                 earlier_tokens += stream if other.order < long.order else 0
 
-    # After those with an earlier deadline, at least its share of each step.
+    # When requests with earlier deadlines have run, the request gets at least its share of each
+    # step.
     assert steps <= earlier_tokens // STEP_TOKENS + LONG // SHARE + 8
 
 

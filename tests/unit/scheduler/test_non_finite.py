@@ -24,7 +24,9 @@ NUM_BLOCKS, BLOCK, VOCAB, POISON, NAN = 11, 4, 50, 49, -7
 
 
 class NanWorker(FakeWorker):
-    """Its model computes NaN from the token ``POISON`` on; attention reads whole blocks."""
+    """A worker whose model computes NaN after the token ``POISON``; attention reads whole
+    blocks.
+    """
 
     def execute(self, plan: StepPlan, *args: Any, **options: Any) -> StepResult:
         result = super().execute(plan, *args, **options)

@@ -1,5 +1,5 @@
-"""Laws of routing: bounded load, equal prefixes together, and no request for a group that takes
-none.
+"""Laws of routing: load is bounded, requests with equal prefixes go to the same group, and groups
+that accept no requests get none.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_equal_beginnings_meet_while_loads_are_near_and_part_when_they_are_not()
     found = [router.route(str(i), prompt(*shared, 9000 + i), "", ["a", "b"]) for i in range(40)]
 
     assert found[0] == found[1] == found[2]
-    # The wait of one more request costs more than the shared prefix saves.
+    # The group with the prefix has so many requests that waiting costs more than the prefix saves.
     assert {"a", "b"} == set(found)
 
 
@@ -132,7 +132,9 @@ def test_a_group_that_takes_no_requests_gets_none(sizes, alive):
 
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=60))
 def test_no_group_is_starved_by_prompts_that_begin_alike(sizes):
-    """No request ends: loads differ by the largest prompt at most."""
+    """Even if no request ends, the difference of two groups' loads is bounded by the largest
+    prompt.
+    """
     router = make_router("a", "b")
     for i, count in enumerate(sizes):
         router.route(str(i), prompt(*begin(1, count)), "", ["a", "b"])
@@ -170,7 +172,7 @@ def test_a_memory_is_bounded_and_forgets_beginnings_last(uses, num_blocks):
         hashes = block_hashes(prompt(*begin(use % 4, use * 2)), "", BLOCK)
         memory.note(hashes)
         assert len(memory) <= num_blocks
-        # The prefix that was used last is known from its beginning on, as far as there is room.
+        # The first blocks of the last used prefix are known, as many as the memory can hold.
         assert memory.match(hashes) == min(len(hashes), num_blocks)
 
 

@@ -60,7 +60,7 @@ def records(plan: StepPlan | None) -> list[list[int]]:
 
 
 def run(scheduler: Scheduler, *token_ids: int, **fields) -> list[RequestDelta]:
-    """Update with the tokens of the step in flight."""
+    """Update the scheduler with the tokens of the step in flight."""
     result = StepResult(scheduler.epoch, scheduler.step, 0, pack_ints(list(token_ids)), **fields)
     return list(scheduler.update([result]))
 
@@ -197,7 +197,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_with_its_output() -> None:
     for name, first in (("early", 0), ("late", 50)):
         scheduler.add(make_request(name, 16, first, max_tokens=None))
     scheduler.schedule()
-    run(scheduler, 1, 2)  # both need a second block now; one is left
+    run(scheduler, 1, 2)  # both requests need a second block; one block is free
 
     plan = scheduler.schedule()
 
@@ -287,13 +287,13 @@ def test_without_max_tokens_a_request_makes_do_with_a_small_cache() -> None:
     while scheduler.schedule() is not None:
         count += len(run(scheduler, 1))
 
-    assert count == 13  # 16 tokens have KV, the last one needs none
+    assert count == 13  # 16 tokens have KV; the last token needs no KV
 
 
 def test_a_full_queue_refuses() -> None:
     scheduler = make_scheduler(max_waiting=1)
     rows = scheduler.config.max_num_seqs
-    for index in range(rows + 1):  # as many as can run at once, and one that waits
+    for index in range(rows + 1):  # the maximum of running requests, and one waiting request
         scheduler.add(make_request(str(index)))
 
     with pytest.raises(QueueFullError, match="max_waiting"):

@@ -1,5 +1,5 @@
-"""Laws of the scheduler under random arrivals, lengths, aborts, preemptions, rejected drafts and
-lost tokens and failing devices, over any number of data-parallel ranks.
+"""Laws of the scheduler with random arrivals, lengths, aborts, preemptions, rejected drafts, lost
+tokens and device failures, for any number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from tests.unit.scheduler.requests import EOS, submit
 VOCABULARY = 40
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
-PREFIX = list(range(100, 116))  # prompts begin alike, so that the prefix cache has work
+PREFIX = list(range(100, 116))  # prompts have equal beginnings, so that the prefix cache is used
 
 
 @dataclass(frozen=True)
 class Arrival:
     at_step: int
-    shared: int  # tokens of PREFIX
+    shared: int  # number of tokens of PREFIX
     own: int
     max_tokens: int | None
     ignore_eos: bool
     min_tokens: int
     abort_at: int | None  # step, counted from the arrival
     in_flight: bool  # abort while the step runs
-    emitted: int = 0  # tokens of its output that it comes with, if it has more
+    emitted: int = 0  # number of output tokens that it already has, if shorter
 
     def prompt(self, index: int) -> list[int]:
         return PREFIX[: self.shared] + [1000 + index] * self.own
@@ -101,7 +101,7 @@ class Shape:
     tp: int
     num_drafts: int
     max_num_seqs: int
-    spare_tokens: int  # of a step, beside those that all requests need to decode
+    spare_tokens: int  # tokens of a step beyond those for decoding
     num_blocks: int
     prefix_cache: bool
     loses_tokens: bool
@@ -127,7 +127,8 @@ shapes = st.builds(
     counts_shared=st.booleans(),
     in_flight=st.integers(1, 2),
 )
-# Where a full cache is decoded without a graph (``counts_shared``), nothing is replayed exactly.
+# With ``counts_shared``, decode steps run without a graph if the cache is full; such steps are not
+# exact.
 exact_shapes = shapes.map(
     lambda s: replace(s, num_drafts=0, prefix_cache=False, counts_shared=False, exact=True)
 )
@@ -138,7 +139,9 @@ def exchange_of(num_tokens: int) -> ExchangeKind:
 
 
 def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
-    """Blocks that the lengths of a rank's attention stand for, padding included."""
+    """Return the number of blocks that a rank's attention counts by its lengths, padding
+    included.
+    """
     kv_lens = records[:, 1] + records[:, 2]
     lens = kv_lens.tolist()
     if plan.graph is not None and plan.graph.mode == "FULL":
@@ -149,7 +152,7 @@ def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
 
 @dataclass
 class World:
-    """A scheduler, its ranks, and all that came out for each request."""
+    """A scheduler, its ranks, and all results of each request."""
 
     shape: Shape
     seed: int
@@ -211,7 +214,9 @@ class World:
                 self.reasons[output.request_id] = output.finish_reason
 
     def turn(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Decide a step where one may be, and take in the oldest; return whether anything ran."""
+        """Decide a step if possible, and apply the oldest result if it is due; return whether
+        anything ran.
+        """
         plan = self.scheduler.schedule()
         if plan is not None:
             self.results.append(self.group.execute(plan))
@@ -225,7 +230,9 @@ class World:
         return True
 
     def resume(self, *, keeps_kv: bool) -> None:
-        """The devices failed under the steps in flight, and have come back."""
+        """Simulate that devices failed during the steps in flight, and that the group has
+        resumed.
+        """
         for worker in self.group.workers:
             worker.resume(len(self.results))
         self.results.clear()
@@ -242,7 +249,9 @@ class World:
             self.take([output])
 
     def check_plan(self, plan: StepPlan) -> None:
-        """The workers' rows equal the scheduler's, and no two rows may write to one block."""
+        """Check that workers and scheduler have equal rows, and that no two rows may write to one
+        block.
+        """
         scheduler, decode_len = self.scheduler, self.shape.num_drafts + 1
         batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
         most = max(int(records[:, 2].sum()) for records in batches)
@@ -285,8 +294,8 @@ class World:
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:
-        """Shapes depend on single requests alone: a step runs a chunk of one prompt, or one token
-        of each of many requests behind their prompts.
+        """Check that the shapes depend only on single requests: a step runs either a chunk of one
+        prompt, or one token for each of several requests after their prompts.
         """
         kinds = set()
         for rank, batch in zip(self.scheduler.ranks, plan.batches, strict=True):
@@ -304,11 +313,13 @@ class World:
             assert logits == sorted(logits, reverse=True), "a graph samples its first rows"
         assert len(kinds) == 1
         is_small = max(len(batch.scheduled) for batch in plan.batches) <= 4 * 16
-        if plan.exchange != "all_gather":  # not a step that is run again
+        if plan.exchange != "all_gather":  # the step is not a repetition of a void step
             assert (plan.graph is not None) == (kinds == {False} and is_small)
 
     def check_end(self, arrived: dict[int, Arrival]) -> None:
-        """Every request ended once, with the tokens that it must have; every block is back."""
+        """Check that every request ended once with the expected tokens, and that every block is
+        free.
+        """
         assert not self.scheduler.has_work and self.scheduler.num_requests == 0
         assert all(rank.pool.num_used == 0 for rank in self.scheduler.ranks)
         assert self.reasons.keys() == self.got.keys()

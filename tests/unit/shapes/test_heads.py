@@ -1,4 +1,4 @@
-"""Heads of ranks, and how many attend together where these share a cache."""
+"""Heads of ranks, and the number of heads that attend together if ranks share a cache."""
 
 from __future__ import annotations
 

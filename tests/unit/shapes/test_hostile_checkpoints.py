@@ -1,4 +1,4 @@
-"""Checkpoints that are broken, or made to hurt: one sentence each, before anything is started."""
+"""Broken or malicious checkpoints are refused with one sentence, before anything is started."""
 
 from __future__ import annotations
 

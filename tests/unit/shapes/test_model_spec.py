@@ -19,7 +19,7 @@ from dist_aclgraph.shapes.model_spec import (
 )
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# The published values, but for quantization_config: as converted to bfloat16.
+# The published values without quantization_config, as in a checkpoint converted to bfloat16.
 V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,

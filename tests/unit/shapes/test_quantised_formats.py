@@ -1,4 +1,4 @@
-"""Quantised checkpoints: the formats that are read, and the refusals of others."""
+"""Quantised checkpoints: supported formats are read, and other formats are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dist_aclgraph.errors import ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.model_spec import read_model_spec
 from tests.unit.shapes.test_model_spec import V3
 
-# As the tools write them.
+# The formats as the tools write them.
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

@@ -1,4 +1,6 @@
-"""Which layers slide, and when that matters; the rules are those of transformers."""
+"""Which layers have a sliding window, and for which lengths it matters; transformers has the same
+rules.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ({}, [2, 3]),
         ({"max_window_layers": 0}, [0, 1, 2, 3]),
         ({"max_window_layers": 4}, []),
-        ({"max_window_layers": None}, []),  # 28
+        ({"max_window_layers": None}, []),  # the default is 28
         ({"use_sliding_window": False}, []),
         ({"sliding_window": None}, []),
         ({"layer_types": [SLIDING, FULL, SLIDING, FULL]}, [0, 2]),

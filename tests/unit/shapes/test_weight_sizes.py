@@ -45,7 +45,7 @@ def test_spreading_experts_or_splitting_them_costs_a_rank_the_same(shape: str) -
 def test_routers_are_float32_whatever_the_others_are() -> None:
     spec = read_model_spec(SHAPES / "deepseek-v3")
     routers = dict(weight_parts(spec, tp=8, ep=32, element_bytes=2))["routers"]
-    assert routers == 58 * 256 * (7168 + 1) * 4  # with the biases of their choice
+    assert routers == 58 * 256 * (7168 + 1) * 4  # with the bias for the choice of experts
 
 
 def test_int8_halves_what_is_quantised() -> None:

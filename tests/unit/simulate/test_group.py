@@ -1,4 +1,6 @@
-"""The simulated loop: counts known by hand, and the same decisions as the real scheduler's."""
+"""The simulated loop gives counts that were computed by hand, and makes the decisions of the real
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +67,13 @@ def test_a_trace_of_batches_counts_as_by_hand(checkpoint: Path) -> None:
     assert (shares.steps, shares.eager_steps) == (6, 2)
     assert (shares.live_tokens, shares.eager_tokens, shares.padded_tokens) == (28, 13, 2)
     assert shares.padding_share == 2 / 17
-    # Six steps; replayed tokens 1 + 4 + 4 + 8, and thirteen that run eagerly.
+    # There are six steps. 1 + 4 + 4 + 8 = 17 tokens are replayed, and 13 tokens run eagerly.
     assert found.clock_s == 6 * 1.0 + 0.5 * (17 + 13)
 
 
 def test_requests_count_as_by_hand(checkpoint: Path) -> None:
-    # Two prompts in one step, two decode steps; then a prompt of forty in two chunks.
+    # Two prompts run in one step, followed by two decode steps. Later a prompt of 40 tokens runs in
+    # two chunks.
     found = play(group(make(checkpoint)), [Arrival(0, 5, 3), Arrival(0, 6, 3), Arrival(90, 40, 2)])
 
     assert found.dispatcher.misses == {"mixed": 1, "prefill": 2}
@@ -92,7 +95,7 @@ def test_what_the_scheduler_refuses_is_counted(checkpoint: Path) -> None:
 
     assert found.counts.refused == {"RequestTooLongError": 1, "QueueFullError": 2}
     assert found.counts.finished == 3
-    assert found.counts.most_waiting == 3  # one of them has a row in the next step
+    assert found.counts.most_waiting == 3  # one of these requests gets a row in the next step
 
 
 def test_a_cache_that_is_too_small_preempts(checkpoint: Path) -> None:
@@ -161,7 +164,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
     assert simulated.dispatcher.report() == dispatcher.report()
     assert simulated.scheduler.num_preemptions == scheduler.num_preemptions
     assert simulated.scheduler.stats() == scheduler.stats()
-    # The counts agree with those of the dispatcher.
+    # The counts of the tally equal the counts of the dispatcher.
     shares, counters = simulated.tally.all, dispatcher.report()
     assert shares.eager_steps == sum(counters["misses"].values())
     assert shares.padded_tokens == counters["padded_tokens"]
@@ -192,7 +195,8 @@ def test_latencies_are_those_of_the_simulated_clock(checkpoint: Path) -> None:
 
     found = play(group(config), [Arrival(0, 5, 4), Arrival(0.5, 5, 1), Arrival(90, 5, 3)])
 
-    # A prompt takes a step, and each further token; the second request waits for the first.
+    # A prompt needs one step, and so does each further token. The second request waits for the
+    # first.
     assert found.latencies.first_token_s == [1, 4 + 1 - 0.5, 1]
     assert found.latencies.per_token_s == [1, 1]
 
@@ -215,7 +219,7 @@ def test_prompts_take_the_time_of_the_largest_share_of_a_rank(checkpoint: Path) 
 
     found = play(group(config, StepTimes(base_s=1.0, token_s=0.5)), [Arrival(0, 40, 2)])
 
-    # Forty tokens on two ranks, then one that both of them decode.
+    # Each of two ranks runs 20 of 40 prompt tokens; then both ranks decode the same token.
     assert [step["tokens"] for step in found.tally.by_tokens()] == [1, 20]
     assert found.counts.generated_tokens == 2
     assert found.clock_s == 2 * 1.0 + 0.5 * (20 + 1)
@@ -227,7 +231,7 @@ def test_shards_of_a_cache_hold_longer_requests(checkpoint: Path) -> None:
         play(group(make(checkpoint, parallel={"tp": 4, "dcp": dcp})), load) for dcp in (1, 2)
     )
 
-    # 64 blocks of 16 tokens hold 1024; as many blocks of two shards hold 2048.
+    # 64 blocks of 16 tokens hold 1024 tokens; with two shards, 64 blocks hold 2048 tokens.
     assert whole.counts.refused == {"RequestTooLongError": 1}
     assert sharded.counts.finished == 1
 
@@ -236,7 +240,7 @@ def test_a_plan_follows_its_traffic_while_it_is_simulated(checkpoint: Path) -> N
     config = make(
         checkpoint,
         scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 64},
-        # Each decode graph takes one id: the ranks afford four.
+        # Each decode graph needs one stream id, so the ranks can afford four graphs.
         device={"emulator": {"streams": 34 + 4}},
         graph={"rebucket_s": 100.0},
     )
@@ -251,7 +255,7 @@ def test_a_plan_follows_its_traffic_while_it_is_simulated(checkpoint: Path) -> N
     assert simulated.counts.plan_changes == 1
     new = set(simulated.dispatcher.plan.families[0].buckets) - set(first)
     assert simulated.counts.plan_captures == simulated.ranks.captures == len(new)
-    # 256 steps must have been seen; captures come one by one, steps between them.
+    # A change needs 256 observed steps; steps run between its captures.
     assert 300 < simulated.versions[1]["at_s"] < 400
     assert simulated.tally.over_time.report()[-1]["padding_share"] == 7 / 24
     assert simulated.most_streams == {"full decode": 4, "fixed": 0, "all": 4}
@@ -287,7 +291,7 @@ def test_lazy_graphs_come_and_go_and_take_time(checkpoint: Path) -> None:
         graph for graph in simulated.dispatcher.replays if graph.num_tokens in (8, 16, 64)
     }
     assert simulated.clock_s == 200 + 2 * 1000.0
-    # The plan's graph and one more at a time.
+    # At each time there is the plan's graph, and one more graph.
     assert simulated.most_streams["all"] == 2
 
 
@@ -301,8 +305,8 @@ def test_a_group_without_requests_changes_its_graphs_while_it_waits(checkpoint: 
     )
     simulated = group(config)
 
-    # All requests end within two hundred seconds, and none arrives before the buckets are chosen
-    # again.
+    # The first requests end within 200 seconds. No other request arrives before the buckets are
+    # chosen again.
     load = [Arrival(0, 1, 200)] * 17 + [Arrival(10_000, 1, 2)]
     play(simulated, load)
 

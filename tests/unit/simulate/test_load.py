@@ -1,4 +1,6 @@
-"""Traces and drawn loads: valid lines, messages for bad ones, and the spread of loads."""
+"""Traces and drawn loads: valid lines, errors for invalid lines, and the distribution of drawn
+loads.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,7 @@ def test_drawn_requests_come_at_their_rate_and_with_their_means() -> None:
     gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(found)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 4.0, rel=0.05)
-    # Of an exponential distribution, the deviation equals the mean.
+    # The standard deviation of an exponential distribution equals its mean.
     assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(
         mean, rel=0.05
     )

@@ -1,4 +1,6 @@
-"""Requests with shared prefixes over several groups: the gain of routing by caches."""
+"""Routing by cached prefixes is better than routing by numbers of requests, if requests share
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ TIMES = StepTimes(base_s=0.01, token_s=0.0005, capture_s=0.0)
 
 
 def four_groups(checkpoint: Path) -> Config:
-    """Each with a cache of 64 blocks of 16 tokens."""
+    """Return a configuration of four groups; each group has a cache of 64 blocks of 16 tokens."""
     return make(checkpoint, parallel={"dp": 4})
 
 
@@ -33,13 +35,15 @@ def rows(config: Config, load: LoadOptions) -> dict[str, dict]:
 def test_shared_beginnings_are_found_in_caches_more_often_than_by_counting_requests(
     checkpoint: Path,
 ) -> None:
-    """All beginnings need 192 blocks: three groups' caches, and no group's alone."""
+    """All beginnings need 192 blocks, so they fit in the caches of three groups, but not in one
+    cache.
+    """
     found = rows(four_groups(checkpoint), options())
 
     ours, other = found[BY_CACHE], found[BY_COUNT]
     assert ours["cached_share"] > other["cached_share"] + 0.15
     assert ours["first_token_s"]["mean"] < other["first_token_s"]["mean"]
-    # No request starves because of it.
+    # Every group gets at least a third of an equal share of the requests.
     counts = [group["requests"] for group in ours["groups"]]
     assert sum(counts) == 400 and min(counts) > 400 / 4 / 3
 

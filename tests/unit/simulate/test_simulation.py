@@ -57,7 +57,7 @@ def test_one_group_stands_for_all_that_offer_the_same(checkpoint: Path) -> None:
     (group,) = report["groups"]
     assert (report["num_groups"], group["stands_for"]) == (4, 4)
     assert "lockstep group 0 was simulated and stands for 4 groups" in str(report["assumptions"])
-    # A quarter of the load for each.
+    # Each group gets a quarter of the load.
     assert group["requests"] == alone["groups"][0]["requests"]
     assert group["replays"] == alone["groups"][0]["replays"]
     assert report["overall"]["steps"] == 4 * alone["overall"]["steps"]
@@ -95,7 +95,7 @@ def test_requests_of_a_trace_are_dealt_in_turn(checkpoint: Path, tmp_path: Path)
 
     assert every["requests"]["finished"] == 10
     assert every["eager_steps"] == {"prefill": 10}
-    assert {row["tokens"] for row in every["by_tokens"]} == {1, 4}  # of every third request
+    assert {row["tokens"] for row in every["by_tokens"]} == {1, 4}  # every third request
     assert some["requests"]["finished"] == 3
     assert early["requests"]["finished"] == 4
 
@@ -181,7 +181,8 @@ def test_the_same_batches_are_tried_with_other_graphs(checkpoint: Path, tmp_path
 
     found = rows(report)
     padding = {name: row["padding_share"] for name, row in found.items()}
-    # Live are 6 x 3 and 3 x 20; candidates are 1, 2, 4, 8, 16, 24 and 32.
+    # There are 6 batches of 3 and 3 batches of 20 live tokens. Candidate sizes: 1, 2, 4, 8, 16, 24,
+    # 32.
     chosen = 1 - 78 / (6 * 4 + 3 * 32)
     assert padding[AS_SIMULATED] == padding["first plan, held"] == chosen
     assert padding["powers of two"] == chosen
@@ -242,7 +243,7 @@ def test_a_trace_of_batches_ends_by_time_alone(checkpoint: Path, tmp_path: Path)
 
     found = run(make(checkpoint), LoadOptions(trace=path, seconds=0.1))
 
-    assert found["overall"]["steps"] == 10  # of ten milliseconds and a bit
+    assert found["overall"]["steps"] == 10  # each step takes slightly more than ten milliseconds
     with pytest.raises(ConfigError, match="no --requests can end"):
         run(make(checkpoint), LoadOptions(trace=path, requests=3))
 
@@ -408,7 +409,8 @@ def test_drafts_are_accepted_as_often_as_given(tmp_path: Path) -> None:
 
     (group,) = run(config, load)["groups"]
 
-    # 1 + 0.7 + 0.49 tokens in each verification; a request's last one may be cut short.
+    # A verification gives 1 + 0.7 + 0.49 tokens on average; the last one of a request may give
+    # fewer.
     replayed = sum(group["replays"].values())
     assert replayed > 100
     assert 1.9 < group["drafts"]["tokens_per_verification"] < 2.25

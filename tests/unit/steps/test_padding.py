@@ -16,7 +16,9 @@ MAX_SEQS = 16
 
 @st.composite
 def mixed_steps(draw: st.DrawFn) -> tuple[BatchDescriptor, list[int], list[int]]:
-    """A graph for mixed batches, and the query and earlier lengths of requests that fit in it."""
+    """Draw a graph for mixed batches, and requests that fit in the graph: numbers of queries and of
+    earlier tokens.
+    """
     queries = draw(st.lists(st.integers(1, 40), max_size=MAX_SEQS))
     bucket = sum(queries) + draw(st.integers(0 if queries else 1, 60))
     earlier = draw(st.lists(st.integers(0, 99), min_size=len(queries), max_size=len(queries)))
@@ -94,7 +96,7 @@ def test_where_caches_are_sharded_each_token_has_its_own_length_on_each_shard(
         for token, length in enumerate(seen):
             kept = [row[token] for row in rows]
             empty = [length <= shards.first_position(shard) for shard in range(count)]
-            assert sum(kept) - sum(empty) == length  # an empty share is said to be one long
+            assert sum(kept) - sum(empty) == length  # an empty share counts as length one
 
 
 @given(mixed_steps(), st.sampled_from((1, 4, 16)))

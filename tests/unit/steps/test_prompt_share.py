@@ -1,5 +1,5 @@
-"""Laws of split steps: the ranks' parts add up to the step, and each rank finds the others'
-results.
+"""Laws of split steps: the parts of all ranks together are the step, and each rank finds the
+results of other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ LENS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), min_size=1, m
 
 
 def make_step(lens: list[tuple[int, int]]) -> HostStep:
-    """A step of requests of (queries, tokens before them); token ids count the step's tokens."""
+    """Make a step of requests, each given as (queries, tokens before them); token ids number the
+    step's tokens.
+    """
     queries, before = (np.array(column, np.int32) for column in zip(*lens, strict=True))
     ends = np.cumsum(queries, dtype=np.int32)
     positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(before - (ends - queries), queries)
@@ -85,7 +87,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
         owners, landings = share.prompts.owners, share.prompts.landings
         found = [shares[o].token_ids[i] for o, i in zip(owners, landings, strict=True)]
         assert found == step.places.tolist()
-        # The rank's own part of the places that it owns.
+        # The places of this rank have the right tokens in its share.
         own = owners == share.prompts.rank
         assert (share.token_ids[share.places][own] == step.places[own]).all()
 
@@ -94,7 +96,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
 def test_direct_rows_see_the_keys_up_to_their_own(
     lens: list[tuple[int, int]], num_ranks: int, heads: int, interleave: int, takes_long: bool
 ) -> None:
-    """Over all shards the last query of each row sees its position and all before."""
+    """On all shards together, the last query of each row sees its own and all earlier positions."""
     step = make_step(lens)
     for rank in range(num_ranks):
         share = share_prompts(step, num_ranks, rank)
