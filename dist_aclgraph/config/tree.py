@@ -485,13 +485,13 @@ class Config(Section):
         for size in sizes or ():
             if size > self.graph.max_tokens:
                 raise ValueError(
-                    f"graph.{key} has {size}; graph.max_tokens is {self.graph.max_tokens}: drop "
-                    "the size, or raise that"
+                    f"graph.{key} has {size}; graph.max_tokens is {self.graph.max_tokens}: "
+                    "remove the size, or raise graph.max_tokens"
                 )
             if size > largest:
                 raise ValueError(
-                    f"graph.{key} has {size}; no batch has more than {largest} tokens by scheduler "
-                    "and speculative: drop the size, or raise those"
+                    f"graph.{key} has {size}; with the keys of scheduler and speculative, "
+                    f"no batch has more than {largest} tokens: remove the size, or raise these keys"
                 )
             if size % query_len:
                 raise ValueError(
@@ -506,21 +506,21 @@ class Config(Section):
             return self
         if drafts:
             raise ValueError(
-                f"recovery.exact cannot be had with speculative.num_tokens ({drafts}): which "
-                "tokens a step computes together depends on how many drafts pass; set one of them "
-                "to its default"
+                f"recovery.exact is not possible with speculative.num_tokens ({drafts}): the "
+                "tokens that a step computes together depend on the number of accepted drafts; set one "
+                "of these keys to its default"
             )
         if graph.mode != "FULL_DECODE_ONLY":
             raise ValueError(
-                f"recovery.exact cannot be had with graph.mode {graph.mode}: all steps that decode "
-                "must replay one graph, and prompts none; set FULL_DECODE_ONLY"
+                f"recovery.exact is not possible with graph.mode {graph.mode}: all decode steps "
+                "must replay one graph, and prompts must run without a graph; set FULL_DECODE_ONLY"
             )
         if graph.sizes not in (None, (rows,)) or rows > graph.max_tokens:
             sizes = None if graph.sizes is None else list(graph.sizes)
             raise ValueError(
-                f"recovery.exact needs one graph, of scheduler.max_num_seqs ({rows}) requests; "
-                f"graph.sizes is {sizes}, graph.max_tokens {graph.max_tokens}: leave out the "
-                "sizes, and let a graph hold as many tokens"
+                f"recovery.exact needs one graph for scheduler.max_num_seqs ({rows}) requests; "
+                f"graph.sizes is {sizes} and graph.max_tokens {graph.max_tokens}: leave out the "
+                f"sizes, and set graph.max_tokens to {rows} or more"
             )
         return self
 

@@ -44,8 +44,8 @@ def load_remedy(problem: str) -> str:
         return "install the Ascend driver, or mount /usr/local/Ascend/driver into the container"
     if toolkit := sourced_cann():
         return (
-            f"install all of CANN in {toolkit}, its toolkit and the operators of your chip, and "
-            "source its set_env.sh again; or source that of another CANN"
+            f"install CANN completely in {toolkit} (its toolkit and the operators of your chip), "
+            "and source its set_env.sh again; or source the set_env.sh of another CANN"
         )
     if scripts := cann_scripts():
         return f"source {scripts[0]} in this shell, and on nodes of a cluster before `ray start`"

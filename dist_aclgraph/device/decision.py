@@ -1,5 +1,5 @@
 """This module decides once which device a deployment uses. All later code, plans included, uses the
-configuration that ``decide_device`` returns. Nothing here imports torch.
+configuration that ``decide_device`` returns. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = 
     the configuration sets them.
 
     If no NPU answers, these keys stay null, and plans assume documented values. A missing answer is
-    an error only if ranks start here.
+    an error only if ranks start on this machine.
 
     Args:
         use: the purpose of the configuration: a plan alone, ranks on this machine, or ranks on the

@@ -89,7 +89,7 @@ def build(progress: OnProgress | None = None) -> Path:
         return BUILD
     if missing := missing_tools():
         raise EmulatorBuildError(
-            "there is no NPU here, and the emulated one is built at its first use, for which "
+            "there is no NPU here, and the emulated NPU is built at its first use; for the build, "
             f"{' and '.join(missing)} must be installed (Debian, Ubuntu: apt-get install g++ make)"
         )
     BUILD.mkdir(parents=True, exist_ok=True)

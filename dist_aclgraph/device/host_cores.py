@@ -56,7 +56,7 @@ def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
     """Return the cores of each NPU of this machine, in the order of their ids.
 
     Raises:
-        NotBoundError: ranks are not bound here.
+        NotBoundError: ranks are not bound on this machine.
     """
     if config.bind_cores == "off":
         raise NotBoundError("device.bind_cores is off")

@@ -39,7 +39,9 @@ def resolve_kind(kind: Literal["auto", "npu", "emulated"]) -> DeviceKind:
 
 
 def is_emulated_here(kind: Literal["auto", "npu", "emulated"]) -> bool:
-    """Return whether ``kind`` means an emulated NPU here; false if a required NPU is missing."""
+    """Return whether ``kind`` means an emulated NPU on this machine; false if a required NPU is
+    missing.
+    """
     return kind != "npu" and resolve_kind(kind) == "emulated"
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from dist_aclgraph.errors import DeviceError
 
-STOPPED = "the device was stopped: nothing is launched before it has come back"
+STOPPED = "the device was stopped: nothing is launched before it works again"
 
 
 class LaunchGate:

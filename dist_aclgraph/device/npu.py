@@ -134,8 +134,8 @@ class Npu:
         handle, graph = ctypes.c_void_p(stream.npu_stream), ctypes.c_void_p()
         if code := self._acl.aclmdlRICaptureBegin(handle, CAPTURE_THREAD_LOCAL):
             raise RuntimeError(
-                f"no capture can begin ({code}); capture fewer sizes, or lower what "
-                "else holds streams"
+                f"no capture can begin ({code}); capture fewer sizes, or reduce other "
+                "uses of streams"
             )
         self._acl.aclmdlRICaptureEnd(handle, ctypes.byref(graph))
         left = self.available_streams()

@@ -1,4 +1,6 @@
-"""The functions that become a rank's graphs. Each one runs once on padding, then is recorded."""
+"""The functions that become a rank's graphs. Each function runs once on padding, and then it is
+recorded.
+"""
 
 from __future__ import annotations
 

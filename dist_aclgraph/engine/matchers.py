@@ -5,8 +5,9 @@ mask itself, and nothing is sent between ranks. Before each step, a row's matche
 row's output: forward by new tokens, or back if tokens were discarded (a void step, a rewind, drafts
 that were not accepted).
 
-A row may reason before it answers. Its grammar holds for the answer only; while the row reasons,
-only tokens that end the output are forbidden, and after a number of tokens the reasoning is ended.
+A row may reason before it answers. Its grammar applies only to the answer. While the row reasons,
+only tokens that end the output are forbidden. After a maximum number of tokens, the reasoning is
+ended.
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ class Matchers:
         rows, size = step.sampled_rows.tolist(), self._num_places
         samples = known.samples[::size].tolist()
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
-        # A place without a mask of its own allows every token.
+        # A place without a separate mask allows every token.
         words = np.full((len(wanted) * size, self._num_words), ALL)
         for at, (_, sample) in enumerate(wanted):
             num_logits, row = int(step.num_logits[sample]), rows[sample]

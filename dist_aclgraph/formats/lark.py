@@ -81,7 +81,7 @@ class Lark:
         if form.kind == "regex":
             return f"/{_escaped(form.text)}/" if form.text else _quoted("")
         raise InvalidParameterError(
-            "a grammar cannot be joined with tools, or with this model's reasoning; use a JSON "
+            "a grammar cannot be combined with tools, or with this model's reasoning; use a JSON "
             "schema, a regex or a choice",
             "structured_outputs",
         )

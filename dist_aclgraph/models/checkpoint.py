@@ -159,8 +159,8 @@ class Checkpoint:
             return Matrix(self.read_part(name, shape, dim, start, stop).t())
         if self.dtype == torch.float32:
             raise ConfigError(
-                f"dtype is float32; products of int8 weights, as {name} in {self._directory} is to "
-                "have, give float16 or bfloat16 only: set dtype=bfloat16"
+                f"dtype is float32; products of int8 weights, such as {name} in "
+                f"{self._directory}, give only float16 or bfloat16: set dtype=bfloat16"
             )
         first, last = (start, stop) if dim == 0 else (0, shape[0])
         if is_int8:

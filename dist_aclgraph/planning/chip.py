@@ -107,8 +107,9 @@ class Chip:
         if facts.mla:
             if self.is_cann_before(8, 5, 1) and config.parallel.dcp > 1:
                 yield (
-                    f"parallel.dcp is {config.parallel.dcp}; latent attention gives no sums to "
-                    "merge shards by: set parallel.dcp=1, or install CANN 8.5.1 or newer"
+                    f"parallel.dcp is {config.parallel.dcp}; latent attention gives no sums, "
+                    "which are needed to merge shards: set parallel.dcp=1, or install "
+                    "CANN 8.5.1 or newer"
                 )
             if self.is_cann_8 and block_size not in (16, 128):
                 yield f"kv.block_size is {block_size}; latent attention takes 16 and 128: set 128"
@@ -132,7 +133,7 @@ class Chip:
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "
-                "those they share counted for each: set both to 1"
+                "and counts a shared block once for each row: set both to 1"
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if has_split_fuse and dim <= MAX_SPLIT_FUSE_DIM:

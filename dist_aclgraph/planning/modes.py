@@ -59,8 +59,8 @@ _RULES: tuple[_Rule, ...] = (
         ("FULL",),
         lambda s: s.shares_context,
         "FULL_AND_PIECEWISE",
-        "with parallel.dcp or parallel.pcp above 1, what ranks send each other of a prompt depends "
-        "on its length, so that attention to prompts stays out of graphs",
+        "with parallel.dcp or parallel.pcp above 1, the data that ranks exchange for a prompt "
+        "depend on its length, so attention to prompts stays out of graphs",
     ),
 )
 

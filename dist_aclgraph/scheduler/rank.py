@@ -60,7 +60,7 @@ class RankScheduler:
 
     Calls for one step: ``lack``, ``begin``, ``start`` for each new request, ``build``, and
     ``advance`` with the step's result. The next step may be built before the result arrives,
-    because only the tokens and the number of accepted drafts are unknown by then.
+    because only the tokens and the number of accepted drafts are unknown at that time.
 
     Args:
         index: index of this data-parallel rank in the group.

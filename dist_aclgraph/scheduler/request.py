@@ -114,7 +114,7 @@ class Request:
         self.is_suspect = False
         self.max_total_tokens = 0
         self.prompt_end = sampling.num_prompt_tokens or self.num_prompt_tokens
-        # A grammar may allow nothing but an end token before ``min_tokens``.
+        # A grammar may allow only an end token before ``min_tokens``.
         may_end = sampling.structure is not None and sampling.structure.grammar
         self.min_total_tokens = self.prompt_end + (0 if may_end else sampling.min_tokens)
 

@@ -1,8 +1,8 @@
 """Chooses the lockstep group of a request, by the cached prefix and the waiting work.
 
 An ingress does not see the caches of the groups. For each group, the ingress remembers the prefixes
-that it has sent there, up to the size of the group's cache. Replicas of the ingress tell each other
-only one number per group: how many tokens of their requests wait there.
+that it has sent to the group, up to the size of the group's cache. Replicas of the ingress tell
+each other only one number per group: the number of tokens of their requests that wait at the group.
 """
 
 from __future__ import annotations

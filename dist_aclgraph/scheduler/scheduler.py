@@ -471,13 +471,13 @@ class Scheduler:
         if num_tokens >= self.max_model_len:
             raise RequestTooLongError(
                 f"the prompt has {num_tokens} tokens; the model's context is "
-                f"{self.max_model_len}, and one of it is needed for output",
+                f"{self.max_model_len}, and at least one token is needed for the output",
                 "prompt",
             )
         if limit > cache or num_tokens >= limit:
             raise RequestTooLongError(
-                f"{num_tokens} tokens that grow to {max(limit, num_tokens + 1)} cannot fit: the KV "
-                f"cache holds {cache - 1}; ask for fewer tokens, or raise kv.num_blocks",
+                f"{num_tokens} tokens, which may grow to {max(limit, num_tokens + 1)}, do not fit: "
+                f"the KV cache holds {cache - 1} tokens; ask for fewer tokens, or raise kv.num_blocks",
                 "max_tokens",
             )
         return limit

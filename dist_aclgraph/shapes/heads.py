@@ -74,8 +74,8 @@ def check_shards(
         count = copies * num_prompt_ranks
         holders = f"{count} ranks hold" if count > 1 else "no two ranks hold"
         raise ConfigError(
-            f"parallel.dcp is {num_shards}; {holders} the same KV of this model, and shards take "
-            f"the place of such copies: {_remedy(legal)}"
+            f"parallel.dcp is {num_shards}; {holders} the same KV of this model, and shards can "
+            f"only replace such copies: {_remedy(legal)}"
         )
     if num_shards > MAX_SHARDS:
         raise ConfigError(

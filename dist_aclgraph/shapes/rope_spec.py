@@ -82,8 +82,8 @@ def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
         )
     if nested := [key for key, value in scaling.raw.items() if isinstance(value, dict)]:
         raise config.unsupported(
-            f"rope_parameters has an object {nested[0]:.80}; an embedding of its own for each type "
-            "of layer is not supported"
+            f"rope_parameters has an object {nested[0]:.80}; separate embeddings for types of "
+            "layers are not supported"
         )
     partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if partial != 1.0:

@@ -184,7 +184,8 @@ class AssumedDeployment:
         found: list[str] = []
         if self.unknown_shape:
             found.append(
-                "weights take what the checkpoint's files do over tp, and graphs nothing: "
+                "weights take the size of the checkpoint's files divided by tp, and graphs "
+                "take nothing: "
                 f"{self.unknown_shape}"
             )
         if family_of(device.chip) is None:
@@ -202,7 +203,7 @@ class AssumedDeployment:
                 f"{device.assumed}: {known}",
                 f"each NPU has {NPU_STREAMS} streams; the runtime and its communication domains "
                 f"take {NPU_STREAMS_TAKEN} streams, HCCL's expansion mode takes more, and other "
-                "processes take none; a deployment negotiates over the streams that are free then",
+                "processes take none; a deployment negotiates over the remaining streams",
             ]
         return [
             *found,

@@ -179,8 +179,7 @@ def simulate(
             *deployment.planner.mode_reasons,
             *deployment.assumptions,
             times.in_words,
-            f"every capture succeeds and takes {times.capture_s * 1e3:g} ms, while which no step "
-            "runs",
+            f"every capture succeeds and takes {times.capture_s * 1e3:g} ms, in which no step runs",
             *_drafts_in_words(options, num_drafts if has_requests else 0),
             *_groups_in_words(kinds, num_groups, trace),
         ],
@@ -399,7 +398,7 @@ def _load_in_words(options: LoadOptions, trace: Trace | None, num_groups: int) -
     if trace is not None and trace.kind == "batches":
         return f"the batches of {options.trace}, each a step of every group"
     if trace is not None:
-        return f"the requests of {options.trace}, dealt to {num_groups} groups in turn"
+        return f"the requests of {options.trace}, given to {num_groups} groups in turn"
     prefixes = ""
     if options.beginnings:
         prefixes = (
@@ -407,17 +406,17 @@ def _load_in_words(options: LoadOptions, trace: Trace | None, num_groups: int) -
             f"{options.beginnings} prefixes"
         )
     return (
-        f"{options.poisson:g} requests a second at random, about {options.prompt_tokens:g} tokens "
-        f"each and as many as {options.output_tokens:g} in answer (means before clipping), spread "
-        f"lognormally; seed {options.seed}{prefixes}; each of {num_groups} groups gets an equal "
-        "share"
+        f"{options.poisson:g} random requests per second; prompts have {options.prompt_tokens:g} "
+        f"tokens and outputs {options.output_tokens:g} tokens (means of lognormal distributions, "
+        f"before clipping); seed {options.seed}{prefixes}; each of {num_groups} groups gets an "
+        "equal share"
     )
 
 
 def _drafts_in_words(options: LoadOptions, num_drafts: int) -> list[str]:
     if not num_drafts:
         return []
-    return [f"a draft is accepted with probability {options.accepted:g} if all before it are"]
+    return [f"a draft is accepted with probability {options.accepted:g} if all earlier ones are"]
 
 
 def _groups_in_words(kinds: Sequence[GroupKind], num_groups: int, trace: Trace | None) -> list[str]:
@@ -434,6 +433,6 @@ def _groups_in_words(kinds: Sequence[GroupKind], num_groups: int, trace: Trace |
             "kinds and were not simulated"
         )
     if trace is None or trace.kind == "requests":
-        found.append("no two prompts begin alike, so that the prefix cache helps after preemption "
-                     "alone")  # fmt: skip
+        found.append("prompts have different beginnings, so the prefix cache helps only after a "
+                     "preemption")  # fmt: skip
     return found

@@ -170,7 +170,7 @@ class ChatTemplate:
         )
 
     def _why_ended(self, code: int) -> str:
-        """Return what the template did, from the exit code of its process."""
+        """Return the effect of the template that ended its process, according to the exit code."""
         if code == -signal.SIGPROF:
             return f"takes more than {self._limits.cpu_s:g} s of processor time"
         if code == template_process.OUT_OF_MEMORY:

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    # Python runs isolated here (-I -S), so the folders of packages are added.
+    # This process runs an isolated Python (-I -S), so the folders of packages are added.
     sys.path.extend(sys.argv[1:])
 
 import llguidance

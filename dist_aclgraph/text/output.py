@@ -25,7 +25,7 @@ class TextPiece(msgspec.Struct, frozen=True):
     Attributes:
         text: new text; no later token changes it.
         token_ids: the output's new tokens, end token included; no tokens after a stop string.
-        logprobs: one for each token whose text became certain since the last piece; empty if
+        logprobs: one report for each token whose text became certain since the last piece; empty if
             log-probabilities were not requested.
         token_texts: the texts of these tokens. The token texts of all pieces join to the text
             before a stop string cuts it.
@@ -97,7 +97,7 @@ class OutputText:
         counts nor the reported values.
 
         Args:
-            logprobs: one for each token; empty if they were not requested.
+            logprobs: one report for each token; empty if log-probabilities were not requested.
             finish_reason: why the engine ended the request with these tokens; "stop" means that the
                 last token is an end token.
         """

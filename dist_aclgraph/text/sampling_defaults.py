@@ -1,4 +1,4 @@
-"""Sampling parameters that a checkpoint recommends for requests without parameters of their own."""
+"""Sampling parameters that a checkpoint recommends for requests that do not set them."""
 
 from __future__ import annotations
 

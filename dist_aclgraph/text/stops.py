@@ -9,7 +9,7 @@ class StopMatcher:
     """Cuts a text before the first stop string, however the text is divided into pieces.
 
     Text that may be the beginning of a stop string is held back. The first match is the match that
-    ends first. If several matches end at the same place, it is the longest one.
+    ends first. If several matches end at the same place, the longest of these matches counts.
 
     Args:
         includes_stop: whether the stop string is part of the text that it ends.

@@ -102,7 +102,7 @@ class GrammarCompiler:
                 process = self._start()
                 reply = self._try(process, source)
             if reply is None:
-                raise EngineUnavailableError("the process that compiles grammars gave no answer")
+                raise EngineUnavailableError("the process that compiles grammars did not reply")
             with self._lock:
                 self._idle.append(process)
         return reply

@@ -20,7 +20,8 @@ from datetime import datetime
 from typing import Any, BinaryIO
 
 if __name__ == "__main__":
-    # Python runs isolated here (-I -S), so the folders of Jinja and MarkupSafe are added.
+    # This process runs an isolated Python (-I -S), so the folders of Jinja and MarkupSafe are
+    # added.
     sys.path.extend(sys.argv[1:])
 
 import jinja2
