@@ -507,8 +507,8 @@ class Config(Section):
         if drafts:
             raise ValueError(
                 f"recovery.exact is not possible with speculative.num_tokens ({drafts}): the "
-                "tokens that a step computes together depend on the number of accepted drafts; set one "
-                "of these keys to its default"
+                "tokens that a step computes together depend on the number of accepted drafts; set "
+                "one of these keys to its default"
             )
         if graph.mode != "FULL_DECODE_ONLY":
             raise ValueError(

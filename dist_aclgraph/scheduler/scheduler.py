@@ -477,7 +477,8 @@ class Scheduler:
         if limit > cache or num_tokens >= limit:
             raise RequestTooLongError(
                 f"{num_tokens} tokens, which may grow to {max(limit, num_tokens + 1)}, do not fit: "
-                f"the KV cache holds {cache - 1} tokens; ask for fewer tokens, or raise kv.num_blocks",
+                f"the KV cache holds {cache - 1} tokens; ask for fewer tokens, or raise "
+                "kv.num_blocks",
                 "max_tokens",
             )
         return limit

@@ -416,7 +416,7 @@ def _load_in_words(options: LoadOptions, trace: Trace | None, num_groups: int) -
 def _drafts_in_words(options: LoadOptions, num_drafts: int) -> list[str]:
     if not num_drafts:
         return []
-    return [f"a draft is accepted with probability {options.accepted:g} if all earlier ones are"]
+    return [f"a draft is accepted with probability {options.accepted:g} if all before it were"]
 
 
 def _groups_in_words(kinds: Sequence[GroupKind], num_groups: int, trace: Trace | None) -> list[str]:
