@@ -1,4 +1,4 @@
-"""One YAML file, or one model, becomes one frozen, checked tree: the only reader of YAML.
+"""Converts one YAML file, or one model, to one frozen, checked tree. Only this module reads YAML.
 
 ``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and the
 allowed values. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a command

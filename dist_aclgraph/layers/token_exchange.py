@@ -168,7 +168,9 @@ class Mc2Exchange:
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
     def _experts_of_padding(self, experts: Tensor) -> Tensor:
-        """Return valid expert ids for padding, different within a row: [m, top_k] or [1, top_k]."""
+        """Return valid expert ids for padding, which differ within a row: [m, top_k] or [1,
+        top_k].
+        """
         top_k, num_experts = experts.shape[1], self.local.num_experts
         # Masked rows are not sent; without a mask, padding is spread evenly over all experts.
         # fmod has an int32 kernel.

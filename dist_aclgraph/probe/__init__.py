@@ -1,3 +1,3 @@
-"""``dist-aclgraph probe``: puts questions to a device, each in its own process, and makes a
+"""``dist-aclgraph probe``: tests a device by questions, each in its own process, and makes a
 report.
 """

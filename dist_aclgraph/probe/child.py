@@ -1,4 +1,4 @@
-"""The process of one question: it opens the device, puts the question and sends the answer."""
+"""The process of one question: it opens the device, runs the question and sends the answer."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _begin(task: Task) -> None:
 
 
 def ask(probe: Probe, bench: Bench) -> Outcome:
-    """Put the question, and return the outcome. Every error of the device is an answer."""
+    """Run the question, and return the outcome. Every error of the device is an answer."""
     begun = time.perf_counter()
     answer: str | float | Answer
     code = None

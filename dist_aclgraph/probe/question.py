@@ -96,8 +96,8 @@ class Probe:
 
     Attributes:
         name: folder and name, e.g. operators.swiglu; unique.
-        call: function that puts the question; a number as answer needs ``Between``. A RuntimeError
-            means "refused", an AttributeError means "missing".
+        call: function that runs the question; if it returns a number, ``says`` must be a
+            ``Between``. A RuntimeError means "refused", an AttributeError means "missing".
         says: the emulator's answer; None for a fact of the machine, which is only reported.
         level: "quick" questions are asked at every level.
         limit_s: limit of ``call``; loading torch_npu has its own limit.

@@ -1,5 +1,6 @@
-"""Puts questions one after another. Each question runs in separate processes with a time limit. A
-hang, a dead process and a stopped device are answers; the next question gets new processes.
+"""Runs questions one after another. Each question runs in separate processes with a time limit. A
+hang, a dead process and a stopped device also count as answers; the next question gets new
+processes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Put all questions that have no row in the report, or whose row says that they were not
+        """Run all questions that have no row in the report, or whose row says that they were not
         asked; add their rows to the report.
 
         Args:

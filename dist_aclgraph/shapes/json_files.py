@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, with a limit of size. A refusal is an error of one sentence."""
+"""JSON files of a checkpoint, with a limit of size. Each error message is one sentence."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     """Return one rank's share of a step, or the step itself if no prompt is long enough.
 
     The share contains the requests of the whole step, but only the tokens and places of this rank.
-    A place that another rank runs is 0.
+    The index of a place that another rank runs is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

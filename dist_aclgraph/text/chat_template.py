@@ -170,7 +170,9 @@ class ChatTemplate:
         )
 
     def _why_ended(self, code: int) -> str:
-        """Return the effect of the template that ended its process, according to the exit code."""
+        """Return why the template's process ended, from its exit code, as a part of an error
+        message.
+        """
         if code == -signal.SIGPROF:
             return f"takes more than {self._limits.cpu_s:g} s of processor time"
         if code == template_process.OUT_OF_MEMORY:
