@@ -85,7 +85,7 @@ def ray_cluster() -> Iterator[None]:
 
     config = deployments.make_deployment_config("unused", parallel={"tp": 8})
     with deployments.session_starter(config) as starter:
-        starter.command(config)  # this starts a fork server, which imports packages while Ray starts
+        starter.command(config)  # a fork server imports packages while Ray starts
         start_ray(config, starter)
         yield
         ray.shutdown()
