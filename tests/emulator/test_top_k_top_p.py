@@ -58,7 +58,7 @@ def test_what_is_cut_off_is_what_a_sort_would_cut_off(kind, dtype):
 
 
 def test_near_ties_of_top_p_are_cut_as_by_a_sort():
-    # Four equal logits: each part of 0.25 is a tie that rounding could decide.
+    # With four equal logits, each probability is 0.25; rounding could decide which tokens are kept.
     logits = torch.zeros(1, 4)
     for parts in range(1, 4):
         p = torch.tensor([parts / 4])
