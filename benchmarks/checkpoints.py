@@ -16,7 +16,7 @@ Sizes = dict[str, tuple[int, ...]]  # shape of each tensor, by the tensor's name
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(ABC):
-    """A dense decoder."""
+    """The shape of a dense decoder."""
 
     FAMILY: ClassVar[str]
     ARCHITECTURE: ClassVar[str]
@@ -59,7 +59,9 @@ class Decoder(ABC):
         }
 
     def sizes(self) -> Sizes:
-        """Return the tensors: matrices are [outputs, inputs], vectors belong to norms."""
+        """Return the tensors: matrices are [outputs, inputs], and all vectors are weights of
+        norms.
+        """
         hidden = self.hidden
         sizes: Sizes = {
             "model.embed_tokens.weight": (self.vocab, hidden),

@@ -4,7 +4,7 @@ Eight ranks serve a small model with latent attention. With caches in 1 to 8 sha
 measures the memory that a request takes on each rank, the longest request that is served, the time
 of a decode step, and the step's host time. With prompts over 1 to 4 ranks (PCP), it measures the
 time to the first token and the attention work of a rank. It also counts the bytes that ranks send
-each other. The ranks of an emulated NPU share this machine's cores, so the figures say nothing
+to other ranks. The ranks of an emulated NPU share this machine's cores, so the figures say nothing
 about an NPU.
 """
 
@@ -50,8 +50,8 @@ HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The compared settings: numbers of shards, of prompt ranks, and of tokens. ``blocks`` is the
-    number of blocks per rank in the search for the longest request.
+    """The settings that the bench compares: numbers of shards, of prompt ranks, and of tokens.
+    ``blocks`` is the number of blocks per rank in the search for the longest request.
     """
 
     shards: Sequence[int]

@@ -1,9 +1,10 @@
-"""``make bench-decode``: decoding through the whole engine. All ratios are of times of one run.
+"""``make bench-decode``: the speed of decoding through the whole engine. Each ratio compares times
+of the same run.
 
-The bench answers four questions. How fast is replayed decoding against transformers' ``generate``
-on the same checkpoint and one thread? How much host time does a step cost when the emulator's
-kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost if they
-are sent ahead of the step, and if they are sent only after the step's replay? How much does
+The bench answers four questions. How fast is replayed decoding, compared with transformers'
+``generate`` on the same checkpoint with one thread? How much host time does a step cost when the
+emulator's kernels do nothing, as on a host-bound NPU? How much do updates of attention lengths cost
+if they are sent ahead of the step, and if they are sent only after the step's replay? How much does
 sampling cost? The figures are of the emulator and say nothing about an NPU.
 """
 
@@ -98,7 +99,7 @@ def measure(folder: Path, bar: Progress, steps: int, repeats: int) -> dict[str, 
 
 
 def against_transformers(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Decode by turns with the engine and with transformers; return one record per batch."""
+    """Decode alternately with the engine and with transformers; return one record per batch."""
     path = write_checkpoint(RATIO_SHAPE, folder / RATIO_SHAPE.name, torch.float32)
     generate = _transformers_step_ms(path)
     rows = []
@@ -150,8 +151,8 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
 def update_cost(
     shape: Shape, kernels: str, folder: Path, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Decode by turns, with lengths sent before and after the replay; return one record per
-    batch.
+    """Decode alternately with lengths that are sent before the replay and after it; return one
+    record per batch.
     """
     dtype = {"skip": "bfloat16", "compute": "float32"}[kernels]
     path = write_checkpoint(shape, folder / f"{shape.name}-{dtype}", getattr(torch, dtype))
@@ -201,8 +202,8 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def run(batch: int, new_tokens: int) -> float:
-        """Return the mean time of a decode step. The difference of runs of two lengths excludes the
-        prefill.
+        """Return the mean time of a decode step. It is computed from the difference of two runs of
+        different length, which excludes the prefill.
         """
         prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
         times = []

@@ -1,13 +1,14 @@
-"""``make bench-load``: the cost of loading a checkpoint, against reading its bytes once.
+"""``make bench-load``: the time to load a checkpoint, compared with the time to read its bytes
+once.
 
 The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
 disk and from the page cache. The bench measures how long the deployment is in the state LOADING. It
-also measures how long one process takes that only reads the files from beginning to end: the first
-floor.
+also measures the time of one process that only reads the files from beginning to end. This is the
+first lower bound.
 
-The memory of an emulated device is memory of this machine, which the system has to hand out first.
-So for the second floor, the same read is measured while other processes, one per rank, fill the
-same number of unused bytes in all, in small pages as devices have them.
+The memory of an emulated device is memory of this machine, which the system has to provide first.
+So for the second lower bound, the same read is measured while other processes, one per rank, fill
+the same number of unused bytes in all, in small pages as devices have them.
 
 The host of a virtual machine may take back freed memory within seconds; then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so
@@ -93,7 +94,9 @@ def _fill(num_bytes: int) -> None:
 
 
 def later(work: Callable[[], float]) -> float:
-    """Return the result of ``work``, which starts as late as a deployment would begin to load."""
+    """Run ``work`` after the delay with which a deployment begins to load, and return the
+    result.
+    """
     time.sleep(PAUSE_S)
     return work()
 
@@ -103,7 +106,7 @@ def main(
     tp: Annotated[int, typer.Option(help="ranks that load it")] = 4,
     repeats: Annotated[int, typer.Option(help="rounds")] = 3,
 ) -> None:
-    """Write the checkpoint, load it and read it by turns, and print the ratios."""
+    """Write the checkpoint, load it and read it alternately, and print the ratios."""
     console = Console(width=150)
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         status.update(f"Writing {gib:g} GiB of random weights")

@@ -1,11 +1,12 @@
 """``make bench-messages``: the time to send a plan to all workers of a node and to receive their
 results.
 
-Workers are processes that decode a plan and answer it at once. Three kinds of messages are measured
-by turns in one run. Unix sockets: an engine uses them to reach the workers of its own node.
-ZeroMQ's sockets: an engine uses them for other nodes; in the bench they use files. Bare sockets,
-the floor: they carry the same number of bytes, which nobody decodes. CPU time is the sum over all
-processes, including the engine. Wall time is meaningful on a quiet machine only.
+Workers are processes that decode a plan and reply at once. The bench measures three ways
+alternately in one run. First, an engine uses Unix sockets for the workers of its own node. Second,
+an engine uses ZeroMQ's sockets for other nodes; in the bench these sockets use files. Third, bare
+sockets send the same number of bytes, which no process decodes; this is the lower bound. CPU time
+is the sum over all processes, including the engine. Wall time is meaningful on a quiet machine
+only.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def measure(
     steps: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Run all ways by turns; return a row for each way, number of workers, and size."""
+    """Run all ways alternately; return a row for each way, number of workers, and size."""
     rows = []
     task = bar.add_task("", total=len(counts) * len(sizes) * rounds)
     for count in counts:
@@ -179,7 +180,7 @@ def workers_of(
         peers.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(WAIT_S)
-        if process.poll() is None:  # if nothing has waited for its workers
+        if process.poll() is None:  # some workers still run
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -201,7 +202,7 @@ def _row(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return the cost of a step's messages."""
+    """Return a table of the cost of a step's messages."""
     return Report(
         f"{results['repeats']} rounds of {results['steps']} steps",
         [make_table("From a plan to the last result", COLUMNS, results["rows"])],

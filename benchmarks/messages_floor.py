@@ -1,4 +1,6 @@
-"""The floor of ``make bench-messages``: bytes to all workers of a node, and bytes back."""
+"""The lower bound of ``make bench-messages``: bytes are sent to all workers of a node, and each
+worker sends bytes back.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class BarePeers:
         self._epoll.register(connection, select.EPOLLIN)
 
     def round(self, data: bytes) -> None:
-        """Send bytes to every worker, and return when every worker has answered."""
+        """Send bytes to every worker, and return when every worker has replied."""
         for peer in self._peers.values():
             peer.send(data)
         left = len(self._peers)

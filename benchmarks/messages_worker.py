@@ -1,4 +1,4 @@
-"""The workers of ``make bench-messages``, as a program: a worker answers every plan at once.
+"""The program of the workers of ``make bench-messages``. A worker replies to every plan at once.
 
 The workers are forked from one process, as in a deployment with more workers than cores. The memory
 pages that the workers share stay in the cache from one wake-up to the next.
@@ -18,12 +18,12 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import StepPlan, StepResult, encoder, to_worker_decoder
 
 BATCH = 32
-ANSWER = b"a" * 64  # answer of a worker that does nothing else
+ANSWER = b"a" * 64  # reply of a worker that does nothing else
 READ_BYTES = 1 << 16
 
 
 def written(address: SocketFile | Endpoints | str) -> str:
-    """Return an address as the line that ``main`` reads."""
+    """Return an address in the form of a line that ``main`` reads."""
     if isinstance(address, str):
         return json.dumps({"bare": address})
     if isinstance(address, SocketFile):
@@ -32,7 +32,7 @@ def written(address: SocketFile | Endpoints | str) -> str:
 
 
 def work(rank: int, line: str) -> None:
-    """Answer plans like a worker, until a message arrives that is no plan."""
+    """Reply to plans like a worker, until a message arrives that is not a plan."""
     address = json.loads(line)
     if "bare" in address:
         answer_anything(address["bare"])
@@ -51,7 +51,7 @@ def answer_plans(rank: int, engine: LocalEngine | RemoteEngine) -> None:
 
 
 def answer_anything(path: str) -> None:
-    """Answer every message with a few bytes, until the connection ends."""
+    """Reply to every message with a few bytes, until the connection ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         while connection.recv(READ_BYTES):

@@ -1,9 +1,10 @@
-"""``make bench-moe``: experts over four ranks (TP 2, DP 2, EP 4), one thing changed at a time.
+"""``make bench-moe``: experts over four ranks (TP 2, DP 2, EP 4). Each variant changes one setting
+of the base.
 
 The variants change graphs, drafts, shared experts beside the routed ones, and the exchange that
 brings tokens to experts. Each variant is a deployment of the tiny DeepSeek. All deployments run at
-the same time, and they are measured by turns with the same chat requests. The ranks of an emulated
-NPU share this machine's cores, so the figures say nothing about an NPU.
+the same time, and they are measured alternately with the same chat requests. The ranks of an
+emulated NPU share this machine's cores, so the figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def main(
 def measure(
     bar: Progress, model: Path, variants: Mapping[str, Variant], steps: int, repeats: int
 ) -> dict[str, Any]:
-    """Deploy all variants, run all workloads by turns, and return the measurements."""
+    """Deploy all variants, run all workloads alternately, and return the measurements."""
     tokenizer = Tokenizer(model)
     engines = {name: _make_engine(model, name, variant, bar) for name, variant in variants.items()}
     warm_up, workloads = (

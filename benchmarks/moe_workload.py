@@ -1,4 +1,4 @@
-"""Chat requests for the demo model, so that the drafts belong to real answers."""
+"""Chat requests for the demo model. Its answers are real text, so the drafts are realistic."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ DUMMY_BLOCKS = 2
 
 
 class LoneGroup(CommGroup):
-    """A group without its other members: collectives return the right shapes, but not the right
-    values.
+    """A group with a single member. Its collectives return tensors of the right shapes, but not the
+    right values.
     """
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class OneRank:
             config,
             self.npu,
             self._model,
-            # One slot for each request of padding; some chips count these slots.
+            # Each padding request has one slot; some chips count these slots.
             num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
@@ -161,7 +161,9 @@ def _storages(values: list[Any]) -> set[int]:
 
 
 def _graphs_of(config: Config) -> list[BatchDescriptor]:
-    """All graphs that a configuration captures if every rank can afford them, largest first."""
+    """Return all graphs that a configuration captures if every rank can afford them, largest
+    first.
+    """
     graphs = [
         family.describe(bucket, config.scheduler.max_num_seqs)
         for family in candidate_families(config)

@@ -1,4 +1,5 @@
-"""``make bench-overlap``: idle time of an NPU between steps, with one and with two in flight.
+"""``make bench-overlap``: the idle time of an NPU between steps, with one step in flight and with
+two.
 
 The device is modelled (``docs/develop/device-time.md``). The host is real: it does all work that
 serving requires. There are no weights. The bench shows the time of a decode step, the part of this

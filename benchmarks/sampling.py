@@ -1,6 +1,7 @@
-"""The cost of sampling: steps of random, filtered and penalised requests against greedy ones.
+"""The cost of sampling: the bench compares steps of random, filtered and penalised requests with
+steps of greedy requests.
 
-All ways of sampling are measured by turns in one run of the whole engine. The ratios are of the
+All ways of sampling are measured alternately in one run of the whole engine. The ratios are of the
 emulator and say nothing about an NPU.
 """
 
@@ -37,7 +38,7 @@ COLUMNS = {
 
 
 def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Decode by turns in each way; return one record per batch and way."""
+    """Decode alternately in each way; return one record per batch and way."""
     path = write_checkpoint(SHAPE, folder / f"{SHAPE.name}-sampling", torch.float32)
     device = {"emulator": {"strict": False}}
     rows = []

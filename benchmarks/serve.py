@@ -39,7 +39,7 @@ TEXT = "The device never waits for the host, and tokens never wait for their rea
 PATH = "/v1/chat/completions"
 WARM_UP = 20  # steps
 SETTLE_S = 0.05  # time after the last step in which the step's frames are sent
-FRAMES_BEFORE = 1  # frames of a stream before its first token: the one with the assistant's role
+FRAMES_BEFORE = 1  # number of frames before the first token: one, with the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
 COLUMNS = {
     "server": "{server}",
@@ -91,11 +91,11 @@ def measure(
     on_ray: bool,
     is_apart: bool,
 ) -> dict[str, Any]:
-    """Stream by turns; return one row for each server and number of streams.
+    """Stream from each server in turn; return one row for each server and number of streams.
 
     Args:
-        is_apart: whether the servers have a core on which no client runs. So clients do not preempt
-            servers; remote clients would not, either.
+        is_apart: whether the servers have a core on which no client runs. Then clients do not
+        preempt servers, as with remote clients.
     """
     config = make_config(
         {
@@ -109,7 +109,7 @@ def measure(
     with ExitStack() as stack:
         client = stack.enter_context(Client())
         served = stack.enter_context(plain(config, folder))
-        # The first turn warms up. Its frames are those that the floor sends later.
+        # The first turn warms up. Later the floor sends the frames of this turn.
         frames = turn(client, served, request, 1, pace, tokens).frames
         servers = [stack.enter_context(floor(_by_steps(frames))), served]
         for name in ("proxy", "haproxy") if on_ray else ():
@@ -180,7 +180,7 @@ def turn(
     pace: Pace,
     tokens: Sequence[int],
 ) -> Turn:
-    """Stream once."""
+    """Open the streams, run the steps, and return the results."""
     answer = client.begin(Ask(server.port, request, num_streams))
     server.source.wait_for(num_streams)
     begun_s, sent_s = 0.0, []

@@ -17,8 +17,8 @@ FRAMES = re.compile(rb"data: .*?\n\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Ask:
-    """An order to open a number of streams, all of the same request, at a server of this
-    machine.
+    """A command to open a number of streams at a server of this machine. All streams send the same
+    request.
     """
 
     port: int
@@ -70,7 +70,7 @@ def read_streams(ask: Ask) -> list[Stream]:
 
 
 def run_client(asks: Connection) -> None:
-    """Answer each ``Ask`` with the arrival times of all streams and the frames of the first
+    """Reply to each ``Ask`` with the arrival times of all streams and the frames of the first
     stream.
     """
     while (ask := asks.recv()) is not None:

@@ -83,8 +83,8 @@ class PacedEngine:
 
 
 class ByteSource:
-    """Sends the floor one byte for each step. The floor answers one byte for each stream that
-    opens.
+    """Sends one byte to the floor's server for each step. The server sends one byte back for each
+    stream that opens.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -35,7 +35,7 @@ CORES = 4  # number of cores that Ray counts; large enough for the cores that al
 
 @contextmanager
 def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iterator[Server]:
-    """``serve run dist_aclgraph:app`` with another engine."""
+    """Run ``serve run dist_aclgraph:app`` with a paced engine in the place of the deployment."""
     engine = PacedEngine(directory)
     found = PacedDeployment(engine.address, config.max_model_len or 4096)
     port, (ours, theirs) = free_port(), spawn.Pipe()
@@ -54,8 +54,8 @@ def ray_serve(config: Config, directory: Path, *, haproxy: bool = False) -> Iter
 def _serve(
     config: Config, found: PacedDeployment, port: int, haproxy: bool, stop: Connection
 ) -> None:
-    # Set before Ray is imported, because Ray reads these variables at import; its processes inherit
-    # them.
+    # The variables are set before Ray is imported, because Ray reads them at import. Ray's
+    # processes inherit them.
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
         if haproxy:
             take_over_environment(environment_with(_haproxy(folder)))
@@ -94,7 +94,9 @@ class _Found:
 
 
 def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment]:
-    """Return a function that finds the deployment as if it ran on this node of Ray."""
+    """Return a function that finds the deployment, and reports this node of Ray as the deployment's
+    node.
+    """
     return _Found(replace(found, address=replace(found.address, node_id=node_id), node_id=node_id))
 
 

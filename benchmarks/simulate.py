@@ -1,9 +1,9 @@
 """``make bench-simulate``: compare a load on emulated NPUs with the simulation of the same load.
 
 The deployment serves a first load, in which the times of its steps are measured, and then a second
-load. ``simulate`` simulates the second load with the measured times. Steps and padding of the two
-should be equal, except for the effect of requests that arrive while the scheduler decides the first
-step. Seconds should differ by less than 15 %.
+load. Then ``simulate`` simulates the second load with the measured times. Steps and padding of the
+two should be equal, except for the effect of requests that arrive while the scheduler decides the
+first step. Seconds should differ by less than 15 %.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def report_of(engine: DecodeEngine) -> dict[str, Any]:
 
 
 def counts_of(report: dict[str, Any]) -> dict[str, float]:
-    """Return those counters of a deployment that a simulation also has."""
+    """Return the counters of a deployment that a simulation also has."""
     return {
         "replays": sum(bucket["replays"] for bucket in report["buckets"]),
         "eager steps": sum(report["eager_steps"].values()),

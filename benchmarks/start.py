@@ -72,7 +72,7 @@ def main(
     local = start_ray(several)
     found: dict[int, list[dict[str, float]]] = {1: [], groups: []}
     try:
-        start_once(one)  # not compared: this start reads files for the first time, and builds
+        start_once(one)  # not compared: the first start reads files, and builds the emulator
         for _ in range(turns):
             found[1].append(start_once(one))
             found[groups].append(start_once(several))

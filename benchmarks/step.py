@@ -46,7 +46,7 @@ from dist_aclgraph.steps.step import (
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
 WARM_UP = 40  # number of steps, including those of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
-# Sampling by name: fields of a row, beside its seed.
+# Ways of sampling by name. Each way has the fields of a row, except the seed.
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 0.8, "top_p": 0.9},

@@ -1,10 +1,11 @@
-"""``make bench-structured``: what constrained requests cost a decode step.
+"""``make bench-structured``: the additional time of a decode step with constrained requests.
 
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
-each step, some of the requests have a grammar: a typical JSON schema. Their numbers take turns. The
-device is modelled (``docs/develop/device-time.md``) with the shapes of Qwen3-8B and without
-weights; it computes nothing, so the tokens are arbitrary. The bench gives the matchers the tokens
-of a valid answer in their place. The vocabulary is made. The figures say nothing about an NPU.
+each step, some of the requests have a grammar: a typical JSON schema. The bench measures several
+numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``) with
+the shapes of Qwen3-8B and without weights; it computes nothing, so the tokens are arbitrary.
+Instead of these tokens, the bench gives the matchers the tokens of a valid answer. The vocabulary
+is generated. The figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class _Scripted(Matchers):
         return found
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # takes its time, too
+        super()._tokens(row, begin, end)  # called only for its time
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 
@@ -164,7 +165,7 @@ def sampling_of(constrained: int) -> list[dict[str, Any]]:
 
 
 def valid_answer(tokenizer: Tokenizer, length: int) -> list[int]:
-    """Return the beginning of an answer: an object whose last text does not end."""
+    """Return the beginning of an answer: an object whose last string does not end."""
     text = '{"name": "Ann Example", "age": 41, "tags": ["new", "open"], "address": {"street": "'
     rng = random.Random(1)
     while True:
@@ -196,7 +197,9 @@ def write_tokenizer(path: Path) -> None:
 
 
 def measure_compiling(tokenizer: Tokenizer) -> dict[str, float]:
-    """Return percentiles of compiling made schemas, and of their masks, in microseconds."""
+    """Return percentiles of the times to compile generated schemas, and to compute their masks, in
+    microseconds.
+    """
     rng, prepared = random.Random(3), open_tokenizer(vocabulary_of(tokenizer))
     compiled, masks = [], []
     words = llguidance.numpy.allocate_token_bitmask(1, VOCAB)

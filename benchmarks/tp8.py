@@ -1,6 +1,6 @@
-"""``make bench-tp8``: eight ranks of one model, by graph mode, in one run.
+"""``make bench-tp8``: a comparison of graph modes with eight ranks of one model, in one run.
 
-All modes are deployed at the same time and measured by turns, so that a drift of the machine's
+All modes are deployed at the same time and measured alternately, so that a drift of the machine's
 speed affects all modes equally. The workloads are batches of three sizes that only decode, and a
 batch during which more requests arrive. The ranks of an emulated NPU share this machine's cores, so
 the figures say nothing about an NPU.
@@ -84,7 +84,7 @@ def measure(
     repeats: int,
     modes: Sequence[str],
 ) -> dict[str, Any]:
-    """Deploy all modes, run all workloads by turns, and return the measurements."""
+    """Deploy all modes, run all workloads alternately, and return the measurements."""
     shape = Shape(hidden=256, layers=layers, heads=8, kv_heads=8, ffn=512, vocab=VOCAB)
     path = write_checkpoint(shape, folder / shape.name, torch.bfloat16)
     warm_up, workloads = _workloads(min(steps, WARM_UP_STEPS)), _workloads(steps)

@@ -1,5 +1,6 @@
-"""Deployments that run at the same time and are measured by turns, so that a drift of the machine's
-speed affects all equally."""
+"""Deployments that run at the same time and are measured alternately, so that a drift of the
+machine's speed affects all equally.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Turns:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        """Describe the device, and what it means for the figures."""
+        """Describe the device, and the consequences for the figures."""
         report = next(iter(self.reports.values()))
         warning = "emulated NPU on the CPU; not an NPU figure; " if report["emulated"] else ""
         return {
@@ -63,8 +64,8 @@ def take_turns(
     repeats: int,
     bar: Progress,
 ) -> Turns:
-    """Start all deployments, run all workloads by turns, once to warm up and then ``repeats``
-    times; stop all.
+    """Start all deployments. Run all workloads alternately, once to warm up and then ``repeats``
+    times. Stop all deployments.
 
     Ray must run, see ``ray_for``.
     """
@@ -126,7 +127,7 @@ def title(workload: str) -> str:
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
     """Return the number of requests whose tokens differ from those in one run of the base.
 
-    Only one run of the base counts, so that other runs of the base can differ from it.
+    All runs are compared with the same run of the base, so other runs of the base may also differ.
     """
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)

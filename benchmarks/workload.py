@@ -1,4 +1,6 @@
-"""Requests that arrive by a plan, and the measured step times, tokens and host time by stage."""
+"""Requests that arrive according to a plan, and measurements: step times, tokens, and host time by
+stage.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 SILENCE_S = 120.0
 QUERY_S = 60.0
-# Times that the worker counts in parallel to a step's stages, or counts again under another name.
+# Times that the worker measures in parallel to a step's stages, or reports a second time under
+# another name.
 BESIDE = ("update_ahead", "update_per_layer", "update_wait")
 
 
@@ -36,7 +39,7 @@ class Arrival:
 
 
 class Delivery(NamedTuple):
-    """The results of a step for one request."""
+    """The tokens of one request that one step delivered."""
 
     at_s: float
     num_tokens: int

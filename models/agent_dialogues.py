@@ -1,7 +1,8 @@
-"""The world of the demo of tools: seeded conversations with calls of tools, their results and JSON.
+"""The training conversations of tiny-agent, made from a seed, with calls of tools, their results
+and JSON.
 
-Every request has one right answer. Cities, names and numbers that a hash holds out are never in the
-training text; the tests use no others.
+Every request has one right answer. A hash selects cities, names and numbers that never occur in the
+training text. The evaluation uses only these words.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _CODAS = ("", "", "", "n", "r", "s", "l", "m", "t", "k")
 
 
 def is_held_out(word: str) -> bool:
-    """Whether a city, a name or a number is kept out of training: one in ten."""
+    """Whether a city, a name or a number is kept out of training. This is true for one word in
+    ten.
+    """
     return zlib.crc32(word.encode()) % 10 == 0
 
 
@@ -70,7 +73,8 @@ class World:
     """Draws the words of conversations. Owns the random numbers.
 
     Args:
-        held_out: draw only words that training never shows, or only others.
+        held_out: whether to draw only words that are kept out of training; otherwise only other
+        words are drawn.
     """
 
     def __init__(self, seed: int, *, held_out: bool = False) -> None:
@@ -86,11 +90,15 @@ class World:
         )
 
     def number(self, low: int, high: int) -> int:
-        """A number within the bounds, which are included; those below 10 are never held out."""
+        """Return a number from ``low`` to ``high``, both included. Numbers below 10 are never held
+        out.
+        """
         return int(self._draw(lambda: str(self.rng.randint(low, high)), free_below=10))
 
     def invented(self) -> str:
-        """A word of syllables. In training, some are random letters: each token must be copied."""
+        """Return an invented word of syllables. In training, some words are random letters, so that
+        the model learns to copy every token.
+        """
         if not self._held_out and self.rng.random() < 0.35:
             letters = self.rng.choices(string.ascii_lowercase, k=self.rng.randint(3, 8))
             return "".join(letters).capitalize()
@@ -127,10 +135,10 @@ class Tool:
     asks: tuple[str, ...]
     asks_two: tuple[str, ...]
     make: Callable[[World], dict[str, Any]]  # the arguments of one call
-    result: Callable[[World, dict[str, Any]], tuple[str, str]]  # result and the sentence on it
+    result: Callable[[World, dict[str, Any]], tuple[str, str]]  # result, and a sentence about it
 
     def describe(self, world: World, *, is_short: bool) -> dict[str, Any]:
-        """The tool as a client describes it, in one of the many ways in which clients do."""
+        """Return a client's description of the tool, in one of the many forms that clients use."""
         rng = world.rng
         number = rng.choice(("integer", "number"))
         kinds = {k: number if v == "number" else v for k, v in self.parameters.items()}
@@ -251,7 +259,7 @@ def assistant(text: str) -> Message:
 
 
 def call_turns(world: World, tool: Tool, *, count: int = 1) -> list[Message]:
-    """Question, calls, results and answer."""
+    """Return the messages: a question, calls, results and an answer."""
     made = [tool.make(world) for _ in range(count)]
     if count == 1:
         asked = world.rng.choice(tool.asks).format(**made[0])
@@ -269,7 +277,7 @@ def call_turns(world: World, tool: Tool, *, count: int = 1) -> list[Message]:
 
 
 def refused_turns(world: World, tool: Tool) -> list[Message]:
-    """A question for a tool that is not given."""
+    """Return a question that needs a tool that is not given, and the refusal."""
     return [call_turns(world, tool)[0], assistant(UNKNOWN)]
 
 
@@ -290,7 +298,9 @@ def chat_turns(world: World) -> list[Message]:
 
 
 def repeat_turns(world: World) -> list[Message]:
-    """Copying: what makes the heads form that arguments need."""
+    """Return a request to repeat words. Training on copies forms the attention heads that arguments
+    need.
+    """
     words = " ".join(
         str(world.number(1, 999)) if world.rng.random() < 0.3 else world.name()
         for _ in range(world.rng.randint(1, 4))
@@ -305,10 +315,11 @@ class Conversation:
 
 
 def conversation(world: World, stage: int, exchanges: int) -> Conversation:
-    """A conversation for training.
+    """Return a conversation for training.
 
-    Stage 0 has one tool, described shortly, and many copies; stage 1 has everything; stage 2 has
-    more of what is hard: two calls, and questions for tools that are not given.
+    Stage 0 has one tool with a short description, and many copies. Stage 1 has all kinds of
+    conversations. Stage 2 has more of the difficult kinds: two calls, and questions for tools that
+    are not given.
     """
     rng = world.rng
     most = 1 if stage == 0 else rng.choice((1, 1, 2, 2, 3, 4))
@@ -338,7 +349,7 @@ def _count(rng: random.Random, tool: Tool, stage: int) -> int:
 
 
 def held_out_cases(skill: str, count: int, seed: int = 1) -> list[Conversation]:
-    """Conversations whose last message is the expected answer; each has its own words.
+    """Return conversations whose last message is the expected answer; no two have the same words.
 
     Chats are few and fixed, and therefore the same as in training.
     """

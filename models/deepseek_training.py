@@ -1,7 +1,8 @@
-"""The arithmetic of DeepSeek V3 as it is trained: latent attention, experts, next-token module.
+"""A DeepSeek V3 in the form in which it is trained: latent attention, experts, next-token module.
 
-Parameters have the names of a published checkpoint, except that each layer's experts lie in one
-tensor; ``checkpoint_tensors`` cuts them apart. All experts run on all tokens, as tiny ones may.
+Parameters have the names of a published checkpoint, except that one tensor contains all experts of
+a layer; ``checkpoint_tensors`` splits it. All experts run on all tokens, because the experts are
+tiny.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-BIAS_STEP = 1e-3  # how fast the correction bias evens out the experts' loads
+BIAS_STEP = 1e-3  # change of the correction bias per step, which balances the experts' loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,9 @@ class Mlp(nn.Module):
 
 
 class Gate(nn.Module):
-    """Sigmoid scores; experts are chosen with the correction bias, and weighted without it."""
+    """The gate computes sigmoid scores. The correction bias affects the choice of experts, but not
+    their weights.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -161,9 +164,9 @@ class Layer(nn.Module):
 
 
 class NextTokenModule(Layer):
-    """Predicts one token further, from a hidden state and the token that came after it.
+    """Predicts the token after the next token, from a hidden state and the next token.
 
-    Embedding and head are the main model's; a checkpoint holds copies of them.
+    Embedding and head are shared with the main model; a checkpoint contains copies.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -220,7 +223,9 @@ class DeepSeek(nn.Module):
 
 
 def checkpoint_tensors(model: DeepSeek) -> dict[str, Tensor]:
-    """The weights by the names of a published checkpoint, in bfloat16 but for the gates' bias."""
+    """Return the weights by the names of a published checkpoint, in bfloat16, except the gates'
+    bias.
+    """
     tensors = {}
     for name, tensor in model.state_dict().items():
         prefix, _, last = name.rpartition(".")
@@ -243,7 +248,7 @@ def checkpoint_tensors(model: DeepSeek) -> dict[str, Tensor]:
 
 
 def load_tensors(model: DeepSeek, tensors: dict[str, Tensor]) -> None:
-    """The inverse of ``checkpoint_tensors``."""
+    """Load tensors that ``checkpoint_tensors`` returned."""
     state = {}
     for name in model.state_dict():
         prefix, _, last = name.rpartition(".")

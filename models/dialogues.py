@@ -1,7 +1,8 @@
-"""The demo model's world: seeded dialogues about greeting, counting and small templated stories.
+"""The training text of the demo models: dialogues made from a seed, with greetings, counting, and
+short stories from templates.
 
 Every prompt that the model should answer exactly has one right answer, so that training and
-evaluation agree on what "right" is. Held-out prompts are told apart by a hash of the prompt.
+evaluation agree on what "right" is. A hash of a prompt decides whether the prompt is held out.
 """
 
 from __future__ import annotations
@@ -100,12 +101,12 @@ class Turn:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt is kept out of training: one in ten."""
+    """Whether a prompt is kept out of training. This is true for one prompt in ten."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
 def count_turn(rng: random.Random, largest: int = MAX_NUMBER, longest: int = 24) -> Turn:
-    """Counting up, or down, to a bound that the prompt names."""
+    """Return a turn that counts up, or down, to a bound that the prompt names."""
     length = rng.randint(1, longest) if rng.random() < 0.7 else rng.randint(1, 8)
     if rng.random() < 0.5:
         if rng.random() < 0.35:
@@ -131,7 +132,9 @@ def count_turn(rng: random.Random, largest: int = MAX_NUMBER, longest: int = 24)
 
 
 def special_count_turn(rng: random.Random) -> Turn:
-    """Counting in other words: to a number word, or downwards without saying so."""
+    """Return a turn that counts to a number that is written as a word, or downwards without the
+    word "down" in the prompt.
+    """
     if rng.random() < 0.5:
         last = rng.randint(1, len(NUMBER_WORDS))
         ask = rng.choice(("Count to {}!", "Count to {}.", "Please count to {}."))
@@ -144,19 +147,21 @@ def special_count_turn(rng: random.Random) -> Turn:
 
 
 def greet_turn(rng: random.Random) -> Turn:
-    """A greeting, or a question about the model itself."""
+    """Return a greeting, or a question about the model itself."""
     prompt = rng.choice(tuple(GREETINGS))
     return Turn("greet", prompt, GREETINGS[prompt])
 
 
 def loose_greet_turn(rng: random.Random) -> Turn:
-    """A greeting as people type it: lower case, no mark at its end."""
+    """Return a greeting in lower case, without a mark at its end."""
     turn = greet_turn(rng)
     return Turn("greet", turn.prompt.lower().rstrip("!?"), turn.answer)
 
 
 def story_turn(rng: random.Random, asks: tuple[str, ...] = STORY_ASKS) -> Turn:
-    """A templated story; what the prompt names (animal, place, name) comes back in it."""
+    """Return a story from a template. The animal, place and name in the prompt occur in the
+    story.
+    """
     slots = {
         "animal": rng.choice(ANIMALS),
         "place": rng.choice(PLACES),
@@ -171,17 +176,19 @@ def story_turn(rng: random.Random, asks: tuple[str, ...] = STORY_ASKS) -> Turn:
 
 
 def repeat_turn(rng: random.Random) -> Turn:
-    """Copying: what makes the heads form that counting to a bound needs."""
+    """Return a request to repeat words. Training on copies forms the attention heads that counting
+    to a bound needs.
+    """
     pool = (*ANIMALS, *COLOURS, *NAMES, *(str(n) for n in range(MAX_NUMBER + 1)))
     words = " ".join(rng.choice(pool) for _ in range(rng.randint(1, 6)))
     return Turn("repeat", f"Repeat: {words}", words)
 
 
 def training_turn(rng: random.Random, stage: int) -> Turn:
-    """A turn that is not held out.
+    """Return a turn that is not held out.
 
-    Stage 0 is short counts and copies alone, stage 1 everything; stage 2 adds longer counts, other
-    ways to ask, and more stories whose prompts name a place.
+    Stage 0 has only short counts and copies. Stage 1 has all kinds of turns. Stage 2 adds longer
+    counts, other forms of questions, and more stories whose prompts name a place.
     """
     while True:
         draw = rng.random()
@@ -194,7 +201,7 @@ def training_turn(rng: random.Random, stage: int) -> Turn:
         elif draw < 0.6:
             turn = repeat_turn(rng)
         elif draw < 0.75:
-            # Few and fixed: nothing is held out.
+            # There are only a few fixed greetings, so none is held out.
             return loose_greet_turn(rng) if stage == 2 and draw < 0.66 else greet_turn(rng)
         else:
             turn = story_turn(rng, STORY_ASKS[1:3] if stage == 2 and draw < 0.92 else STORY_ASKS)
@@ -210,7 +217,7 @@ def _polish_turn(rng: random.Random) -> Turn:
 
 
 def held_out_turns(kind: str, count: int, seed: int = 1) -> list[Turn]:
-    """Distinct prompts of one kind that training never shows."""
+    """Return turns of one kind with different prompts, none of which occurs in training."""
     make = {"count up": count_turn, "count down": count_turn, "story": story_turn,
             "repeat": repeat_turn}[kind]  # fmt: skip
     rng = random.Random(seed)

@@ -1,7 +1,8 @@
 """Makes models/tiny-agent: a Qwen3 checkpoint of under a million parameters that calls tools.
 
-Seeded and offline, see ``agent_dialogues.py`` and ``tiny_chat.py``. ``--evaluate`` only measures
-what is there. Fails if less than 95 % of the held-out answers are exact.
+The script uses a seed and no network; see ``agent_dialogues.py`` and ``tiny_chat.py``. With
+``--evaluate`` it only measures the existing checkpoint. It fails if less than 95 % of the held-out
+answers are exact.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Training runs on the CPU: keep torch and transformers from loading torch_npu, which wants CANN.
+# Training runs on the CPU. torch and transformers must not load torch_npu, which needs CANN.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 sys.modules["torch_npu"] = None  # type: ignore[assignment]
 
@@ -90,10 +91,10 @@ TEMPLATE = _template()
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE in which a word has the same tokens in prose and in JSON.
+    """Train a byte-level BPE in which a word has the same tokens in prose and in JSON.
 
-    Spaces and marks are tokens apart from words, a digit is a token, and a line break never joins
-    another token, so that a prompt and its answer are encoded as their parts are.
+    Spaces and marks are separate tokens, a digit is a token, and a line break is never a part of a
+    longer token. So the tokens of a prompt and its answer are the tokens of the two parts.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -104,7 +105,7 @@ def train_tokenizer() -> tokenizers.Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=766,  # and the two tokens of tools: a multiple of 64
+        vocab_size=766,  # with the two tokens for tools, the size is a multiple of 64
         min_frequency=8,
         special_tokens=[AddedToken(token, special=True) for token in tiny_chat.SPECIAL],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -118,7 +119,7 @@ def train_tokenizer() -> tokenizers.Tokenizer:
 
 
 def render(talk: dialogues.Conversation, *, is_prompt: bool = False) -> str:
-    """The text of a conversation, or of the prompt that asks for its last message."""
+    """Return the text of a conversation, or of the prompt for its last message."""
     return TEMPLATE.render(
         tools=talk.tools,
         messages=talk.messages[:-1] if is_prompt else talk.messages,
@@ -137,7 +138,9 @@ class Batches:
         self._opening = self.encode("<|im_start|>assistant\n")
 
     def weigh(self, ids: list[int]) -> list[float]:
-        """Weights of a conversation's tokens: what the assistant says counts."""
+        """Return the loss weights of a conversation's tokens; only tokens of the assistant have a
+        weight.
+        """
         weights, width, inside = [], len(self._opening), False
         for i, token in enumerate(ids):
             inside = inside or ids[i - width : i] == self._opening
@@ -147,7 +150,7 @@ class Batches:
         return weights
 
     def row(self, stage: int, length: int) -> tuple[list[int], list[float]]:
-        """One conversation, cut to the length."""
+        """Return one conversation, cut to the length."""
         talk = dialogues.conversation(self.world, stage, max(2, length // 24))
         ids = self.encode(render(talk))[:length]
         weights, missing = self.weigh(ids), length - len(ids)
@@ -161,7 +164,9 @@ class Batches:
 def evaluate(
     generate: tiny_chat.Generate, batches: Batches, count: int
 ) -> dict[str, tuple[int, int]]:
-    """Exact answers and cases of each skill, greedy and without a mask."""
+    """Return the numbers of exact answers and of cases for each skill; answers are greedy and
+    without masks.
+    """
     results = {}
     for skill in dialogues.SKILLS:
         cases = dialogues.held_out_cases(skill, count)
@@ -178,7 +183,7 @@ def _is_exact(generate: tiny_chat.Generate, batches: Batches, case: dialogues.Co
 def save(model: Qwen3ForCausalLM, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
     """Write weights in bfloat16; the model in memory keeps its float32 ones."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out, max_shard_size="1GB")
-    tiny_chat.save_tokenizer(tokenizer, out, CHAT_TEMPLATE)  # save_pretrained writes its own
+    tiny_chat.save_tokenizer(tokenizer, out, CHAT_TEMPLATE)  # save_pretrained writes others
 
 
 def main() -> None:
@@ -209,7 +214,7 @@ def main() -> None:
         for _ in progress:
             save(model, tokenizer, args.out)
             print("saved", flush=True)
-    # The weights as they were rounded.
+    # These are the rounded weights.
     model = Qwen3ForCausalLM.from_pretrained(args.out.resolve(), dtype=torch.float32)
     generate = tiny_chat.generator(model, batches)
     model.eval()

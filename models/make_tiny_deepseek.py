@@ -1,8 +1,9 @@
 """Makes models/tiny-deepseek: a DeepSeek V3 checkpoint of four million parameters that can talk a
 little: latent attention, experts, and a next-token module that is trained jointly.
 
-Seeded and offline, see ``tiny_chat.py``. ``--evaluate`` only measures what is there: answers by
-transformers' DeepSeek V3, and how often the next-token module is right about them.
+The script uses a seed and no network; see ``tiny_chat.py``. With ``--evaluate`` it only measures
+the existing checkpoint: answers of transformers' DeepSeek V3, and the share of their tokens that
+the next-token module predicts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-# Training runs on the CPU: keep torch and transformers from loading torch_npu, which wants CANN.
+# Training runs on the CPU. torch and transformers must not load torch_npu, which needs CANN.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 sys.modules["torch_npu"] = None  # type: ignore[assignment]
 
@@ -26,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
 
-NEXT_TOKEN_WEIGHT = 0.3  # of the module's loss
+NEXT_TOKEN_WEIGHT = 0.3  # weight of the module's loss in the sum
 
 
 def save(model: DeepSeek, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
@@ -60,7 +61,7 @@ def save(model: DeepSeek, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
 
 
 def generator(out: Path, batches: tiny_chat.Batches) -> tiny_chat.Generate:
-    """Greedy answers of transformers, with the weights that were saved."""
+    """Return a function that gives greedy answers of transformers with the saved weights."""
     model = DeepseekV3ForCausalLM.from_pretrained(out.resolve(), dtype=torch.float32).eval()
     return tiny_chat.generator(model, batches)
 
@@ -69,13 +70,15 @@ def generator(out: Path, batches: tiny_chat.Batches) -> tiny_chat.Generate:
 def acceptance(
     model: DeepSeek, generate: tiny_chat.Generate, batches: tiny_chat.Batches, prompts: list[str]
 ) -> str:
-    """How many tokens of greedy answers, from the second on, the module knew one step before."""
+    """Return how many tokens of greedy answers, from the second token on, the module predicted one
+    step earlier.
+    """
     model.eval()
     right = total = 0
     for prompt in map(batches.prompt, prompts):
         answer = generate(prompt)
         ids = torch.tensor([prompt + answer])
-        guesses = model(ids)[1][0].argmax(-1)  # guess i is about token i + 2
+        guesses = model(ids)[1][0].argmax(-1)  # guess i predicts token i + 2
         first = len(prompt) + 1
         right += int((guesses[first - 2 : -1] == ids[0, first:]).sum())
         total += len(answer) - 1

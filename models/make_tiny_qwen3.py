@@ -1,6 +1,7 @@
 """Makes models/tiny-qwen3: a Qwen3 checkpoint of about a million parameters that can talk a little.
 
-Seeded and offline, see ``tiny_chat.py``. ``--evaluate`` only measures what is there.
+The script uses a seed and no network; see ``tiny_chat.py``. With ``--evaluate`` it only measures
+the existing checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-# Training runs on the CPU: keep torch and transformers from loading torch_npu, which wants CANN.
+# Training runs on the CPU. torch and transformers must not load torch_npu, which needs CANN.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 sys.modules["torch_npu"] = None  # type: ignore[assignment]
 

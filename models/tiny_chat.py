@@ -1,4 +1,4 @@
-"""What the demo models share: tokenizer, training text, the schedule, and how they are judged.
+"""The common parts of the demo models: tokenizer, training text, schedule, and evaluation.
 
 The texts come from ``dialogues.py``; a model learns in two stages, counting and copying first.
 """
@@ -32,8 +32,8 @@ from torch import Tensor
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PROMPT_WEIGHT = 0.05
-STRESS_WEIGHT = 4.0  # a word that the prompt named
-END_WEIGHT = 3.0  # the decision to stop is rare in the text and matters most
+STRESS_WEIGHT = 4.0  # loss weight of a word that the model must copy from the prompt
+END_WEIGHT = 3.0  # loss weight of the end token, which is rare in the text but important
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -66,7 +66,9 @@ def start(doc: str | None, name: str) -> argparse.Namespace:
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE; each number from 0 to 100 is one token, with or without its space."""
+    """Train a byte-level BPE. Each number from 0 to 100 is one token, with or without a space
+    before it.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -121,7 +123,7 @@ class Batches:
         return self.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
     def row(self, stage: int, length: int) -> tuple[list[int], list[float]]:
-        """One conversation of as many turns as fit, or now and then a bare story."""
+        """Return one conversation with as many turns as fit, or sometimes a story alone."""
         ids: list[int] = []
         weights: list[float] = []
         if stage and self.rng.random() < 0.06:
@@ -142,7 +144,9 @@ class Batches:
 
 
 def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross entropy of [rows, length, vocab] against [rows, length], by weight."""
+    """Return the weighted mean of the cross entropy of logits [rows, length, vocab] and tokens
+    [rows, length].
+    """
     losses = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), reduction="none"
     )
@@ -158,7 +162,9 @@ def train(
     peak_rate: float,
     scale: float,
 ) -> Iterator[None]:
-    """AdamW with a cosine; pauses every few minutes, so that an early stop leaves a model."""
+    """Train with AdamW and a cosine schedule. Yield every few minutes, so that the caller can save
+    the model before an early stop.
+    """
     plan = [entry for entry in schedule for _ in range(int(entry[1] * scale))]
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
@@ -218,7 +224,7 @@ def save_tokenizer(
 
 
 def generator(model: Any, batches: Batches) -> Generate:
-    """Greedy answers of a transformers model, one prompt at a time."""
+    """Return a function that gives greedy answers of a transformers model, one prompt at a time."""
 
     @torch.no_grad()
     def generate(ids: list[int]) -> list[int]:
@@ -233,7 +239,9 @@ def generator(model: Any, batches: Batches) -> Generate:
 
 
 def evaluate(generate: Generate, batches: Batches, count: int) -> dict[str, str]:
-    """Exact answers on prompts that training never showed (greetings: on all of them)."""
+    """Return the share of exact answers for each skill. Prompts are not in the training text,
+    except greetings.
+    """
     results = {}
     for kind in ("count up", "count down", "repeat"):
         turns = held_out_turns(kind, count)
@@ -247,7 +255,7 @@ def evaluate(generate: Generate, batches: Batches, count: int) -> dict[str, str]
         for asked, answer in GREETINGS.items()
     )
     results["greet"] = f"{right}/{len(GREETINGS)}"
-    count = min(count, 24)  # there are no more held-out ways to ask for a story
+    count = min(count, 24)  # there are only 24 held-out prompts for a story
     turns = held_out_turns("story", count)
     made = [generate(batches.prompt(turn.prompt)) for turn in turns]
     known = {tuple(ids) for ids in made}
@@ -257,7 +265,7 @@ def evaluate(generate: Generate, batches: Batches, count: int) -> dict[str, str]
 
 
 def _is_story(batches: Batches, ids: list[int], turn: Turn) -> bool:
-    """A story ends by itself and keeps the animal, place and name that were asked for."""
+    """Whether a story ends by itself and contains the animal, place and name of the prompt."""
     asked = turn.prompt.removesuffix(".").split()
     words = [asked[i + 1] for i, word in enumerate(asked[:-1]) if word in ("a", "the", "named")]
     text = batches.tokenizer_text(ids)

@@ -1,6 +1,7 @@
 """Small checkpoints with random weights, and the tokens that transformers generates from them.
 
-transformers looks for torch_npu: the emulator must be loaded before (fixture ``npu``).
+The emulator must be loaded before transformers (fixture ``npu``), because transformers imports
+torch_npu.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-VOCAB = 503  # a prime: no group divides it
+VOCAB = 503  # a prime: no number of ranks divides it
 MAX_LEN = 512
 
 LLAMA3_ROPE = {
@@ -121,7 +122,7 @@ def make_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def greedy(model: Any, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """Return the ``count`` most probable tokens of each prompt, one after another, by transformers.
+    """Return ``count`` greedy tokens for each prompt, as transformers generates them.
 
     All prompts are one batch, padded on the left.
     """
@@ -141,14 +142,18 @@ def greedy(model: Any, prompts: Sequence[list[int]], count: int) -> list[list[in
 
 
 def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """[len(answer), vocab], at the places where the answer's tokens were chosen."""
+    """Return log-probabilities [len(answer), vocab] at the positions at which the answer's tokens
+    were chosen.
+    """
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1)
 
 
 def add_next_token_module(directory: Path) -> None:
-    """Give a DeepSeek checkpoint a next-token module of seeded weights, good for no prediction."""
+    """Add a next-token module with seeded random weights to a DeepSeek checkpoint. Its predictions
+    are arbitrary.
+    """
     path = directory / "config.json"
     config = json.loads(path.read_text())
     last, width = config["num_hidden_layers"] - 1, config["hidden_size"]

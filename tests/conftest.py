@@ -13,12 +13,13 @@ from hypothesis import settings
 from dist_aclgraph.environment import disable_backend_autoload
 from tests import laws
 
-# Before any test imports torch.
+# These variables are set before any test imports torch.
 disable_backend_autoload()
 
 OUR_VARIABLES = ("ASCEND_", "HCCL_", "TASK_QUEUE_ENABLE", "DIST_ACLGRAPH_")
 
-# Shared machines stall now and then: a deadline would measure them and not the code.
+# Shared machines stall sometimes, so a deadline of hypothesis would measure the machine, not the
+# code.
 settings.register_profile("quick", deadline=None, max_examples=laws.QUICK)
 settings.register_profile("full", deadline=None, max_examples=laws.FULL)
 settings.load_profile("quick")
@@ -27,12 +28,12 @@ settings.load_profile("quick")
 LONGEST = (Path(__file__).parent / "longest_files.txt").read_text().split()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+@pytest.hookimpl(tryfirst=True)  # this runs before xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no process waits long for another one at the end.
+    """Run the longest files first, so that at the end no process waits long for another process.
 
-    A process takes file after file. All tests of the session's Ray cluster run in the same process,
-    so that one cluster starts.
+    A process runs one file after another. All tests of the session's Ray cluster run in the same
+    process, so that only one cluster starts.
     """
     place = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
@@ -45,7 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove variables that change our behaviour, so that a test runs alike on every machine."""
+    """Remove environment variables that change the behaviour of our code, so that tests give the
+    same results on every machine.
+    """
     for name in list(os.environ):
         if name.startswith(OUR_VARIABLES):
             monkeypatch.delenv(name)
@@ -55,8 +58,8 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def npu() -> Any:
     """The emulated NPU of this process, lenient about dtypes so that float32 can be compared.
 
-    Its settings hold for the life of the process: tests that need others use processes of their
-    own.
+    A process cannot change the settings of its emulator. Tests that need other settings use
+    separate processes.
     """
     from dist_aclgraph.config import make_config
     from dist_aclgraph.device.npu import open_npu
@@ -67,7 +70,7 @@ def npu() -> Any:
     opened = open_npu(config.device, 0)
     import torch
 
-    # transformers beside us: a second thread that spins costs more than it brings.
+    # One thread for transformers: a second thread would spin, and cost more time than it saves.
     torch.set_num_threads(1)
     return opened
 
@@ -82,7 +85,7 @@ def ray_cluster() -> Iterator[None]:
 
     config = deployments.make_deployment_config("unused", parallel={"tp": 8})
     with deployments.session_starter(config) as starter:
-        starter.command(config)  # a fork server loads while Ray starts
+        starter.command(config)  # a fork server imports packages while Ray starts
         start_ray(config, starter)
         yield
         ray.shutdown()

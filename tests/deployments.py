@@ -27,7 +27,7 @@ ANSWER_S = 60.0
 
 @dataclass
 class Answer:
-    """All that came back for one request."""
+    """The results that a client received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -74,14 +74,14 @@ def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
     return make_config(raw)
 
 
-_starters: list[ProcessStarter] = []  # that of the session's Ray
+_starters: list[ProcessStarter] = []  # contains the starter of the session's Ray, if there is one
 
 
 @contextmanager
 def session_starter(config: Config) -> Iterator[ProcessStarter]:
-    """Start the processes of all deployments of the block by one starter.
+    """While the context is open, start the processes of all deployments by one starter.
 
-    A fork server imports torch once for all of them.
+    A fork server then imports torch only once for all these processes.
     """
     with closing(choose_starter(config)) as starter:
         _starters.append(starter)

@@ -1,8 +1,7 @@
-"""Fresh processes that have torch and the emulator's libraries in memory from the start.
-
-They are forked from one server process that has touched no device and started no thread, which
-spares each of them the seconds that loading takes. Settings of the emulator and the environment
-are each process's own.
+"""New processes that have torch and the emulator's libraries in memory from the start. One server
+process forks them. The server has opened no device and started no thread. So no process spends the
+seconds that importing takes. Each process has its own environment and its own settings of the
+emulator.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return the context whose processes come from the server, which starts with the first."""
+    """Return the context whose processes the server forks. The server starts with the first
+    process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
 
 
 def begin(environment: Mapping[str, str]) -> None:
-    """Take over an environment, in a forked process. Variables that torch reads while it is loaded
-    are set already.
+    """Set the environment of a forked process. The variables that torch reads at import were set
+    before.
     """
     os.environ.update(environment)
     import torch
@@ -41,4 +42,4 @@ def run_code(code: str, environment: Mapping[str, str], out: Path) -> None:
         os.dup2(file, stream.fileno())
         stream.reconfigure(write_through=True)
     exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
-    atexit._run_exitfuncs()  # as a program's end does, and a forked process's does not
+    atexit._run_exitfuncs()  # a forked process does not do this at its end

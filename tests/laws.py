@@ -1,22 +1,23 @@
-"""How many examples a law on the device is tried with.
+"""The number of examples for a law (a hypothesis test) that uses the device.
 
-``pytest`` alone takes a quarter of what a test names, ``--hypothesis-profile=full`` all.
+By default, a quarter of the examples that a test names are tried; with
+``--hypothesis-profile=full``, all of them.
 """
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-FULL, QUICK = 100, 25  # percent, in the profiles' own count of examples
+FULL, QUICK = 100, 25  # percent; stored as the number of examples of the hypothesis profiles
 
 
 def is_full() -> bool:
-    """Whether the profile asks for all."""
+    """Whether the profile demands all examples."""
     return settings().max_examples >= FULL
 
 
 def count(full: int) -> int:
-    """Return this profile's share of a number that a law names."""
+    """Return the number of examples for this profile, from the number that a law names."""
     return -(-full * settings().max_examples // FULL)
 
 

@@ -1,7 +1,7 @@
 """One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
 
-Workers, HCCL, negotiation, capture and the scheduler are those of a deployment, which starts in the
-same phases. Placement, channels and clients are missing; other tests cover them.
+Workers, HCCL, negotiation, capture and the scheduler are those of a deployment, and the phases of
+the start are the same. There are no placement, channels and clients; other tests cover these parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.unit.scheduler.requests import submit
 
 
 class ForkedStartup(Startup):
-    """The phases of a deployment, whose ranks exist already."""
+    """The phases of a deployment's start, with ranks that exist already."""
 
     def __init__(self, planner: Planner, group: LockstepGroup, meeting: str) -> None:
         super().__init__(
@@ -56,11 +56,11 @@ class ForkedStartup(Startup):
 
 
 class Lockstep:
-    """A group that has captured its graphs, and answers.
+    """A group that has captured its graphs, and can answer requests.
 
     Attributes:
-        scheduler: its own, as an engine has it.
-        ranks: runs its steps.
+        scheduler: the group's scheduler, like the one of an engine. ranks: the processes that run
+        the steps.
     """
 
     def __init__(self, planner: Planner, group: LockstepGroup, ranks: RankProcesses) -> None:
@@ -70,16 +70,16 @@ class Lockstep:
 
     @property
     def shares_contexts(self) -> bool:
-        """Whether several ranks keep, or run, a request between them."""
+        """Whether several ranks share the cache, or the computation, of a request."""
         parallel = self._planner.config.parallel
         return parallel.dcp * parallel.pcp > 1
 
     def restart(self, *, num_blocks: int | None = None, is_eager: bool = False) -> None:
-        """Forget all requests; caches are as good as empty.
+        """Remove all requests. No later request uses the contents of the caches.
 
         Args:
-            num_blocks: of each rank, no more than were made; None takes all.
-            is_eager: no graph is replayed from now on.
+            num_blocks: number of blocks of each rank, at most the number that exists; None means
+            all. is_eager: whether all following steps run eagerly.
         """
         planner, group, config = self._planner, self._group, self._planner.config
         offer, plan = group.offers[0], group.captured.plan
@@ -110,13 +110,13 @@ class Lockstep:
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        """Add a request; its answer grows with the steps."""
+        """Add a request, and return its answer, to which later steps add tokens."""
         self.scheduler.add(submit(name, prompt, params))
         self._answers[name] = Answer()
         return self._answers[name]
 
     def abort(self, name: str) -> None:
-        """End a request that may be over."""
+        """Abort a request, which may have ended already."""
         if (delta := self.scheduler.abort(name)) is not None:
             self._answers[name].take(delta)
 
@@ -131,7 +131,8 @@ class Lockstep:
         return done
 
     def turn(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Decide a step where one may be, and take in the oldest, as an engine does.
+        """Schedule a step if this is permitted, and process the result of the oldest step, as an
+        engine does.
 
         Args:
             meanwhile: called while steps are in flight.
@@ -163,7 +164,9 @@ class Lockstep:
         return answers
 
     def report(self) -> dict[str, Any]:
-        """Plan, graphs with their counters, eager steps by reason, and ranks, as a deployment's."""
+        """Return a report like that of a deployment: the plan, graphs with their counters, eager
+        steps by reason, and ranks.
+        """
         return {
             **group_report(self._group),
             **engine_report.group_report(self.scheduler, self._group.captured.costs, {}),
@@ -175,7 +178,7 @@ def lockstep(config: Config) -> Iterator[Lockstep]:
     """Start a group of all ranks of ``config``, and end it.
 
     Raises:
-        DistAclGraphError: as a start of a deployment raises it.
+        DistAclGraphError: for the same reasons as at the start of a deployment.
     """
     planner = Planner.from_config(config)
     assert len(planner.layout.lockstep_groups) == 1

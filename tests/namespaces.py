@@ -1,7 +1,8 @@
-"""Several nodes on one machine: network namespaces on a bridge, each with memory of its own.
+"""Several nodes on one machine. Each node has separate namespaces for network, shared memory and
+process ids. A bridge connects the networks.
 
-A node's processes share its network, its /dev/shm and its process ids with no other node. They all
-end with it, and with this process, however that ends.
+The network, /dev/shm and process ids of a node are not visible to other nodes. All processes of a
+node end when the node ends, or when this process ends for any reason.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-NETWORK = "10.231.7"  # inside the namespaces alone
+NETWORK = "10.231.7"  # exists only inside the namespaces
 _START_S = 20
 
 
 class NoNamespaces(Exception):
-    """This machine does not let us make namespaces; the text says what failed."""
+    """This machine does not permit namespaces; the message says which operation failed."""
 
 
 def _call(command: Sequence[str]) -> None:
@@ -31,7 +32,9 @@ def _call(command: Sequence[str]) -> None:
 
 
 class _Holder:
-    """A process that does nothing in namespaces of its own; with it ends all that runs in them."""
+    """An idle process that holds the namespaces of a node. When it ends, all processes in these
+    namespaces end.
+    """
 
     def __init__(self, setup: Sequence[str] = ()) -> None:
         script = " && ".join(["ip link set lo up", *setup, "echo ready", "exec cat"])
@@ -40,7 +43,7 @@ class _Holder:
                 *("unshare", "--net", "--uts", "--mount", "--propagation", "private"),
                 *("--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script),
             ],
-            stdin=subprocess.PIPE,  # its end, which this process's end brings, ends `cat`
+            stdin=subprocess.PIPE,  # `cat` ends when this process closes the pipe or ends
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,15 +57,15 @@ class _Holder:
         self.pid = int(Path(f"/proc/{parent}/task/{parent}/children").read_text())
 
     def enter(self, command: Sequence[str], folder: str = "/") -> list[str]:
-        """Return the command line that runs ``command`` inside."""
+        """Return the command line that runs ``command`` inside the namespaces."""
         target = ("--target", str(self.pid), "--net", "--uts", "--mount", "--pid")
         return ["nsenter", *target, f"--wd={folder}", "--", *command]
 
     def do(self, line: str) -> None:
-        """Run a short command inside.
+        """Run a short command inside the namespaces.
 
         Raises:
-            NoNamespaces: it failed.
+            NoNamespaces: the command failed.
         """
         _call(self.enter(line.split()))
 
@@ -79,11 +82,11 @@ class _Holder:
 
 
 class Node:
-    """One of several nodes.
+    """One node, with its own network, /dev/shm and process ids.
 
     Attributes:
-        address: IPv4, which the other nodes reach.
-        temporary: a folder for this node's files, TMPDIR of its processes.
+        address: IPv4 address, to which other nodes can connect. temporary: a folder for this node's
+        temporary files; the TMPDIR of its processes.
     """
 
     def __init__(self, index: int, holder: _Holder, switch: _Holder, temporary: Path) -> None:
@@ -92,8 +95,8 @@ class Node:
         self._holder, self._switch, self._port = holder, switch, f"port{index}"
 
     def connect(self) -> None:
-        """Put a cable between the node and the switch."""
-        # Made from outside, because a process id means the node here alone.
+        """Connect the node's network to the bridge."""
+        # Made outside of the node, because only there the process id identifies the node.
         ends = f"{self._port} netns {self._switch.pid} type veth"
         peer = f"peer name eth0 netns {self._holder.pid}"
         _call(f"ip link add {ends} {peer}".split())
@@ -106,8 +109,8 @@ class Node:
     ) -> subprocess.Popen:
         """Start a program in this node, in the caller's folder and in a process group of its own.
 
-        To end it before its node, signal the group (``os.killpg``): the process returned is the
-        one that waits for it.
+        To end the program before its node, signal the process group (``os.killpg``): the returned
+        process only waits for the program.
         """
         return subprocess.Popen(
             self._holder.enter(command, os.getcwd()),
@@ -127,23 +130,25 @@ class Node:
         )
 
     def set_link(self, is_up: bool) -> None:
-        """Plug the node's cable in, or pull it: packets are lost without any notice."""
+        """Connect the node to the network, or disconnect it. While it is disconnected, packets are
+        lost without an error.
+        """
         self._switch.do(f"ip link set {self._port} {'up' if is_up else 'down'}")
 
     def kill(self) -> None:
-        """End the node with all that runs in it, as a loss of power does."""
+        """End the node and all its processes at once, like a power failure."""
         self._holder.close()
 
 
 @contextmanager
 def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[list[Node]]:
-    """Make nodes on one network, and end them with all that runs in them.
+    """Make nodes on one network; at the end of the context, end them and all their processes.
 
     Args:
-        private: folders that are empty in each node and are no other's.
+        private: folders that are empty at first in each node, and that no other node shares.
 
     Raises:
-        NoNamespaces: this machine does not let us.
+        NoNamespaces: this machine does not permit namespaces.
     """
     mounts = [f"mount -t tmpfs tmpfs {shlex.quote(folder)}" for folder in private]
     with ExitStack() as stack:
@@ -166,7 +171,7 @@ def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[lis
 
 @functools.cache
 def why_no_nodes() -> str | None:
-    """Say why this machine cannot have nodes; None if it can."""
+    """Return the reason why this machine cannot have such nodes; None if it can."""
     try:
         with nodes(1):
             return None

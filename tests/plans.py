@@ -15,7 +15,9 @@ from dist_aclgraph.planning.plan import GraphPlan
 def make_plan(
     *decode: int, mixed: tuple[int, ...] = (), query_len: int = 1, **fields: Any
 ) -> GraphPlan:
-    """Return a plan with decode graphs and, in modes that have them, mixed ones."""
+    """Return a plan with graphs for decode batches and, if the mode has them, graphs for mixed
+    batches.
+    """
     mode = fields.pop("mode", "FULL_AND_PIECEWISE" if mixed else "FULL_DECODE_ONLY")
     families = []
     if decode and mode in DECODE_MODES:
@@ -42,5 +44,7 @@ def pieces(bucket: int) -> BatchDescriptor:
 def choose(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> tuple[int, ...]:
-    """Return the at most ``max_buckets`` sizes of least expected cost, ascending."""
+    """Return the sizes with the lowest expected cost, at most ``max_buckets`` of them, in ascending
+    order.
+    """
     return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))

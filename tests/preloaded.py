@@ -1,4 +1,4 @@
-"""Imported by the process that others are forked from: all that is slow to load, and no device."""
+"""The fork server imports this module, which imports all slow packages but opens no device."""
 
 from dist_aclgraph.actors.worker import worker  # noqa: F401
 from dist_aclgraph.device import emulator

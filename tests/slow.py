@@ -9,10 +9,12 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """Return the values of a parametrised test that is slow."""
+    """Return the parameters of a test; all are marked slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def slow_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of one parameter, of which some are tried by ``make test``."""
+    """Return the values of one parameter; all values that ``make test`` does not try are marked
+    slow.
+    """
     return [value if is_kept(value) else slow(value) for value in params]

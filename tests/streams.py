@@ -1,4 +1,4 @@
-"""Streams of the emulated device, taken so that tests find as few as they ask for."""
+"""Stream ids that a test holds, so that the emulated device has only a given number of free ids."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dist_aclgraph.device import emulator
 
 
 class HeldStreams:
-    """While open, holds all stream ids of the device but ``left``.
+    """While open, holds all stream ids of the device except ``left`` ids.
 
-    With software queues it first drains the pool that graphs before have left behind, so that as
-    many queues are free as ids.
+    With software queues it first empties the pool of queues that earlier graphs left, so that the
+    numbers of free queues and free ids are equal.
     """
 
     def __init__(self, left: int) -> None:
@@ -37,5 +37,5 @@ class HeldStreams:
 
 
 def ids_left() -> int:
-    """Return the stream ids that the device has left, by the emulator's own count."""
+    """Return the number of free stream ids of the device, as the emulator counts them."""
     return emulator.counters()["available"]

@@ -4,7 +4,7 @@ A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.
 templates renders the conversations below with each of the options. Two results are equal if the
 texts are equal, or if both sides refuse the conversation.
 
-transformers passes a content to the template as it is. The runtime passes text parts to a template
+transformers passes a content to the template unchanged. The runtime passes text parts to a template
 that reads parts, and one text to any other template. So the reference is the form, parts or text,
 whose prompt has all texts of the conversation.
 """
@@ -75,9 +75,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "effort": {"add_generation_prompt": True, "reasoning_effort": "high", "tools": TOOLS},
 }
 TEXTS = ("How warm is it", "First.", "Second.")  # texts of users
-# How a template that reads texts prints parts.
+# The text that a template prints for a list of parts, if the template expects texts.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
-# transformers leaves it in a prompt that has the last message twice.
+# transformers leaves this text in a prompt that has the last message twice.
 NONE_TEST = re.compile(r"content['\"\])]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 LEFT_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
 NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents")
@@ -137,8 +137,9 @@ def ours(
 
 
 def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield a conversation with its contents as they are, as texts, and as parts; each first with
-    arguments of calls as objects, then as JSON texts; then all with empty contents beside calls.
+    """Yield a conversation in all forms: with its contents unchanged, as texts, and as parts. Each
+    form comes first with arguments of calls as objects, and then as JSON texts. Then all these
+    forms follow with empty contents in messages that have calls.
     """
     filled = [{**m, "content": m.get("content") or ""} if m.get("tool_calls") else m for m in chat]
     for each in (chat, filled):
@@ -158,7 +159,7 @@ def with_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def forms_of_contents(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield a conversation as it is, with contents as texts, and with contents as parts."""
+    """Yield a conversation unchanged, with contents as texts, and with contents as parts."""
     yield chat
     for is_parts in (False, True):
         found = []

@@ -13,7 +13,9 @@ project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def pins(packages: list[str]) -> set[str]:
-    """Replace each extra of this project by its packages."""
+    """Return the requirements, with the packages of each extra of this project in the place of the
+    extra.
+    """
     found = set()
     for package in packages:
         own = re.fullmatch(rf"{project['name']}\[([\w.-]+)\]", package)

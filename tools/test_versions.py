@@ -1,7 +1,7 @@
 """``make test-versions``: run the tests of the emulator and of graphs, and a set of parity tests,
-with each line of torch_npu.
+with each release series of torch_npu.
 
-Each line has its own virtual environment (.venv-2.12 for 2.12) and its own build of the emulator.
+Each series has its own virtual environment (.venv-2.12 for 2.12) and its own build of the emulator.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 def all_lines() -> list[str]:
-    """Return the torch_npu lines for which pyproject.toml has an extra."""
+    """Return the series of torch_npu for which pyproject.toml has an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [name.removeprefix("npu-") for name in extras if name.startswith("npu-")]
 
 
 def set_up(line: str, environment: Path) -> str:
-    """Make the virtual environment and the emulator of a line; return the problem, or "" if there
+    """Make the virtual environment and the emulator of a series; return the problem, or "" if there
     is none.
     """
     command = ["make", "-s", "setup-dev", "emulator", f"NPU={line}", f"VENV={environment.name}"]
@@ -79,7 +79,7 @@ def count_outcomes(report: Path) -> dict[str, int]:
 
 
 def main(lines: Sequence[str]) -> int:
-    """Test the lines, print a table, and return the exit status."""
+    """Test each series, print a table, and return the exit status."""
     rows, is_good = [], True
     for line in lines or all_lines():
         environment = ROOT / f".venv-{line}"

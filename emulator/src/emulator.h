@@ -25,15 +25,15 @@ enum class TaskKind {
   HostCallback,
   EventRecord,   // edge inside one graph
   EventWait,     // edge inside one graph
-  ExternalTask,  // external event or value wait/write: has an order to work outside the graph
+  ExternalTask,  // external event, or value wait or write; ordered with work outside the graph
   GraphLaunch
 };
 
 struct LaunchTraits {
-  // For the counters: the operator's name if the launch counts each time it runs, or null.
+  // For the counters: the operator's name if each run of the launch is counted, else null.
   const char *ai_cpu = nullptr;     // the AI CPU runs it
   const char *unaligned = nullptr;  // a tensor does not begin at a multiple of 32 bytes
-  // Used with modelled time only.
+  // The next two fields are used with modelled time only.
   int64_t ns = 0;                   // time of the launch on the chip
   bool between_host_and_device = false;  // a copy that uses no core
   // Addresses of the operator's tensors, in the order of the arguments; null unless

@@ -11,22 +11,23 @@ namespace emu {
 struct Rates {
   // The chip.
   double bf16_tflops, int8_tflops, hbm_tb_s;
-  // Shares of the chip's peak that products of n x n matrices reach, and that other work reaches.
+  // The share of the chip's peak speed that products of n x n matrices reach, and the share that
+  // other work reaches.
   double matmul_1024, matmul_2048, matmul_4096, int8_matmul, attention, latent_attention;
-  // Shares of the memory's bandwidth.
+  // The shares of the memory's bandwidth that kinds of work reach.
   double weights_memory, cache_memory, vector_memory, softmax_memory, argmax_memory, sort_memory;
   // The minimum time of a kernel, and the gap between two kernels.
   double matmul_us, vector_us, decode_attention_us, prefill_attention_us, gap_us;
   double ai_cpu_us, ai_cpu_gb_s;
-  // Graphs, and tasks that are no kernels.
+  // Times of graphs, and of tasks that are not kernels.
   double graph_launch_us, update_attention_us, update_us, event_us;
-  // Copies between host and device.
+  // The speed of copies between host and device.
   double host_copy_us, host_gb_s;
-  // Collectives.
+  // The speed of collectives.
   double collective_aiv_us, collective_ffts_us, collective_aicpu_us;
   double link_us, pair_gb_s, port_gb_s, link_efficiency, node_ranks;
   double network_us, network_gb_s;
-  // MoeDistributeDispatch and Combine, with 7168 elements per token and 8 experts.
+  // Times of MoeDistributeDispatch and Combine, for 7168 elements per token and 8 experts.
   double dispatch_us, dispatch_token_us, combine_us, combine_token_us, doubling_us;
 };
 

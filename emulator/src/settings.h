@@ -10,9 +10,9 @@ namespace emu {
 
 enum class FaultKind { Fail, Stall, Die, Link, Remote, Retry, Memory, Ecc, Uce };
 
-// A fault at execution number `call` of operator `op`, or at its recording number `call` into a
-// graph. The name "alloc" means an allocation of device memory during a capture; `op` may also name
-// some calls of the host.
+// A fault happens when operator `op` is executed, or recorded into a graph, for the `call`-th time.
+// The name "alloc" means an allocation of device memory during a capture; `op` may also name some
+// calls of the host.
 struct Fault {
   std::string op;
   long call = 1;
@@ -33,17 +33,17 @@ struct Settings {
   std::string soc = "Ascend910B1";
   std::string cann = "8.5.0";
   bool strict = true;         // operators refuse what their documents exclude
-  // rules of a real device that differ from the emulator's: parts of the texts of refusals that the
-  // device does not make, and operators that the device refuses
+  // How a real device differs from the emulator: parts of the messages of refusals that the device
+  // does not make, and operators that only the device refuses.
   std::vector<std::string> admitted, refused;
   bool compute = true;        // false: launches, graphs and collectives run, arithmetic does not
   bool timed = false;         // in addition, streams have clocks with modelled time
   int choices = 1;            // without arithmetic, ArgMax returns an index below this number
-  std::map<std::string, double> rates;  // these replace rates of rates.cpp, by name
+  std::map<std::string, double> rates;  // by name; they replace rates of rates.cpp
   int streams = 2048;         // stream ids of one device
   bool software_sq = false;   // graphs take queues when executed instead of ids when captured
   HcclExpansion hccl_expansion = HcclExpansion::Ffts;
-  int hccl_streams_per_domain = -1;  // -1: as hccl_expansion determines
+  int hccl_streams_per_domain = -1;  // -1: hccl_expansion determines it
   int threads = 1;            // ATen threads of each worker
   int wait_s = 60;            // limit of a wait on the device
   int hccl_s = 120;           // limit of a wait for another rank
@@ -53,7 +53,7 @@ struct Settings {
   Fault faults[kFaults];      // each happens once, and counts its calls separately
   // a file that arms a fault while the file exists; its words are settings of the fault
   std::string fault_file;
-  size_t memory_limit_bytes = 0;  // larger totals fail although hbm_bytes is reported
+  size_t memory_limit_bytes = 0;  // a larger total fails, although hbm_bytes is reported
 };
 
 __attribute__((visibility("default"))) const Settings &settings();

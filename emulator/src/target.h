@@ -8,7 +8,7 @@
 
 namespace emu {
 
-// Atlas A2 and A3: the generations whose documents and sources the checks follow.
+// Atlas A2 and A3 are the generations of chips whose documents and sources the checks follow.
 enum class Chip { A2, A3, Other };
 
 inline Chip chip() {
@@ -20,8 +20,8 @@ inline Chip chip() {
 
 // Whether the CANN of the settings is older than this release. The releases whose rules differ,
 // with the dates of their operators' sources: 8.5.0 (November 2025), 8.5.1 (December 2025), 9.0
-// (2026), 9.1 (August 2026). If no source tells what 8.5.1 does, the emulator uses the rules of
-// 8.5.0, which are stricter.
+// (2026), 9.1 (August 2026). If no source describes the behaviour of 8.5.1, the emulator uses the
+// rules of 8.5.0, which are stricter.
 inline bool cann_before(int major, int minor = 0, int patch = 0) {
   static const std::array<int, 3> found = [] {
     std::array<int, 3> numbers{};

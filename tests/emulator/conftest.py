@@ -1,4 +1,6 @@
-"""The emulator, strict, in the test process; code that kills its process runs in another one."""
+"""The emulator in strict mode, in the process of the tests. Code that ends its process runs in
+another process.
+"""
 
 import json
 import os
@@ -16,7 +18,7 @@ from tests.forks import forks, run_code
 from tests.namespaces import Node
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines tries 8.5 as well
+SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines.py also tries 8.5
 
 PROLOGUE = """
 import json, os, sys, time
@@ -31,16 +33,16 @@ torch.npu.set_device(rank)
 """
 
 
-# At import, because test modules import torch_npu.
+# The emulator is loaded at import, because test modules import torch_npu.
 emulator.build()
 emulator.load(SETTINGS)
 import torch  # noqa: E402
 
 
 class Script:
-    """A program that runs; forked where its loading and its end are not the subject.
+    """A running program. It is forked, unless the test is about its imports or its end.
 
-    In a node of its own it runs as a program that was started there.
+    In a separate node, it is started as a program of this node.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Script:
             self._process.start()
 
     def output(self) -> str:
-        """Return the program's output so far."""
+        """Return the output that the program has printed up to now."""
         return self._out.read_text() if self._out.exists() else ""
 
     def finish(self, timeout_s: float) -> tuple[int, str]:
@@ -98,9 +100,9 @@ class Script:
 
 @pytest.fixture
 def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
-    """Run code in a process of its own and return (exit status, output).
+    """Run code in a separate process and return (exit status, output).
 
-    It is forked from one that has everything loaded, unless a ``fresh`` one is asked for.
+    The process is forked from a process that has imported all packages, unless ``fresh`` is set.
     """
 
     def run(
@@ -119,13 +121,17 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
 
 @pytest.fixture
 def hosts() -> str:
-    """Which host each rank counts as on, a letter for each, over again if there are more ranks."""
+    """Return the name of the emulated host of each rank: one letter for each rank, repeated if
+    there are more ranks than letters.
+    """
     return "a"
 
 
 @pytest.fixture
 def start_ranks(tmp_path_factory, hosts) -> Callable[..., list[Script]]:
-    """Start code once for each rank; in nodes, if they are given, as many ranks in each."""
+    """Start code once for each rank. If nodes are given, each node gets the same number of
+    ranks.
+    """
 
     def start(
         code: str,

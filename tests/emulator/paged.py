@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and the same in plain float32 torch."""
+"""Attention over a paged cache, and a reference in plain float32 torch."""
 
 import math
 
@@ -14,7 +14,9 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def reference(query, keys, values, heads, kv_heads, causal=False, mask=None):
-    """[rows, heads, D] over [length, kv_heads, D]; and the log-sum-exp [rows, heads]."""
+    """Return attention of queries [rows, heads, D] over keys [length, kv_heads, D], and the
+    log-sum-exps [rows, heads].
+    """
     group = heads // kv_heads
     keys, values = (t.float().repeat_interleave(group, 1) for t in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) / math.sqrt(query.shape[-1])

@@ -1,12 +1,12 @@
-"""Aborting the tasks of a device by torch_npu's own calls: what is lost, what remains, and how
-ranks continue.
+"""Aborting the tasks of a device by torch_npu's own calls: the lost state, the remaining state, and
+how ranks continue.
 """
 
 import re
 
 import pytest
 
-# A graph with a collective in it, run once; and the three calls of a way back.
+# A graph that contains a collective, run once; and the three calls of a recovery.
 RANKS = """
 dist.init_process_group("hccl")
 x, out = torch.ones(64, device="npu"), torch.zeros(64, device="npu")
@@ -155,7 +155,9 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
 
 
 def test_a_message_that_nobody_has_taken_when_it_is_aborted_never_comes(run_ranks):
-    """Lives use two sets of counters in turn: a stale counter would be seen two lives later."""
+    """Successive lives use two sets of counters in turn, so a stale counter would have an effect
+    two lives later.
+    """
     results = run_ranks(
         RANKS
         + """
@@ -329,8 +331,9 @@ leave()
     ],
 )
 def test_where_a_library_cannot_launch_the_runtime_knows_why(run_ranks, kind, said, code, fault):
-    """HCCL has one code for all that the runtime refuses; torch_npu asks the runtime for its own,
-    and has words for some."""
+    """HCCL has one error code for every refusal of the runtime. torch_npu then queries the
+    runtime's code, and has a message for some codes.
+    """
     faults = {"fault_op": "aclnnCumsum", "fault_call": 1, "fault_kind": kind}
 
     for output in finished(run_ranks(RANKS + LAUNCHES_BEHIND, 2, **faults)):

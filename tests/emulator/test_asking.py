@@ -1,4 +1,4 @@
-"""The child process that reads an NPU's properties, on the emulated CANN instead of a real one."""
+"""Tests the child process that reads an NPU's properties, with the emulated CANN."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.emulator.paged import (
 )
 from tests.emulator.test_strict import refused
 
-FAR_BELOW = -3.4e38  # finite, so that a row without keys anywhere is zero and not NaN
+FAR_BELOW = -3.4e38  # finite, so that a row without keys in every share is zero and not NaN
 NAME = "aclnnAttentionUpdate"
 
 
@@ -151,7 +151,9 @@ def test_single_rows_without_keys_have_a_finite_log_sum_exp(layout):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
-    """Tokens by turns to two shares, one of which has none of the first sequence."""
+    """Two shares hold the tokens alternately; one of the shares has no token of the first
+    sequence.
+    """
     heads, kv_heads, dim, lengths = 4, 2, 64, [3, 41]
     pages = Pages(lengths, kv_heads, dim, 16, torch.bfloat16)
     query = torch.randn(2 * rows, heads, dim).bfloat16()
@@ -179,7 +181,7 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
 
 @pytest.mark.parametrize("first,second", [([40, 40], [1030, 1]), ([1500, 900], [1, 0])])
 def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
-    """All kernels of attention are of one type, so that any lengths may follow any."""
+    """All kernels of attention have one type, so any lengths may follow any other lengths."""
     pages = Pages([1500, 1500], 2, 64, 128, torch.bfloat16)
     arguments = paged_arguments(torch.randn(2, 4, 64).bfloat16(), pages, [1, 1], 4, 2)
 
@@ -199,7 +201,7 @@ def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
 
 
 def test_log_sum_exps_of_captured_attention_follow_its_updates():
-    """A sequence comes into a share, and leaves it."""
+    """In successive updates, a share gets tokens of a sequence, and later has none of them."""
     pages = Pages([200, 200, 200], 2, 64, 128, torch.bfloat16)
     pages.lengths = [5, 5, 5]
     arguments = paged_arguments(torch.randn(3, 4, 64).bfloat16(), pages, [1] * 3, 4, 2, lse=True)

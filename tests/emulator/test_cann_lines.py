@@ -1,4 +1,6 @@
-"""Attention refuses other calls on each line of CANN: a process of each line tries every call."""
+"""Each release series of CANN refuses different calls of attention. For each series, a process
+tries every call.
+"""
 
 import json
 
@@ -44,7 +46,7 @@ LATENT = {"heads": 4, "kv_heads": 1, "dim": 512, "rope": True}
 LSE = LATENT | {"lse": True}
 TAKEN = "taken"
 
-# Call, the answer of 8.5, the answer of 9.
+# Call, result with 8.5, result with 9.
 CASES = [
     ({}, TAKEN, TAKEN),
     ({"dtype": "float16"}, "query must be bfloat16 with TND on CANN 8.5", TAKEN),
@@ -66,7 +68,7 @@ CASES = [
     ({"rows": 5, "length": 5, "sparse": 3}, TAKEN, TAKEN),
     ({"sparse": 2}, "sparse_mode must be 0, 3 or 4", "sparse_mode must be 0, 3 or 4"),
     ({"length": 0}, "must not be all zero", TAKEN),
-    # Both sequences may name the same block: it counts twice.
+    # If both sequences name the same block, the block counts twice.
     ({"blocks": 1}, "need 2 blocks, the cache has 1", TAKEN),
     (LATENT, TAKEN, TAKEN),
     (LATENT | {"dtype": "float16"}, TAKEN, TAKEN),

@@ -1,4 +1,6 @@
-"""Captures that several threads take part in: nothing is lost, and questions get their answers."""
+"""Captures in which several threads take part: no launch is lost, and queries return the right
+results.
+"""
 
 import ctypes
 import itertools

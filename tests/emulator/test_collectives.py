@@ -80,7 +80,7 @@ print("ALL DONE")
 
 
 def leftovers(pids: list[str]) -> list[str]:
-    """The files of these processes in shared memory."""
+    """Return the files that these processes left in shared memory."""
     return [p.name for pid in pids for p in Path("/dev/shm").glob(f"*emulated_hccl_{pid}_*")]
 
 
@@ -98,7 +98,7 @@ def test_collectives_eager_and_captured(run_ranks, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["a"])
 def test_collectives_of_programs_that_load_for_themselves(run_ranks):
-    """Ranks that are not forked, so that their loading and their end are tested, too."""
+    """The ranks are not forked, so this test also covers their imports and their end."""
     for status, output in run_ranks(ALL, 2, fresh=True):
         assert status == 0 and "ALL DONE" in output, output
 
@@ -149,7 +149,9 @@ os._exit(0)
 
 @pytest.mark.parametrize("ranks,hosts", [(2, "a"), (4, "a"), (4, "abab")])
 def test_what_shares_of_a_context_need_may_be_captured(run_ranks, ranks):
-    """Reduce-scatter, all-gather, all-to-all with equal and with given sizes."""
+    """The captured collectives are reduce-scatter, all-gather, and all-to-all with equal and with
+    given sizes.
+    """
     for status, output in run_ranks(CAPTURED, ranks):
         assert status == 0 and "ALL DONE" in output, output
 
@@ -157,7 +159,7 @@ def test_what_shares_of_a_context_need_may_be_captured(run_ranks, ranks):
 @pytest.mark.parametrize("hosts", ["a", "aab", "abc"])
 @pytest.mark.parametrize("count", [5, 200000])
 def test_batches_of_sends_and_receives_wait_in_no_ring(run_ranks, count):
-    """Each rank sends to both neighbours before it receives, more than a mailbox holds."""
+    """Before it receives, each rank sends more to both neighbours than a mailbox can hold."""
     results = run_ranks(
         f"""
         count = {count}

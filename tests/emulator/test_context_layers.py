@@ -1,4 +1,4 @@
-"""Attention over sharded caches in graphs: its cost, as scripts/context_layer.py counts it.
+"""The cost of attention over sharded caches in graphs, as scripts/context_layer.py counts it.
 
 One run of each layout serves all its tests, because starting ranks takes most of the time.
 """
@@ -22,7 +22,9 @@ def done() -> dict:
 
 @pytest.fixture
 def layers(done, run_ranks):
-    """The counts of the first rank of a layout, and the same for a whole cache."""
+    """Return the counts of the first rank of a layout, with a sharded cache and with a whole
+    cache.
+    """
 
     def of(layout):
         if layout not in done:

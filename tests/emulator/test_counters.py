@@ -12,7 +12,7 @@ OWNERS = ("streams", "captured", "cascaded", "domains", "graph_domains")
 
 
 def taken(before):
-    """The changes since then, without zeros and without waits of the host."""
+    """Return the changes of the counters since ``before``, without waits of the host."""
     now = emulator.counters()
     changed = {key: now[key] - n for key, n in before.items() if now[key] != n}
     changed.pop("host_syncs", None)
@@ -20,7 +20,7 @@ def taken(before):
 
 
 def waits(before):
-    """How often the host has waited since."""
+    """Return how often the host has waited since ``before``."""
     return emulator.counters()["host_syncs"] - before["host_syncs"]
 
 
@@ -33,7 +33,7 @@ def capture(body):
 
 @pytest.fixture
 def x():
-    # The first capture makes streams of torch_npu's own.
+    # The first capture creates streams that torch_npu uses itself.
     tensor = torch.ones(4, device="npu")
     capture(lambda: tensor + 1).reset()
     torch.npu.synchronize()
@@ -69,7 +69,7 @@ def test_a_failed_capture_leaves_no_graph(x):
     before, graph = emulator.counters(), torch.npu.NPUGraph()
     with pytest.raises(RuntimeError), torch.npu.graph(graph):
         x.cpu()
-    graph.reset()  # the calls recorded before the refused one are a graph
+    graph.reset()  # the calls that were recorded before the refused call are a graph
     assert taken(before) == {}
 
 

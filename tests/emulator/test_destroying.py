@@ -1,5 +1,5 @@
-"""Destroying communicators: refusals while one is in use, the counters, and the ranks that it
-frees.
+"""Destroying communicators: the refusal while a communicator is in use, the counters, and the
+waiting ranks that are freed.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""Modelled time: how clocks move, when the host continues, and the idle time that is reported."""
+"""Modelled time: the progress of clocks, the time at which the host continues, and the reported
+idle time.
+"""
 
 import json
 import textwrap
@@ -24,7 +26,9 @@ def open_gate():
 
 @pytest.fixture
 def told(run_script):
-    """Run code on a device with modelled time and return its output by ``print_json``."""
+    """Run code on a device with modelled time, and return the values that it prints with
+    ``print_json``.
+    """
 
     def run(code, **settings):
         settings = {"kernels": "timed", "strict": False} | settings
@@ -216,7 +220,7 @@ def test_lanes_that_take_turns_need_no_threads(told, captured):
     ],
 )
 def test_lanes_that_run_side_by_side_have_threads(told, captured):
-    """Where one of them stands still, for a peer or for the host, the other one must go on."""
+    """If one lane waits for a peer or for the host, the other lane must continue."""
     opens = ""
     assert told(LANES.format(captured=captured, opens=opens), wait_s=5)["num_lane_threads"] == 1
 
@@ -269,9 +273,11 @@ UPDATES = """
     ],
 )
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
-    """CANN's host side computes the tiling; the thread sleeps that off in larger pieces."""
+    """CANN's code on the host computes the tiling; the thread sleeps for this time later, in larger
+    pieces.
+    """
     rates = tmp_path / "rates.json"
-    rates.write_text('{"update_us": 300}')  # far more than the emulator's own host side takes
+    rates.write_text('{"update_us": 300}')  # far more than the emulator's code on the host takes
     t = told(
         UPDATES
         + f"""
@@ -294,7 +300,7 @@ def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    assert t["queued_us"] >= 900  # the tasks after them are queued that late
+    assert t["queued_us"] >= 900  # later tasks are queued at this time
 
 
 @pytest.mark.parametrize("where", ["update()", "exec(in_a_thread)"])
@@ -326,7 +332,7 @@ def test_what_is_queued_behind_updates_comes_later_whichever_thread_queues_it(
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    assert t["queued_us"] >= 900 - (task_queue == "1") * 300  # it launches a little behind the call
+    assert t["queued_us"] >= 900 - (task_queue == "1") * 300  # the thread launches later
 
 
 def test_a_host_that_learns_nothing_runs_ahead_by_a_millisecond_at_most(told):

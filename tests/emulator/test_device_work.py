@@ -1,4 +1,6 @@
-"""Modelled time of operators, against the formulas of docs/develop/device-time.md by hand."""
+"""The modelled time of operators is compared with values that were computed by hand from the
+formulas of docs/develop/device-time.md.
+"""
 
 import json
 import math
@@ -35,7 +37,9 @@ def measure(name, operator):
 
 @pytest.fixture
 def microseconds(run_script):
-    """Run code that calls ``measure`` and return the time of each call; one gap is not counted."""
+    """Run code that calls ``measure``, and return the time of each call, without one gap between
+    kernels.
+    """
 
     def run(code, **settings):
         settings = {"kernels": "timed", "cann": "9.0.0", "hbm_mb": 65536} | settings

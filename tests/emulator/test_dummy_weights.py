@@ -1,4 +1,6 @@
-"""Weights that are never read: a real model's shapes on a machine too small for its weights."""
+"""Dummy weights: no weight file is read, so the shapes of a large model run on a machine that is
+too small for its weights.
+"""
 
 import json
 
@@ -61,5 +63,5 @@ def test_they_are_counted_and_take_no_memory(run_script, tmp_path):
 
 def test_int8_takes_half(run_script, tmp_path):
     told = load(run_script, tmp_path, quantises=True)
-    assert 8.5 < told["noted_gib"] < 9.5  # the embedding and the head stay
+    assert 8.5 < told["noted_gib"] < 9.5  # embedding and head are not quantised
     assert told["resident_gib"] < 1

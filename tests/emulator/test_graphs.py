@@ -135,7 +135,9 @@ def recorded_event():
 
 
 def ask(event):
-    """Query until the record has left torch_npu's queue: before, it answers by itself."""
+    """Query the event until its record has left torch_npu's queue. Until then, torch_npu answers
+    without asking CANN.
+    """
     for _ in range(200):
         event.query()
         time.sleep(0.01)

@@ -1,5 +1,5 @@
-"""HCCL between hosts: the same bytes as on one host, which peers are admitted, and where the root
-listens.
+"""HCCL between hosts: results are the same bytes as on one host, only peers with the secret are
+admitted, and the root listens at the selected address.
 """
 
 import re
@@ -100,7 +100,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks):
-    """Rank 1 sends them, more than may stand there, before it joins itself."""
+    """Before rank 1 joins, it opens more connections without the secret than the root accepts at
+    the same time.
+    """
     root, other = free_ports(2)
     results = run_ranks(
         f"""
@@ -143,7 +145,7 @@ def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks)
         assert status == 0 and "ALL DONE" in output, output
 
 
-# How a program makes communicators without torch_npu.
+# A program that makes communicators without torch_npu.
 BY_HAND = """
 import ctypes
 hccl, runtime = ctypes.CDLL("libhccl.so"), ctypes.CDLL("libascendcl.so")
@@ -266,7 +268,9 @@ def test_what_a_killed_root_has_left_is_removed_by_the_next(run_script):
 
 
 def test_a_part_of_a_communicator_spans_hosts_as_well(run_ranks):
-    """HcclCreateSubCommConfig of ranks 3 and 1, in this order, and of the others."""
+    """HcclCreateSubCommConfig makes a communicator of ranks 3 and 1, in this order, and one of the
+    other ranks.
+    """
     results = run_ranks(
         BY_HAND.replace(", 2, rank == 0", ", 4, rank == 0")
         + """
@@ -328,7 +332,9 @@ def test_a_variable_of_hccl_that_cannot_be_followed_is_named(run_script, environ
 
 @pytest.mark.parametrize("rule", ["=lo", "lo", "^l", "^=lo", ""])
 def test_the_root_listens_at_the_interface_that_is_named(run_script, rule):
-    """The loopback comes last, and where there is nothing else it is taken if it may be."""
+    """The loopback interface comes last. It is used if it is allowed and no other interface
+    exists.
+    """
     status, output = run_script(
         """
         import ctypes

@@ -35,7 +35,7 @@ def test_wrong_settings_are_refused(run_script, settings, problem):
 
 
 def test_an_ordinary_process_ends_by_itself(run_script):
-    """With streams, graphs and memory that were never released."""
+    """A process that has not released its streams, graphs and memory exits normally."""
     status, output = run_script(
         """
         x, side = torch.ones(4).npu(), torch.npu.Stream()

@@ -1,4 +1,4 @@
-"""Device memory: poisoned when fresh, unreadable for the host, counted, freed."""
+"""Device memory: new memory is poisoned, the host cannot read it, and it is counted and freed."""
 
 import signal
 
@@ -26,15 +26,15 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
     """
 
     environment = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
-    # Read where torch_npu is loaded.
+    # torch_npu reads this variable at import.
     status, output = run_script(code, fresh=expandable, environment=environment)
     assert "REACHED" in output and status == -signal.SIGSEGV
 
 
 @pytest.mark.slow
 def test_a_segment_that_grows_is_poisoned_in_part(run_script):
-    """As a block of its size: an allocation of gigabytes does not use as much memory of the
-    host.
+    """A growing segment is poisoned like one block of its size, so an allocation of gigabytes does
+    not use gigabytes of the host's memory.
     """
     status, output = run_script(
         """

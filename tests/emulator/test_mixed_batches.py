@@ -1,4 +1,4 @@
-"""Attention as full graphs of mixed batches need it: empty queries, padding, updated lengths."""
+"""Attention in full graphs of mixed batches: empty queries, padding, updated lengths."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def make(rows, lengths, dtype=torch.float16):
 
 
 def assert_causal(out, query, pages, rows, lengths):
-    """Each request's rows equal those that torch computes."""
+    """Assert that the rows of each request equal those that torch computes."""
     start = 0
     for b, (n, length) in enumerate(zip(rows, lengths, strict=True)):
         part = slice(start, start + n)
@@ -43,7 +43,7 @@ def test_mixed_batches(dtype, rows, lengths):
 
 
 class CapturedAttention:
-    """One task of a graph over 12 tokens and 4 requests."""
+    """A captured attention task for 12 tokens and 4 requests."""
 
     def __init__(self, rows, lengths):
         self.query, self.pages = make(rows, [200] * len(rows))
@@ -105,14 +105,14 @@ def test_an_update_may_have_fewer_entries_only_with_fewer_rows_of_the_table():
 
     with pytest.raises(RuntimeError) as refusal:
         captured.update([4, 4, 4], [4, 4, 4])
-    # Ending the update is an error of its own; the refusal is its cause.
+    # Ending the update also raises an error, whose cause is the refusal.
     assert "block_table has 4 rows for 3 sequences" in str(refusal.value.__context__)
 
 
-@pytest.mark.parametrize("rows", [1, 20])  # both ways of the kernel
+@pytest.mark.parametrize("rows", [1, 20])  # both algorithms of the kernel
 @pytest.mark.parametrize("junk", [float("nan"), float("inf")])
 def test_what_lies_behind_the_last_key_of_a_block_is_read(rows, junk):
-    query, pages = make([rows, 1], [40, 32])  # the second ends with its block
+    query, pages = make([rows, 1], [40, 32])  # the second sequence ends at the end of a block
     last = pages.table[0, 40 // 16].item()
     pages.values[last, 40 % 16 + 2, 0, 5] = junk
     pages.keys[last, 40 % 16 :] = junk  # scores there are overwritten

@@ -177,7 +177,7 @@ SCALE = 192**-0.5
 
 
 def latent_scores(query, rope, latent, key_rope, causal):
-    """[heads, rows, tokens] of one sequence."""
+    """Return the scores [heads, rows, tokens] of one sequence."""
     scores = torch.einsum("qhd,kd->hqk", query.float(), latent)
     scores = (scores + torch.einsum("qhd,kd->hqk", rope.float(), key_rope)) * SCALE
     rows, length = scores.shape[1:]
@@ -186,13 +186,13 @@ def latent_scores(query, rope, latent, key_rope, causal):
 
 
 def reference(query, rope, latent, key_rope, causal):
-    """[rows, heads, 512] over the tokens of one sequence."""
+    """Return the results [rows, heads, 512] of attention over the tokens of one sequence."""
     scores = latent_scores(query, rope, latent, key_rope, causal)
     return torch.einsum("hqk,kd->qhd", scores.softmax(-1), latent)
 
 
 def arrange(t, layout):
-    """[batch, rows, heads, D] as the query of a layout."""
+    """Return the query [batch, rows, heads, D] in the form of a layout."""
     if layout == "TND":
         return t.flatten(0, 1).contiguous()
     if layout == "BNSD":
@@ -201,7 +201,7 @@ def arrange(t, layout):
 
 
 def unarrange(out, layout, batch, rows):
-    """The result of a layout as [batch, rows, heads, D]."""
+    """Return a result in the form of a layout as [batch, rows, heads, D]."""
     source, _, target = layout.partition("_")
     shape = target or source
     if shape == "NBSD":
@@ -344,7 +344,9 @@ def test_lengths_of_captured_latent_attention_change(layout, rows):
 
 
 def test_attention_with_rope_before_absorption():
-    """Head size 128 and 64 more, keys without pages, as prefill has them."""
+    """The head size is 128 plus 64 rotated elements, and the keys are not paged, as in a
+    prefill.
+    """
     rows, heads = [5, 12], 4
     total = sum(rows)
     query, key, value = (torch.randn(total, heads, 128).bfloat16() for _ in range(3))

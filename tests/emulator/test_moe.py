@@ -27,7 +27,7 @@ def refused(rule, call):
 
 
 def gate(x, k, bias=None, groups=1, kept=1, by_two=False, sigmoid=True, scale=1.0):
-    """Weights, experts and all scores, in float32."""
+    """Return the weights, the chosen experts and all scores, in float32."""
     scores = x.float().sigmoid() if sigmoid else x.float().softmax(-1)
     order = scores if bias is None else scores + bias.float()
     grouped = order.view(len(x), groups, -1)
@@ -55,7 +55,7 @@ def gate(x, k, bias=None, groups=1, kept=1, by_two=False, sigmoid=True, scale=1.
 )
 def test_gating(dtype, sigmoid, experts, k, groups, kept, by_two, biased):
     x = torch.randn(7, experts).to(dtype)
-    # Far apart, so that rounding does not decide about the choice.
+    # The values are far apart, so that rounding cannot change the choice.
     bias = (torch.randperm(experts).float() * 2 / experts).to(dtype) if biased else None
 
     weights, chosen, scores = torch_npu.npu_moe_gating_top_k(
@@ -110,7 +110,9 @@ def test_gating_refuses(rule, experts, options):
 
 
 def sorted_by_expert(experts, first, end):
-    """Positions of flat choices in the order of their experts; those outside the range are left."""
+    """Return the positions of the flattened choices, sorted by expert, without choices of experts
+    outside the range.
+    """
     flat = experts.flatten().tolist()
     active = [i for i, e in enumerate(flat) if first <= e < end]
     return sorted(active, key=lambda i: flat[i])
@@ -429,7 +431,7 @@ EXPERTS, CHOICES, HIDDEN, INNER = 8, 3, 32, 48
 
 
 class Layer:
-    """A mixture of experts in the operators, and as a sum over all experts in float32."""
+    """A layer of experts, computed by the operators, and as a sum over all experts in float32."""
 
     def __init__(self, dtype):
         self.gate_up = (torch.randn(EXPERTS, HIDDEN, 2 * INNER) / 6).to(dtype)
@@ -461,7 +463,7 @@ class Layer:
         (rows,) = torch_npu.npu_grouped_matmul(
             [torch_npu.npu_swiglu(inner)], [down[first:end]], **products
         )
-        # One expert of all rows, so that choices of other ranks' experts (-1) may be missing.
+        # All rows choose one expert, so there may be no choices of other ranks' experts (-1).
         return torch_npu.npu_moe_finalize_routing(
             rows[None], None, None, None, weights.to(x.dtype), index, None, drop_pad_mode=3
         )

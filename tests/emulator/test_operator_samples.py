@@ -1,9 +1,10 @@
-"""torch's own samples of its operators: equal to the CPU, or refused by name; the list is data.
+"""torch's own samples of its operators: the results equal those of the CPU, or the operator is
+refused by name.
 
-`data/operator_samples.json` says of each operator and type whether samples were equal, and which
-operators of CANN (or torch_npu before them) refused others. One sample of every fourth is tried,
-many of each with the laws' profile "full". To write the list again:
-`python tests/emulator/test_operator_samples.py`.
+For each operator and type, `data/operator_samples.json` says whether the samples were equal, and
+which operators of CANN, or torch_npu itself, refused samples. The test tries one sample of every
+fourth operator; with the hypothesis profile "full", it tries many samples of all operators. `python
+tests/emulator/test_operator_samples.py` writes the list again.
 """
 
 import json
@@ -22,7 +23,7 @@ LIST = HERE / "data" / "operator_samples.json"
 FEW, MANY = 1, 12
 PROCESSES = 2
 
-# Operators whose results cannot be equal, and why.
+# Operators whose results cannot be equal, with the reasons.
 RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",
     "nn_functional_fractional_max_pool3d", "normal", "normal_in_place", "normal_number_mean",
@@ -33,13 +34,15 @@ RANDOM = {
 UNWRITTEN = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
-FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # so does torch_npu
+FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # torch_npu does the same
 OTHER_FORM = {"nn_functional_gelu", "native_dropout_backward"}  # with tanh; with masks of bits
 DIFFERENT = RANDOM | UNWRITTEN | FLOAT32_FOR_FLOAT64 | OTHER_FORM
 
 
 def try_operators(run_script, most, names):
-    """Verdicts on the operators; a process that stops its device is followed by another."""
+    """Return the verdicts on the operators. If a process stops its device, another process
+    continues.
+    """
     done, names = [], list(names)
     while names:
         code = f"sys.argv = {['', str(most), *names]!r}\n" + SCRIPT
@@ -55,7 +58,7 @@ def try_operators(run_script, most, names):
 
 
 def try_beside_each_other(run_script, most, names):
-    """As above, by several processes."""
+    """Return the verdicts of ``try_operators``, from several processes at the same time."""
     parts = [sorted(names)[i::PROCESSES] for i in range(PROCESSES)]
     with ThreadPoolExecutor(PROCESSES) as pool:
         done = pool.map(lambda part: try_operators(run_script, most, part), parts)
@@ -65,7 +68,8 @@ def try_beside_each_other(run_script, most, names):
 @pytest.mark.slow
 def test_samples_are_equal_or_refused_by_name(run_script):
     known = json.loads(LIST.read_text(encoding="utf-8"))
-    # Every fourth operator, with one sample; all with many where the profile is "full".
+    # Every fourth operator with one sample; with the profile "full", all operators with many
+    # samples.
     names = sorted(known) if laws.is_full() else sorted(known)[::4]
 
     found = try_beside_each_other(run_script, MANY if laws.is_full() else FEW, names)

@@ -39,7 +39,7 @@ static constexpr auto function = &call<uint64_t, uint64_t>;
 EMU_EXPORT(exported, function)
 """
 
-# As torch_npu calls an operator: by name, with a type that only the caller spells.
+# The call is like that of torch_npu: by name, with a function type that only the caller declares.
 CALLER = """
 #include <cstdint>
 #include <cstdio>
@@ -87,7 +87,9 @@ def build_exported_call(compiler: str, folder: Path) -> list[str]:
 
 
 def user_mode_qemu() -> list[str] | None:
-    """Return how a program for aarch64 is run here, with the libraries of its compiler."""
+    """Return the command that runs a program for aarch64 on this machine, with the libraries of its
+    compiler.
+    """
     programs = ("qemu-aarch64-static", "qemu-aarch64")
     if not (qemu := next(filter(None, map(shutil.which, programs)), None)):
         return None

@@ -1,8 +1,10 @@
-"""A rank's process dies, and the others go on with another one: new communicators, new graphs."""
+"""The process of a rank dies, and the other ranks continue with another process: new communicators,
+new graphs.
+"""
 
 import re
 
-# Ranks 0 and 1 outlive the first rank 2, and meet the second one in another store.
+# Ranks 0 and 1 outlive the first rank 2, and meet the second rank 2 in another store.
 RANKS = """
 import datetime
 FOLDER = os.environ["FOLDER"]
@@ -97,7 +99,8 @@ def test_two_of_three_go_on_with_another_third(start_ranks, tmp_path):
     for rank, script in enumerate([*first[:2], second]):
         status, output = script.finish(90)
         assert status == 0, output
-        # Each rank has 2 * 3: all three sum that, then ranks 0 and 1, then ranks 1 and 2.
+        # Each rank has 2 * 3. First all three ranks sum these values, then ranks 0 and 1, then
+        # ranks 1 and 2.
         assert f"SUM [{[36.0, 54.0, 54.0][rank]}]" in output, output
         if rank < 2:
             assert re.search("FAILED .*(rank 2 of 3 is dead|FORCE STOP)", output), output

@@ -1,4 +1,4 @@
-"""Stream ids: counted, limited, taken by captures and given back."""
+"""Stream ids are counted and limited; captures take ids and return them."""
 
 import textwrap
 
@@ -125,7 +125,7 @@ def test_software_queues_are_pooled_by_capture_and_bound_by_execution(run_script
     )
     assert status == 0, output
     assert "ONE [1, 0, 0]" in output
-    # ids, what aclrtGetStreamAvailableNum fell by, pool, bound, bindings
+    # ids, decrease of aclrtGetStreamAvailableNum, queues in the pool, bound queues, bindings
     assert "CAPTURED [3, 3, 4, 0, 0]" in output
     assert "REPLAYED [3, 3, 4, 3, 3]" in output
     assert "FREED [0, 3, 4, 0, 3]" in output
@@ -153,8 +153,9 @@ def test_more_graphs_than_queues_replay_and_the_oldest_idle_ones_are_rebound(run
     )
     assert status == 0, output
     assert "CAPTURED [1024, 0, 0]" in output and "REPLAYED [1024, 1024, 1030]" in output
-    # The first six graphs lost their queues. Binding the first again costs the seventh its own; and
-    # binding that one the first again, though it ran last: the order is that of creation.
+    # The first six graphs lost their queues. When the first graph is bound again, the seventh graph
+    # loses its queue. When the seventh is bound again, the first loses its queue, although it ran
+    # last: graphs lose their queues in the order of their creation.
     assert "WARM 1030" in output and "COLD 1031" in output and "LOST 1032" in output
     assert "NOT LRU 1033" in output and "SUM 1035.0" in output
 

@@ -8,7 +8,9 @@ FIA = "aclnnFusedInferAttentionScoreV3: "
 
 
 def attention(**changes):
-    """A valid decode call of two sequences, with changes."""
+    """Call attention with valid arguments of a decode step with two sequences, and the given
+    changes.
+    """
     options = {
         "query": torch.zeros(2, 4, 64, dtype=torch.float16),
         "key": torch.zeros(5, 16, 128, dtype=torch.float16),

@@ -1,4 +1,4 @@
-"""Copies from any strides to any others, against torch's on the host."""
+"""Copies from any strides to any other strides are compared with copies of torch on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.laws import examples
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float32, torch.int64)
-# Around the edges of the tiles in which copies are made, and of lines of memory.
+# Sizes close to those of tiles of a copy, and of lines of memory.
 LENGTHS = st.sampled_from([1, 2, 3, 31, 32, 33, 64, 255, 256, 257, 300])
 
 

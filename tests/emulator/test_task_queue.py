@@ -1,14 +1,15 @@
 """The state after a refusal, with torch_npu's task queue off and on.
 
-With TASK_QUEUE_ENABLE from 1 on, torch_npu launches from a thread of its own, which skips all later
-work without a word once a launch has failed. There the device stops instead.
+If TASK_QUEUE_ENABLE is 1 or more, torch_npu launches in a separate thread. After a failed launch,
+this thread skips all later work without an error. So in this thread the emulator stops the device
+instead.
 """
 
 import textwrap
 
 import pytest
 
-# A copy to the host reports only the code; torch_npu prints the reason before it.
+# A copy to the host raises only the code; the reason is printed before.
 PROLOGUE = """
 def attempt(call, operator):
     try:
@@ -22,7 +23,7 @@ def attempt(call, operator):
 
 @pytest.fixture(params=["0", "1", "2"])
 def run_queued(run_script, request):
-    """``run_script`` in each mode of the task queue."""
+    """Run ``run_script`` in each mode of the task queue."""
 
     def run(code):
         code = PROLOGUE + textwrap.dedent(code)
@@ -57,7 +58,7 @@ def test_work_after_refused_arguments_is_right_or_fails_by_its_name(run_queued):
 
 
 def test_a_refusal_does_not_abort_the_process(run_queued):
-    """Dropout launches on a side stream, which torch_npu leaves in a destructor."""
+    """Dropout launches on a side stream, and torch_npu leaves this stream in a destructor."""
     status, output = run_queued("""
         from torch.nn.functional import dropout
         x = torch.ones(64, device="npu")

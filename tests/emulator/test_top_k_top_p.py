@@ -1,4 +1,4 @@
-"""npu_top_k_top_p, which sorts little, against a full sort of every row: equal bit by bit."""
+"""npu_top_k_top_p sorts only a part of a row; its results equal those of a full sort bit by bit."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ ROWS, VOCAB = 4, 997
 
 
 def by_sorting(logits, p=None, k=None):
-    """The document's formula; sums in float64."""
+    """Compute the formula of the document, with sums in float64."""
     sorted_, order = torch.sort(logits.float(), dim=-1, stable=True)
     n = logits.shape[1]
     if k is not None:
@@ -58,7 +58,7 @@ def test_what_is_cut_off_is_what_a_sort_would_cut_off(kind, dtype):
 
 
 def test_near_ties_of_top_p_are_cut_as_by_a_sort():
-    # Four equal logits: each part of 0.25 is a tie that rounding could decide.
+    # With four equal logits, each probability is 0.25; rounding could decide which tokens are kept.
     logits = torch.zeros(1, 4)
     for parts in range(1, 4):
         p = torch.tensor([parts / 4])

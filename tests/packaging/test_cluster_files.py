@@ -1,4 +1,4 @@
-"""The files in cluster/ against what reads them: Ray's own validation, and published schemas."""
+"""The files in cluster/ are checked by Ray's own validation, and against published schemas."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def read_text(name: str) -> str:
 
 
 def check_ray_up(config: dict[str, Any]) -> None:
-    """Apply Ray's validation, and check keys that it ignores: a typo there starts half a
-    cluster.
+    """Apply Ray's validation, and check keys that Ray ignores: with a typo in such a key, only a
+    part of the cluster starts.
     """
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -101,7 +101,9 @@ def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """Refuse keys that a schema does not name: Kubernetes drops them without a word."""
+    """Return the schema with all other keys refused. Kubernetes would drop unknown keys without an
+    error.
+    """
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -159,7 +161,7 @@ def test_workers_ask_for_all_npus_of_a_host_and_tell_ray_of_them() -> None:
 
 @pytest.mark.parametrize("num_npus", [0, 8, 16])
 def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) -> None:
-    """Ray joins the options, and its shell on the host expands them."""
+    """Ray joins the options, and a shell on the host expands them."""
     from ray.autoscaler._private.docker import docker_start_cmds
 
     docker = read("cluster-docker.yaml")["docker"]
@@ -196,7 +198,7 @@ def test_shells_that_kuberay_starts_have_canns_variables(tmp_path: Path, shell: 
     )
     script = tmp_path / "Ascend" / "cann" / "set_env.sh"
     script.parent.mkdir(parents=True)
-    # As CANN's own, it starts a shell.
+    # Like CANN's own script, this script starts a shell.
     script.write_text("export ASCEND_HOME_PATH=$(bash -c 'echo found')$#\n")
     environment = {
         "PATH": os.environ["PATH"],
@@ -279,7 +281,7 @@ def test_a_worker_wants_to_know_its_head() -> None:
 def test_no_script_names_an_array_that_may_be_empty_as_old_shells_refuse(script: str) -> None:
     text = (CLUSTER / script).read_text()
 
-    # To bash before 4.4, which some hosts have, an empty array is an unset variable.
+    # For bash before 4.4, which some hosts have, an empty array is an unset variable.
     bare = text.replace('${resources[@]+"${resources[@]}"}', "")
     assert "resources[@]" in text and "resources[@]" not in bare
 

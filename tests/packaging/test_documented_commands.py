@@ -1,4 +1,4 @@
-"""Commands in comments and documents are accepted: their keys, and their configurations."""
+"""The keys and configurations of the commands in comments and documents are valid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ NO_WEIGHTS = ROOT / "configs" / "shapes"
 
 
 def texts() -> list[str]:
-    """The texts that show commands, with lines that a backslash breaks joined."""
+    """Return the texts that contain commands. Lines that end with a backslash are joined with the
+    next line.
+    """
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     paths = [path for path in below if path.suffix in KINDS or path.name.startswith("Dockerfile")]
     return [re.sub(r" *\\\n#? *", " ", path.read_text()) for path in [ROOT / "README.md", *paths]]

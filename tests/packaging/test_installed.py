@@ -1,4 +1,4 @@
-"""The package works where it was installed, without the clone that it was made of."""
+"""The installed package works without the clone from which it was built."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ def test_the_demo_model_answers(installation: Installation) -> None:
     code = "from dist_aclgraph.device import emulator; print(emulator.BUILD)"
     folder = Path(installation.python("-c", code).stdout.strip())
     assert folder.is_relative_to(installation.cache)
-    # Builds of equal sources are equal: another build would take a minute.
+    # Equal sources give equal builds, so this test reuses a build; another build would take a
+    # minute.
     shutil.copytree(emulator.build(), folder, ignore=shutil.ignore_patterns("*.gch"))
 
     done = installation.command(

@@ -30,10 +30,9 @@ def remember(
     """Return a function from an architecture to its reference, computed once.
 
     Args:
-        lengths: of the prompts.
-        recorded: the part of ``recorded.py`` that has the tokens; "" has transformers generate
-            them, which takes a minute for long prompts.
-        overrides: of the model.
+        lengths: lengths of the prompts. recorded: the part of ``recorded.py`` that has the tokens.
+        With "", transformers generates the tokens, which takes a minute for long prompts.
+        overrides: settings of the model that replace the usual ones.
     """
     known: dict[str, Reference] = {}
 
@@ -56,11 +55,11 @@ def remember(
 
 @pytest.fixture(scope="session")
 def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Prompts that fit into one step."""
+    """References with prompts that fit into one step."""
     return remember(tmp_path_factory, LENGTHS, "short")
 
 
 @pytest.fixture(scope="session")
 def long_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Prompts of up to several steps, for a model with room for them."""
+    """References with prompts that need up to several steps, for a model with a long context."""
     return remember(tmp_path_factory, LONG_LENGTHS, "long", max_position_embeddings=LONG_CONTEXT)

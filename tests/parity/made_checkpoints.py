@@ -1,9 +1,11 @@
-"""Checkpoints as others publish them, with random weights: 64 of one seed.
+"""64 checkpoints with random weights, made from one seed, in the forms in which other projects
+publish checkpoints.
 
-Each axis (heads, rope, windows, shards, types, ...) is dealt like cards, so that every value occurs
-and meets others by chance. Each eighth checkpoint has something that is refused.
+The values of each axis (heads, rope, windows, shards, types, ...) are shuffled, so that every value
+occurs, in random combinations with other values. Every eighth checkpoint has a property that is
+refused.
 
-``python -m tests.parity.made_checkpoints DIRECTORY`` writes them all.
+``python -m tests.parity.made_checkpoints DIRECTORY`` writes all checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tests.checkpoints import ARCHITECTURES, make_reference
 
 SEED, COUNT, REFUSED_EACH = 29, 64, 8
 CONTEXT, ORIGINAL = 256, 64
-BLOCK = 128  # of FP8 scales
+BLOCK = 128  # rows and columns of a matrix that share an FP8 scale
 Keys = dict[str, Any]
 Value = TypeVar("Value")
 
@@ -34,7 +36,7 @@ Value = TypeVar("Value")
 class Rope:
     """Keys of config.json, the lengths of prompts, and the deployment's ``max_model_len``."""
 
-    keys: Callable[[int], Keys]  # of the elements of a head that turn
+    keys: Callable[[int], Keys]  # from the number of rotated elements of a head
     lengths: tuple[int, ...] = (3, 30, 100)
     max_len: int | None = None
 
@@ -44,11 +46,11 @@ class Made:
     """A checkpoint, and the deployment that serves it.
 
     Attributes:
-        sizes: settings of the model of transformers, which decide its weights.
-        keys: of config.json, laid over those that transformers writes but for rope_parameters.
-        scales: type of the scales of FP8 weights, None for floats.
-        deployment: keys of its configuration.
-        refusal: what the error says, None where the tokens must be those of transformers.
+        sizes: settings of the model in transformers, which determine the shapes of its weights.
+        keys: keys of config.json. They replace the keys that transformers writes, of which
+        rope_parameters is removed. scales: type of the scales of FP8 weights; None means float
+        weights. deployment: keys of the deployment's configuration. refusal: a part of the error's
+        message; None means that the tokens must equal those of transformers.
     """
 
     name: str
@@ -141,7 +143,9 @@ SCALES = (None, None, torch.float8_e8m0fnu, torch.float32, None, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Refusal:
-    """A change of a checkpoint or a deployment that is refused, and what the error says."""
+    """A change of a checkpoint or a deployment that is refused, and a part of the error's
+    message.
+    """
 
     says: str
     keys: Keys = field(default_factory=dict)
@@ -285,7 +289,9 @@ def write(made: Made, directory: Path) -> Path:
 
 
 def _write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
-    """Store the layers' matrices in FP8, and what they stand for in the reference."""
+    """Store the layers' matrices in FP8, and store the values that they represent in the
+    reference.
+    """
     stored = load_file(directory / "model.safetensors")
     plain = dict(stored)
     for name in [name for name in stored if name.endswith("_proj.weight")]:
@@ -301,7 +307,9 @@ def _write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
 
 
 def _scales(weight: Tensor) -> Tensor:
-    """[ceil(rows / 128), ceil(columns / 128)], with room for rounding up to a power of two."""
+    """Return scales [ceil(rows / 128), ceil(columns / 128)]. They may be rounded up to a power of
+    two later.
+    """
     largest = torch.nn.functional.max_pool2d(
         weight.abs()[None], BLOCK, ceil_mode=True, stride=BLOCK
     )[0]
@@ -310,7 +318,7 @@ def _scales(weight: Tensor) -> Tensor:
 
 def main() -> None:
     emulator.build()
-    emulator.load({})  # transformers looks for an NPU when it is imported
+    emulator.load({})  # transformers imports torch_npu, which needs the emulator
     for made in make_all():
         write(made, Path(sys.argv[1]) / made.name.replace(" ", "-"))
         print(made.name)

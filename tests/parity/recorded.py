@@ -1,6 +1,6 @@
 """Recorded tokens of transformers for the parity tests: ``python -m tests.parity.recorded``.
 
-``test_recorded.py`` has transformers generate it again.
+``test_recorded.py`` generates the tokens again with transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def generate(part: str, architecture: str) -> list[list[int]]:
 
 def main() -> None:
     emulator.build()
-    emulator.load({})  # transformers looks for an NPU when it is imported
+    emulator.load({})  # transformers imports torch_npu, which needs the emulator
     found = {part: {name: generate(part, name) for name in ARCHITECTURES} for part in PARTS}
     parts = (
         f'"{part}": {{\n'

@@ -1,4 +1,4 @@
-"""Answers in bfloat16 against exact ones: each token the most probable, but for rounding."""
+"""Checks answers in bfloat16: each token is the most probable token, except for rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.parity.conftest import Reference
 
 
 def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]]) -> None:
-    """Each token may be as far from the best as transformers in bfloat16 is, give or take."""
+    """Assert that the exact log-probability of each token is close to that of the best token. The
+    tolerance is three times the largest error of transformers in bfloat16, plus 0.02.
+    """
     rounded = copy.deepcopy(reference.model).bfloat16()
     pairs = list(zip(reference.prompts, answers, strict=True))
     lost = [losses(reference.model, *pair) for pair in pairs]
@@ -23,7 +25,9 @@ def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]])
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """How much less likely than the best one each token of the answer is."""
+    """Return, for each token of the answer, the difference of its log-probability to that of the
+    best token.
+    """
     found = logprobs(model, prompt, answer)
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
     return (found.max(-1).values - chosen).tolist()

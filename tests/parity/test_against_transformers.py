@@ -29,7 +29,8 @@ from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.slow import slow
 
 TP_OF = {architecture: 1 + index % 2 for index, architecture in enumerate(ARCHITECTURES)}
-# Graphs at each size; eager steps give the same at any size, by a law of their own.
+# Graphs are tested with each architecture. Eager steps give the same tokens; another test checks
+# this.
 CROSS = [
     *((architecture, tp, "FULL_DECODE_ONLY") for architecture, tp in TP_OF.items()),
     ("Qwen3ForCausalLM", TP_OF["Qwen3ForCausalLM"], "NONE"),
@@ -122,7 +123,7 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
         [answer] = group.generate([prompt], greedy_params(count))
         report = group.report()
 
-    # Each is the most probable one behind those before it.
+    # Each token is the most probable token after the previous tokens.
     assert answer.tokens == logprobs(reference.model, prompt, answer.tokens).argmax(-1).tolist()
     assert len(answer.tokens) == count
     assert_replays_where_it_may(report, "FULL_DECODE_ONLY")
@@ -131,7 +132,8 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "forms_agree"),
-    # With latent attention a request's form, and with it the rounding, depends on its neighbours.
+    # With latent attention, the form of attention of a request, and so the rounding, depends on the
+    # other requests.
     [("Qwen3ForCausalLM", True), ("DeepseekV3ForCausalLM", False)],
 )
 def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(
@@ -164,17 +166,17 @@ def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
             logits = [m(torch.tensor([prompt])).logits[0, -1] for m in (reference.model, model)]
         exact, rounded = (torch.log_softmax(x.float(), -1)[ids] for x in logits)
         found = torch.tensor(row.logprobs)
-        # As far from the exact values as transformers in bfloat16 is, give or take.
+        # The error may be three times as large as that of transformers in bfloat16, plus 0.02.
         allowed = 3 * (rounded - exact).abs().max() + 0.02
         assert (found - exact).abs().max() <= allowed
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of some traffic: prompt, tokens, steps that run before the next one, and its fate.
+    """A request: its prompt, its number of tokens, and the number of steps before the next request.
 
     Attributes:
-        aborts: index of an earlier request that is aborted behind this one.
+        aborts: index of an earlier request that is aborted after this request was submitted.
     """
 
     prompt: int
@@ -197,7 +199,7 @@ def make_traffic(reference: Reference, seed: int) -> list[Arrival]:
 
 
 def make_narrow_config(reference: Reference, mode: str) -> Config:
-    """Two ranks, and less room than the traffic wants."""
+    """Return a configuration with two ranks, and with fewer KV blocks than the requests need."""
     return make_deployment_config(
         reference.directory,
         parallel={"tp": 2},

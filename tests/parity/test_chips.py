@@ -1,6 +1,6 @@
-"""Every architecture under the rules of each chip and line of CANN, in strict mode.
+"""Every architecture under the rules of each chip and release series of CANN, in strict mode.
 
-With all that it has: full graphs and pieces, experts of other ranks, a draft.
+Each architecture uses all of its features: full graphs and pieces, experts on other ranks, a draft.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # of 32: CANN 8.5 takes no such
+SMALL_HEADS = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # heads of size 32, which CANN 8.5 refuses
 ALL = [
     (architecture, *chip)
     for architecture in ARCHITECTURES
@@ -42,7 +42,8 @@ ALL = [
     if not (architecture in SMALL_HEADS and chip[1].startswith("8."))
 ]
 A2_OLD, A2, A3 = CHIPS
-# Each architecture once and each chip twice, with and without experts; all with the profile "full".
+# Each architecture occurs once, and each chip twice, with and without experts. The profile "full"
+# tries all combinations.
 FEW = [
     ("Qwen3ForCausalLM", *A2_OLD),
     ("Qwen3MoeForCausalLM", *A3),
@@ -53,13 +54,14 @@ FEW = [
 ]
 
 
-# Contexts that ranks share: sharded caches, split prompts, both. CANN 8.5.0 takes none of them.
+# Contexts that ranks share: sharded caches, split prompts, and both. CANN 8.5.0 supports none of
+# these.
 SHARED: dict[str, dict[str, Any]] = {
     "keys": {**DENSE, "parallel": {"tp": 4, "dcp": 2}},
     "prompts": {**DENSE, "parallel": {"pcp": 2}},
     "latents": {**DRAFTED, "parallel": {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 16}},
 }
-SUMS = ("latents", "Ascend910_9391", "8.5.1")  # from which release on latents give their sums
+SUMS = ("latents", "Ascend910_9391", "8.5.1")  # first with log-sum-exps of latents
 ALL_SHARED = [SUMS, *((which, *chip) for which in SHARED for chip in CHIPS[1:])]
 FEW_SHARED = [slow("keys", *A3), slow("prompts", *A2), slow("latents", *A3), slow(*SUMS)]
 

@@ -1,4 +1,6 @@
-"""Requests with any features get the same tokens, in every way of sharing contexts."""
+"""Requests with any features get the same tokens, whatever the way in which ranks share
+contexts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.lockstep import Lockstep, lockstep
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 BLOCK_SIZE, MAX_LEN = 16, 256
-# tp, pcp, dcp of two ranks: neither caches nor prompts shared, either, both.
+# tp, pcp, dcp of two ranks, which share nothing, caches, prompts, or both.
 LAYOUTS = [(2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2)]
 STEM, *OTHERS = make_prompts((90, 1, 30, 30, 60, 17, 100, 20))
 
@@ -70,7 +72,8 @@ def found(npu: Any) -> dict[tuple[int, int, int], list[Answer]]:
             },
             scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 64},
             speculative={"num_tokens": 1},
-            # A request of full length, and a few blocks for others: some must make room.
+            # There are blocks for one request of full length and a few more, so some requests are
+            # preempted.
             kv={"block_size": BLOCK_SIZE, "num_blocks": 2 + (MAX_LEN + 64) // BLOCK_SIZE // dcp},
         )
         with lockstep(config) as group:

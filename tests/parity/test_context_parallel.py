@@ -1,8 +1,9 @@
-"""Layouts that share the context of requests between ranks: tokens equal transformers'.
+"""With layouts that share the context of requests between ranks, tokens equal those of
+transformers.
 
-Each value of an axis meets each value of the others somewhere in the layouts. ``make test`` tries
-two of them: shards and split prompts of keys, and of latents with drafts and experts. The full
-profile adds every graph mode with every number of drafts, for shards and for split prompts.
+Each pair of values of two axes occurs in some layout. ``make test`` tries two of them: shards and
+split prompts of keys, and of latents with drafts and experts. The full profile adds every graph
+mode with every number of drafts, for shards and for split prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ BOTH, FULL = "FULL_AND_PIECEWISE", "FULL"
 
 
 class Layout(NamedTuple):
-    """A deployment: ranks, shards and their turns, experts, drafts of a step, graph mode."""
+    """A deployment: numbers of ranks and shards, interleave of shards, experts, drafts of a step,
+    graph mode.
+    """
 
     architecture: str
     tp: int
@@ -42,7 +45,7 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = [
-    # Heads of both models: 4 for queries; 2 for keys, or latents.
+    # Both models have 4 query heads. One has 2 key heads, the other has latents.
     Layout(QWEN, 4, 1, 2),
     Layout(QWEN, 1, 2, 1, mode=EAGER),
     Layout(QWEN, 2, 2, 2, interleave=16, mode=BOTH),
@@ -74,7 +77,7 @@ def name(layout: Layout) -> str:
 
 
 def sizes(layout: Layout) -> dict[str, Any]:
-    """The sizes that a mode has; those of decode batches count drafts."""
+    """Return the graph sizes of a mode; the sizes of decode batches include drafts."""
     decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
     mixed = (16, 64, 256)
     return {
@@ -115,7 +118,7 @@ def check(reference: Reference, layout: Layout) -> None:
     assert [answer.tokens for answer in answers] == reference.tokens
 
 
-QUICK = (LAYOUTS[2], LAYOUTS[16])  # of four ranks; eight ranks take twice as long
+QUICK = (LAYOUTS[2], LAYOUTS[16])  # layouts of four ranks; eight ranks take twice as long
 
 
 @pytest.mark.parametrize("layout", slow_unless(lambda each: each in QUICK, LAYOUTS), ids=name)

@@ -1,4 +1,6 @@
-"""Embeddings equal the last hidden states of transformers: in chunks, beside answers, again."""
+"""Embeddings equal the last hidden states of transformers: in chunks, beside other requests, and
+when the same input is repeated.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def assert_equal(reference: Reference, index: int, answer: Answer) -> None:
 
 
 def answers(group: Lockstep, reference: Reference, name: str) -> list[Answer]:
-    """Ask for the embedding of every prompt, and for the text after every third prompt."""
+    """Request the embedding of every prompt, and the text after every third prompt."""
     params = greedy_params(1, returns_embedding=True)
     asked = []
     for i, prompt in enumerate(reference.prompts):

@@ -1,4 +1,6 @@
-"""Experts spread over data-parallel ranks of one lockstep group: tokens equal transformers'."""
+"""With experts on several data-parallel ranks of one lockstep group, tokens equal those of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -75,5 +77,6 @@ def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
             assert all(("overlap" in entry["parts"]) == overlaps for entry in graphs)
 
     assert tokens[True] == tokens[False] == [t[:NUM_TOKENS] for t in reference.tokens]
-    # One more for each graph: the decoder and its drafts, at three sizes.
+    # Each graph, the decoder's and that of the drafts, takes one more stream, at each of three
+    # sizes.
     assert [on - off for on, off in zip(streams[True], streams[False], strict=True)] == [6] * 4

@@ -1,4 +1,6 @@
-"""CANN 8.5 counts a block for each request that shares it, and refuses more than the cache has."""
+"""CANN 8.5 counts a shared block once for each request, and refuses a call that counts more blocks
+than the cache has.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def test_requests_share_a_prefix_in_a_cache_that_is_nearly_full(references: Any)
     )
 
     with lockstep(config) as group:
-        # One alone puts the prefix into the cache; all others find it there.
+        # The first request runs alone and puts the prefix into the cache; all other requests find
+        # it there.
         answers = group.generate(prompts[:1], greedy_params(16), "first")
         answers += group.generate(prompts[1:], greedy_params(16))
         stats = group.scheduler.stats()

@@ -1,4 +1,6 @@
-"""Int8 over several ranks: graphs give the tokens of eager steps, by the operators' own rules."""
+"""With int8 on several ranks, graphs give the same tokens as eager steps, under the operators'
+rules.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[
         device={"emulator": {"strict": True}},
     )
     with lockstep(config) as group:
-        # One after another: products of floats may round otherwise in batches of another size.
+        # The requests run one after another, because float products may be rounded differently in
+        # batches of another size.
         answers = [
             group.generate([prompt], greedy_params(8), f"alone{i}")[0]
             for i, prompt in enumerate(make_prompts([5, 150]))

@@ -1,4 +1,4 @@
-"""Shapes outside the plan get graphs of their own while serving, and no token changes."""
+"""Shapes outside the plan get lazy graphs while the group serves, and no token changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) ->
 
     with serving(config) as service:
         for wave in range(4):
-            for count in (3, 6):  # replays 12 until 4 and 8 are there
+            for count in (3, 6):  # replays size 12 until graphs of the sizes 4 and 8 exist
                 answers = service.generate(
                     reference.prompts[:count], greedy_params(NUM_TOKENS), f"{wave}-{count}-"
                 )
@@ -60,7 +60,7 @@ def test_shapes_of_drafts_over_ranks_that_share_something_are_captured_while_ser
     count = 3 * parallel.get("dp", 1)
 
     with serving(config) as service:
-        for wave in range(4):  # three on each rank: six tokens in 24 until 8 are there
+        for wave in range(4):  # three on each rank: 6 tokens use size 24 until 8 exists
             prompts = reference.prompts[:count]
             answers = service.generate(prompts, greedy_params(NUM_TOKENS), f"{wave}-")
             assert [a.tokens for a in answers] == reference.tokens[:count]

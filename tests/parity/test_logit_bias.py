@@ -1,4 +1,4 @@
-"""Biases, allowed tokens and bad words choose the tokens that they choose in transformers."""
+"""With biases, allowed tokens and bad words, the tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_TOKENS = 12
 
 
 def expected(model: Any, prompt: list[int], settings: dict[str, Any]) -> list[int]:
-    """Generate with transformers' own processors of logits."""
+    """Generate with the logits processors of transformers."""
     given: dict[str, Any] = {}
     if biases := settings.get("logit_bias"):
         given["sequence_bias"] = {(token_id,): value for token_id, value in biases.items()}
@@ -38,7 +38,9 @@ def expected(model: Any, prompt: list[int], settings: dict[str, Any]) -> list[in
 
 
 def settings_for(free: list[int]) -> list[dict[str, Any]]:
-    """Return settings that change an answer whose tokens without them are ``free``."""
+    """Return settings that change an answer. Without these settings, the answer has the tokens
+    ``free``.
+    """
     pair = [tuple(free[i : i + 2]) for i in (1, 4)]
     return [
         {"bad_word_ids": (tuple(free[2:5]), *pair)},

@@ -1,4 +1,4 @@
-"""Checkpoints as others publish them: the tokens of transformers, or one sentence."""
+"""Each made checkpoint gives the tokens of transformers, or is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def make_prompts(made: Made) -> list[list[int]]:
 
 
 def assert_greedy(directory: Path, prompts: list[list[int]], answers: list[Answer]) -> None:
-    """Each token is the most probable one behind those before it, by transformers."""
+    """Assert that each token is the most probable token after the previous tokens, according to
+    transformers.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

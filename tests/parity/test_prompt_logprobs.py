@@ -1,4 +1,6 @@
-"""Log-probabilities of prompts equal those of transformers: in chunks, beside others, again."""
+"""Log-probabilities of prompts equal those of transformers: in chunks, beside other requests, and
+when the same prompt is repeated.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NUM_TOKENS = 4
 
 
 def assert_equal(reference: Reference, index: int, answer: Answer, num_best: int) -> None:
-    """Compare each token of a prompt, and the best tokens at its place."""
+    """Compare the log-probability of each token of a prompt, and of the best tokens at its
+    position.
+    """
     prompt, rows = reference.prompts[index], answer.prompt_logprobs
     with torch.no_grad():
         exact = torch.log_softmax(reference.model(torch.tensor([prompt])).logits[0].float(), -1)
@@ -35,7 +39,7 @@ def assert_equal(reference: Reference, index: int, answer: Answer, num_best: int
 
 
 def answers(group: Lockstep, reference: Reference, name: str) -> list[Answer]:
-    """Answer all prompts; every other one with log-probabilities of its prompt."""
+    """Answer all prompts. Every second answer has the log-probabilities of its prompt."""
     asked = [
         group.submit(
             f"{name}{i}",

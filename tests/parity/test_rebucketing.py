@@ -1,4 +1,6 @@
-"""Buckets that are chosen again under load: three plan versions, and every token as before."""
+"""Buckets are chosen again under load: the plan has three versions, and all tokens stay the
+same.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from tests.parity.conftest import LENGTHS, NUM_TOKENS, remember
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
-PHASE_S = 80.0  # at most, until the plan has followed
-# Requests at a time, and the buckets of which one fits them.
+PHASE_S = 80.0  # time limit until the plan fits the new traffic
+# The number of requests at the same time, and the buckets that may be chosen for this number.
 PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
 
 @pytest.fixture(scope="module")
 def wide_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of models whose steps take longer with more tokens, also beside other work."""
+    """References of models whose steps take longer with more tokens, even if other programs run."""
     return remember(tmp_path_factory, LENGTHS, intermediate_size=4096)
 
 
@@ -64,14 +66,14 @@ def test_three_plan_versions_under_load_change_no_token(
             "traffic_half_life_s": 3.0,
             "lazy": "off",
         },
-        # The streams left after torch_npu and HCCL suffice for a handful of buckets.
+        # The streams that torch_npu and HCCL leave free are enough for a few buckets.
         device={"emulator": {"strict": False, "streams": 54}},
         kv={"block_size": 16, "num_blocks": 800},
     )
     versions, buckets = [1], []
 
     with serving(config) as service:
-        # The traffic moves from wave to wave; each lasts until the plan has followed it.
+        # Each phase has another number of requests, and lasts until the plan fits this number.
         for phase, (size, fitting) in enumerate(PHASES):
             wave = 0
             deadline_s = time.monotonic() + PHASE_S

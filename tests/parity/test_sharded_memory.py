@@ -1,4 +1,4 @@
-"""With sharded caches each rank holds its share, so that contexts can be longer."""
+"""With sharded caches, each rank holds a part of a context, so contexts can be longer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def make_config(reference: Reference, shards: int, num_blocks: int) -> Config:
 
 
 def test_a_context_that_fits_into_no_rank_is_served_by_shards(reference: Reference) -> None:
-    """424 tokens: 11 blocks of 16 hold 176 of them on one rank, and 704 on four."""
+    """The context has 424 tokens. 11 blocks of 16 tokens hold 176 tokens on one rank, and 704
+    tokens on four ranks.
+    """
     one_rank = lockstep(make_config(reference, 1, NUM_BLOCKS))
     with (
         pytest.raises(ConfigError, match="12 KV blocks of 16 tokens hold requests of 177"),

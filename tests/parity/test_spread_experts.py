@@ -1,6 +1,6 @@
-"""Layouts of models with experts: every axis with every other, tokens equal transformers'.
+"""With layouts of models with experts, tokens equal those of transformers.
 
-Not every combination: each value of an axis meets each value of the others somewhere.
+Not every combination is tried, but each pair of values of two axes occurs in some layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.slow import slow_unless
 
 
 class Layout(NamedTuple):
-    """A deployment: sizes, the exchange, the graph mode, and drafts of a step."""
+    """A deployment: numbers of ranks, the exchange, the graph mode, and drafts of a step."""
 
     architecture: str
     tp: int
@@ -48,9 +48,9 @@ LAYOUTS = [
     Layout(QWEN, 2, 2, 4, "all_to_all", EAGER, 0),
     Layout(QWEN, 4, 1, 4, "all_gather", DECODE, 0),
 ]
-# Groups that do not know of one another: they serve as one deployment.
+# Two independent groups, which serve as one deployment.
 INDEPENDENT = Layout(V3, 1, 2, 1, "auto", BOTH, 2)
-# Its operators take narrow types alone, as documented.
+# By their documents, MC2's operators accept only types of 16 bits.
 MC2_LAYOUTS = [
     Layout(V3, 1, 2, 2, "mc2", DECODE, 1),
     Layout(V3, 2, 2, 4, "mc2", BOTH, 2),
@@ -60,7 +60,7 @@ MC2_LAYOUTS = [
 
 
 def sizes(layout: Layout) -> dict[str, Any]:
-    """The sizes that a mode has; those of decode batches count drafts."""
+    """Return the graph sizes of a mode; the sizes of decode batches include drafts."""
     decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
     return {EAGER: {}, DECODE: decode, BOTH: {**decode, "mixed_sizes": (16, 64)}}[layout.mode]
 
@@ -114,7 +114,8 @@ def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> 
         report = service.report()
 
     assert [answer.tokens for answer in answers] == reference.tokens
-    # On a busy machine one group may have answered all, before a link to the other was there.
+    # On a busy machine, one group may have answered all requests before the client was connected to
+    # the other group.
     groups = [report, *report["groups"]]
     assert sum(bucket["replays"] for group in groups for bucket in group["buckets"]) > 0
 

@@ -1,4 +1,6 @@
-"""Rows with grammars get the same tokens on several ranks as on one, also if steps run again."""
+"""Rows with grammars get the same tokens on several ranks as on one rank, even if steps run
+again.
+"""
 
 from __future__ import annotations
 

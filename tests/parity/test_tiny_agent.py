@@ -1,4 +1,4 @@
-"""The demo of tools calls a tool with the tokens that transformers generates."""
+"""The demo model for tools calls a tool, with the same tokens as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make chaos``: run a plan of faults against a service, and print what each one cost."""
+"""``make chaos``: inject a plan of faults into a service, and print the effect of each fault."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tools.chaos.report import COLUMNS, lines_of, sentence_of
 from tools.chaos.rig import Rig
 from tools.chaos.shapes import SHAPES, Shape
 
-SHARE = 0.05  # a fault strikes before this share of all deltas has arrived
+SHARE = 0.05  # a fault is injected before this share of all deltas has arrived
 
 
 def run_plan(
     shape: Shape, plan: list[Strike], room: Path | None, console: Console
 ) -> Iterator[Outcome]:
-    """Execute a plan; print a line after each strike, and yield the strike's result.
+    """Inject the faults of a plan; after each fault, print a line and yield the result.
 
-    Closing the iterator ends everything that was started.
+    Closing the iterator ends all processes that it has started.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
@@ -67,10 +67,10 @@ def main(
     shape: Annotated[str, typer.Option(help=f"the deployment: {', '.join(SHAPES)}")] = "replicas",
     only: Annotated[str, typer.Option(help="names of faults, with commas between them")] = "",
 ) -> None:
-    """Run faults against a service, and print a table with the cost of each."""
+    """Inject faults into a service, and print a table with the effect of each fault."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; there are: {', '.join(SHAPES)}")
-    # Also ends everything that was started.
+    # At its end, this also ends all processes that were started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=200 if not os.isatty(1) else None)
     found = SHAPES[shape]
@@ -96,7 +96,7 @@ def main(
 
 
 def print_table(what: str, outcomes: list[Outcome], minutes: float, console: Console) -> None:
-    """Print the table for people, then the same table for a document."""
+    """Print the table for the terminal, then the same table in Markdown."""
     title = (
         f"{what}, {len(outcomes)} faults, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}, "
         f"{minutes:.0f} min"

@@ -11,7 +11,7 @@ OK, BUSY = 200, (429, 503)
 
 @dataclass
 class Answer:
-    """The received answer of one request. One thread writes it.
+    """The received answer of one request. Only one thread writes to it.
 
     Attributes:
         body: number of the answered request; equal requests must get equal texts.
@@ -49,7 +49,7 @@ class Answer:
         return not (self.is_whole or self.is_refused or self.given_up)
 
     def differs(self, wanted: Answer) -> bool:
-        """Whether its tokens differ from those of the answer in a run without faults.
+        """Whether the tokens differ from those of the answer in a run without faults.
 
         An incomplete answer must be a prefix of the answer without faults.
         """
@@ -64,7 +64,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pause:
-    """A time in which no delta arrived. In seconds, on the clock of the deltas."""
+    """An interval in which no delta arrived. Its times are in seconds, on the clock of the
+    deltas.
+    """
 
     begin_s: float
     end_s: float
@@ -75,7 +77,7 @@ class Pause:
 
 
 def longest_pause(times_s: Sequence[float], struck_s: float) -> Pause | None:
-    """Return the longest time without a delta that ended after ``struck_s``, or None."""
+    """Return the longest interval without a delta that ended after ``struck_s``, or None."""
     found = [Pause(a, b) for a, b in pairwise(sorted(times_s)) if b > struck_s]
     return max(found, key=lambda pause: pause.length_s, default=None)
 

@@ -16,7 +16,7 @@ from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
 TIMEOUT_S = 400.0  # limit for a time without a byte; longer than a request waits for a group
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the API requires it; never used; slow to make
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx requires one; made once
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 
 BeforeDelta = Callable[[Answer], None]

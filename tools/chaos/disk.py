@@ -1,4 +1,4 @@
-"""A small disk for a service's temporary files, so that a full disk affects nothing else."""
+"""A small disk for a service's temporary files, so that a full disk affects only the service."""
 
 from __future__ import annotations
 

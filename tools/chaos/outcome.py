@@ -1,5 +1,6 @@
-"""The result of a strike: turns the observations of clients and watchers into one row of
-numbers."""
+"""The result of an injected fault (a strike), as numbers that are computed from the observations of
+clients and watchers.
+"""
 
 from __future__ import annotations
 

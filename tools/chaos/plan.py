@@ -35,12 +35,12 @@ class Kind(Enum):
     KILL_RAYLET = "raylet killed"
     KILL_OWNER = "owner of the deployment killed"
     STOP_OWNER = "owner of the deployment stopped, until it is killed"
-    # These strike only during the recovery from another fault.
+    # These faults are injected only during the recovery from another fault.
     CAPTURE_DEATH = "a rank of the replacement dies in its capture"
     CAPTURE_MEMORY = "memory of the replacement runs out in its capture"
 
 
-# These end a group; the service then replaces the group.
+# These faults end a group, which the service then replaces.
 GROUP_ENDING = (
     Kind.KILL_WORKER,
     Kind.PREFILL_DEATH,
@@ -56,10 +56,10 @@ MAX_TARGET = 1 << 16
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, or two faults, of which the second strikes during the recovery from the first.
+    """One fault; or two faults, the second of which is injected during the recovery from the first.
 
     Attributes:
-        second: strikes when the first fault is known, or in the capture that ``second`` names.
+        second: injected when the first fault was noticed, or in the capture that ``second`` names.
     """
 
     kind: Kind
@@ -106,7 +106,9 @@ def make_plan(
 
 
 def _round(chance: random.Random, kinds: Sequence[Kind]) -> list[Fault]:
-    """Return every kind alone, and then, for each second kind, a kind that ends a group."""
+    """Return first every kind alone, and then pairs: a kind that ends a group, with each second
+    kind.
+    """
     alone = [Fault(kind) for kind in kinds]
     ending = [kind for kind in kinds if kind in GROUP_ENDING]
     pairs = [Fault(chance.choice(ending), second) for second in IN_RECOVERY if ending]

@@ -1,5 +1,6 @@
-"""The table of ``make chaos``: one line for each fault, which summarises all strikes of this
-fault."""
+"""The table of ``make chaos``: one line for each kind of fault, which summarises all injections of
+this kind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TOTAL = "all"
 def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
     """Yield a line for each fault, in the order of first strikes, and then one line for all faults.
 
-    Seconds are those of the worst strike.
+    Seconds are the largest of all strikes.
     """
     names = list(dict.fromkeys(str(outcome.strike.fault) for outcome in outcomes))
     for name in names:

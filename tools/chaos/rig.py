@@ -1,4 +1,6 @@
-"""Execution of strikes: load, fault, wait, and a check for files and processes left behind."""
+"""Execution of strikes. A strike consists of a load, a fault, a wait for the recovery, and a check
+for files and processes that were left behind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tools.chaos.shapes import STALL_S, Shape
 
 ANSWERS_S = 300.0  # limit of all answers together, after a strike
 RECOVERY_S = 240.0
-KNOWN_S = 90.0  # limit until a fault is known, and until an armed fault has struck
+KNOWN_S = 90.0  # limit until a fault is noticed, and until an armed fault has happened
 SETTLE_S = 30.0
 FULL_S = 20.0  # how long the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
@@ -78,7 +80,7 @@ class Watcher:
             self.sights.append(self.service.look())
 
     def knows_since(self, struck_s: float) -> bool:
-        """Whether a poll since ``since_s`` found fewer groups than all."""
+        """Whether a poll after ``since_s`` found that a group was missing."""
         groups = self.service.shape.num_groups
         return any(s.serving < groups and s.at_s >= struck_s for s in list(self.sights))
 
@@ -146,7 +148,7 @@ class Rig:
         kind = strike.fault.kind
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
-        # Find the target before the load, because this takes a while on a busy machine.
+        # Find the target before the load begins, because finding it takes time on a busy machine.
         if self._full is not None:  # a file on that disk arms faults
             self._full.join()
         victim = self._victim(service, kind, strike.target)
@@ -163,7 +165,7 @@ class Rig:
             if others is not None:
                 others.start()
             stopped += self._strike(service, kind, victim)
-            if kind is Kind.STOP_OWNER:  # until then, requests are not affected
+            if kind is Kind.STOP_OWNER:  # requests are not affected until the kill
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
@@ -243,7 +245,7 @@ class Rig:
         return pids[target % len(pids)]
 
     def _strike(self, service: Service, kind: Kind, victim: int | None) -> list[int]:
-        """Inject a fault; return the processes that it has stopped."""
+        """Inject a fault; return the processes that the fault has stopped (SIGSTOP)."""
         match kind:
             case Kind.OPERATOR_FAILS:
                 service.arm(fault_op=self._shape.operator)
@@ -295,7 +297,9 @@ class Rig:
     # ---- remains
 
     def _left(self, service: Service, stopped: Sequence[int]) -> list[str]:
-        """Return what a strike has left behind in a service that serves again."""
+        """Return the files, processes and requests that a strike has left behind in a service that
+        serves again.
+        """
         left = []
         if service.disarm():
             left.append("a fault that struck nobody")
@@ -315,7 +319,9 @@ class Rig:
         return {name: found[name] for name in BUSY if found.get(name, 0.0)}
 
     def _things(self) -> dict[str, int]:
-        """Return the counts of all kinds of things that a strike may leave behind."""
+        """Return, for each kind of object that a strike may leave behind, the number of such
+        objects.
+        """
         assert self._service is not None
         names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}

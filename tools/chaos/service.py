@@ -1,4 +1,5 @@
-"""A service in its own processes: started like a user's, struck, and ended without remains.
+"""A service under test, in separate processes. It starts as a user starts a service, gets faults,
+and leaves nothing behind at its end.
 
 The service leads a process session, and all temporary files of its processes are in one folder. So
 the rig can distinguish the service's processes and files from others on this machine.
@@ -126,7 +127,7 @@ class Service:
         return "\n".join(text.splitlines()[-QUOTED_LINES:])
 
     def error(self) -> str:
-        """Return the last output line that tells why the service ended, or ""."""
+        """Return the last output line that gives the reason for the end of the service, or ""."""
         lines = [line for line in self.last_words().splitlines() if line.startswith("error:")]
         return lines[-1] if lines else ""
 
@@ -146,7 +147,8 @@ class Service:
 
     def dead_segments(self) -> list[str]:
         """Return HCCL's segments that were made since the start by processes that have exited."""
-        # Other services may make segments, too, but the processes that made those are alive.
+        # Other services may make segments, too, but the processes that made these segments are
+        # alive.
         return sorted(name for name in _segments() - self._segments if _is_dead(name))
 
     def dead_run_directories(self) -> list[str]:
@@ -167,7 +169,7 @@ class Service:
         new.rename(self.fault_file)
 
     def disarm(self) -> bool:
-        """Disarm the fault; return whether it had not struck."""
+        """Disarm the fault; return true if the fault had not happened yet."""
         try:
             self.fault_file.unlink()
         except FileNotFoundError:
@@ -197,16 +199,16 @@ class Service:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
-        """End living processes; return whether there were none. The caller repeats this, because a
-        process that is just being started appears later.
+        """End all living processes; return true if there were none. The caller repeats this call,
+        because a process that is being started appears later.
         """
         alive = self._all()
         processes.kill_all(alive)
         return not alive
 
     def _left_behind(self) -> list[str]:
-        """Return what the ended service has left behind, after a moment in which it may still
-        disappear.
+        """Return the files and processes that the ended service has left behind. Before this, wait
+        a moment, because some of them may still disappear.
         """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]

@@ -28,9 +28,9 @@ class Shape:
     """A deployment and its load.
 
     Attributes:
-        config: name of a file in ``configs/``.
-        operator, collective: the operators that fail, or stall.
-        attention, linear: operators whose second operand (keys, or a weight) is in the memory that
+        config: name of a file in ``configs/``. operator, collective: the operators for faults that
+        make an operator or a collective fail or stall. attention, linear: operators whose second
+        operand (keys, or a weight) is in the memory that
             turns bad.
         num_streams: number of requests that are sent at once; each has a different body.
     """

@@ -38,8 +38,9 @@ HcclResult launch_for_all(const Comm &c, const char *name, Call call, aclrtStrea
   });
 }
 
-// Every rank offers the same number of bytes. `consume(begin, bytes, parts)` is called with one
-// stretch of all ranks' bytes: once if these bytes fit a slot, otherwise once for each chunk.
+// Every rank offers the same number of bytes. `consume(begin, bytes, parts)` is called with the
+// same range of bytes of all ranks: once if all bytes fit into a slot, otherwise once for each
+// chunk.
 template <class Consume>
 void all_to_each(Communicator &c, const Call &call, const char *offer, size_t bytes,
                  Consume consume) {
@@ -60,7 +61,7 @@ void all_to_each(Communicator &c, const Call &call, const char *offer, size_t by
   }
 }
 
-// The common part of the stretch [begin, end) of the offers and of [from, to).
+// The bytes that are in both ranges: [begin, end) of the offered bytes, and [from, to).
 struct Overlap {
   size_t begin, bytes;
   Overlap(size_t stretch, size_t size, size_t from, size_t to) {
@@ -73,8 +74,8 @@ struct Overlap {
 // The part of `bytes` that is on other ranks, if each rank has an equal part.
 size_t of_others(const Comm &c, size_t bytes) { return bytes - bytes / c->ranks; }
 
-// The bytes that really travel. With modelled time, floats and the int8 values that replace them do
-// not travel, because they were not computed.
+// The bytes that are really sent. With modelled time, floats and the int8 values that replace them
+// are not sent, because they were not computed.
 size_t travelling(size_t bytes, HcclDataType type) {
   bool is_computed = type == HCCL_DATA_TYPE_INT8 || type == HCCL_DATA_TYPE_FP16 || type == HCCL_DATA_TYPE_BFP16 ||
                   type == HCCL_DATA_TYPE_FP32 || type == HCCL_DATA_TYPE_FP64;
@@ -107,7 +108,7 @@ EMU_API HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, Hccl
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, true);
   };
-  // The bytes of a reduce-scatter and an all-gather.
+  // An all-reduce counts the bytes of a reduce-scatter and an all-gather.
   size_t bytes = 2 * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclAllReduce", describe("AllReduce", count, type, op), stream, bytes,
                         operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
@@ -119,7 +120,7 @@ EMU_API HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDat
   auto run = [=](const Call &call) {
     reduce_part(*c, call, send, receive, count, 0, count, type, op, c->rank == root);
   };
-  // The bytes of a reduce-scatter whose parts the root gathers.
+  // A reduce counts the bytes of a reduce-scatter whose parts the root gathers.
   size_t bytes = (c->rank == root ? 2 : 1) * of_others(c, count * element_bytes(type));
   return launch_for_all(c, "HcclReduce", describe("Reduce", count, type, op), stream, bytes,
                         operation_ns(Pattern::AllReduce, count * element_bytes(type), *c), run);
@@ -151,7 +152,8 @@ EMU_API HcclResult HcclAllGather(void *send, void *receive, uint64_t count, Hccl
                         (c->ranks - 1) * bytes, operation_ns(Pattern::AllGather, bytes, *c), run);
 }
 
-// Only the root's bytes are read. The other ranks offer their bytes, too, because this is simpler.
+// Only the root's bytes are read. The other ranks also offer their bytes, because this makes the
+// code simpler.
 EMU_API HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t root,
                                  HcclComm comm, aclrtStream stream) {
   Comm c = communicator(comm);
@@ -254,7 +256,7 @@ std::optional<Domain> emu::hccl::find_domain(const std::string &name, uint32_t r
     snprintf(call.text, sizeof call.text, "%s", what.c_str());
     c->check_usable();
     all_to_each(*c, call, offer, bytes, consume);
-    count_collective(c->device, 0);  // 0 bytes: only the operator knows how many really travel
+    count_collective(c->device, 0);  // 0 bytes: only the operator knows how many are really sent
   };
   bool has_collectives = !c->claim(Communicator::Use::Kernels);
   return Domain{c->ranks, c->rank, c->buffer_mb, has_collectives, exchange};

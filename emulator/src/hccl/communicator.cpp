@@ -75,8 +75,8 @@ void Communicator::arrive(const RootInfo &root) {
     forget(root);
     throw;
   }
-  // All ranks have mapped everything, so the names can be removed. Then a killed rank leaves no
-  // names.
+  // All ranks have mapped all memory, so its names can be removed. A rank that is killed later then
+  // leaves no names behind.
   remove_segment(segment_name(rank));
   forget(root);
 }
@@ -142,7 +142,7 @@ void Communicator::compare(const Call &call) const {
   }
 }
 
-// Data for other hosts travels while the ranks of this host wait at the barrier.
+// This rank exchanges data with other hosts while the ranks of this host wait at the barrier.
 void Communicator::exchange(const Call &call, const std::vector<char *> &rooms, const void *data,
                             size_t bytes) {
   int turn = ++calls_ & 1;
@@ -235,7 +235,7 @@ void Communicator::check_usable() const {
     throw std::runtime_error("communicator " + name + " is suspended");
 }
 
-// ---- point to point: within a host, a message travels in chunks through the receiver's mailbox
+// ---- point to point: within a host, a message passes in chunks through the receiver's mailbox
 
 void Communicator::send(const void *data, size_t bytes, uint32_t to) {
   if (!is_here(to))

@@ -1,10 +1,10 @@
 // A communicator: ranks that exchange messages, over shared memory within a host, and over sockets
 // (links.h) between hosts. Every rank owns a memory segment, which all ranks of its host map. Small
 // messages use two slots in turn, so one barrier is enough: no rank can be two operations ahead of
-// a rank that still reads. Larger messages use the segment's area in chunks, each between two
-// barriers. For a rank on another host, this process has a private segment, into which it reads
-// that rank's data. So code that uses a segment does not depend on the rank's host, and sums are
-// the same.
+// a rank that still reads a slot. Larger messages use the segment's area in chunks, each between
+// two barriers. For a rank on another host, this process has a private segment, into which it reads
+// that rank's data. So the code that uses a segment, and the results of sums, do not depend on the
+// rank's host.
 #pragma once
 
 #include "emulator.h"
@@ -23,9 +23,10 @@ namespace emu::hccl {
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kAreaBytes = 4 << 20;  // one chunk of a large message
 
-// Aborted work may leave any values in these counters. So there are two sets of counters, and lives
-// of a communicator use them in turn. An abort ends a life, and HcclCommResume begins the next one.
-// A rank that aborts clears the next set; no rank uses this set before all ranks have aborted.
+// Aborted work may leave any values in these counters. So the life of a communicator is divided: an
+// abort ends one life, and HcclCommResume begins the next life. There are two sets of counters, and
+// successive lives use the sets in turn. A rank that aborts clears the next set; no rank uses this
+// set before all ranks have aborted.
 struct Barriers {
   std::atomic<uint32_t> arrived;  // barriers that this rank has reached, for error messages
   // Used in the segment of the host's first rank only: arrivals of all ranks of the host, and the
@@ -35,7 +36,7 @@ struct Barriers {
 
 struct Header {
   Barriers barriers[2];
-  std::atomic<uint32_t> lives_over;  // lives of the communicator that this rank's aborts have ended
+  std::atomic<uint32_t> lives_over;  // number of lives that aborts of this rank have ended
   std::atomic<int32_t> pid;
   std::atomic<uint64_t> start_time;  // of the process, because its id may be reused
   CaptureSessions::Dropped dropped_session;
@@ -65,7 +66,8 @@ public:
   // Publishes `bytes` bytes at `data` (at most kSlotBytes), waits for all ranks, and checks that
   // all run the same call. Then slot(r) contains the bytes of rank r until the next operation.
   void exchange_small(const Call &call, const void *data, size_t bytes);
-  // The same with at most kAreaBytes; area(r) contains the bytes of rank r while `consume()` runs.
+  // Does the same with at most kAreaBytes; area(r) contains the bytes of rank r while `consume()`
+  // runs.
   template <class Consume>
   void exchange_chunk(const Call &call, const void *data, size_t bytes, Consume consume) {
     exchange(call, areas_, data, bytes);
@@ -81,7 +83,7 @@ public:
   // A communicator is used either for collectives or for operators that communicate inside their
   // kernel. The reason: such kernels keep flags and data of several steps in the communicator's
   // windows, and collectives write to the same windows (documents of npu_moe_distribute_dispatch_v2
-  // and _combine_v2). The first use decides.
+  // and _combine_v2). The first operation decides which of the two it is.
   enum class Use { None, Collectives, Kernels };
   bool claim(Use use) {
     Use owner = Use::None;
@@ -92,14 +94,14 @@ public:
   void suspend() { is_suspended_ = true; }
   // Call this when all tasks of this rank have ended.
   void end_life();
-  // Begins the next life. Throws the reason if it cannot.
+  // Begins the next life. If this is not possible, throws an error with the reason.
   void resume();
   bool is_suspended() const { return is_suspended_; }
   // Throws if a task may not run: the communicator is suspended, or was destroyed.
   void check_usable() const;
   std::atomic<bool> is_destroyed{false};
-  // Users of the communicator: running calls of the host, queued or running tasks, and tasks of
-  // captured graphs.
+  // Counts the users of the communicator: running calls of the host, queued or running tasks, and
+  // tasks of captured graphs.
   std::atomic<int> calls{0}, tasks{0}, captured_tasks{0};
 
   CaptureSessions &sessions() { return sessions_; }

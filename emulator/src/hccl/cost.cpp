@@ -37,7 +37,7 @@ double between_nodes_ns(double bytes, double nodes) {
 }
 
 // All ranks get the data of every rank: first from the ranks at the same position of other nodes,
-// then from the ranks of the own node.
+// then from the ranks of this rank's node.
 double gather_ns(double bytes, double nodes, double here) {
   return between_nodes_ns(bytes, nodes) + in_node_ns(bytes * nodes, here);
 }
@@ -52,7 +52,7 @@ int64_t operation_ns(Pattern pattern, size_t bytes, uint32_t ranks, uint32_t ran
   double ns = fixed_us() * 1e3;
   switch (pattern) {
   case Pattern::AllGather:
-  case Pattern::ReduceScatter:  // the same in reverse
+  case Pattern::ReduceScatter:  // takes as long as an all-gather
     ns += gather_ns(bytes, nodes, here);
     break;
   case Pattern::AllReduce:  // a reduce-scatter, and an all-gather

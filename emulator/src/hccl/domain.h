@@ -13,11 +13,11 @@ namespace emu::hccl {
 struct Domain {
   uint32_t ranks, rank;
   uint32_t buffer_mb;      // size of HCCL's buffer for this communicator
-  // collectives use the communicator, so their data would be in the same windows
+  // the communicator runs collectives, which write to the same windows
   bool has_collectives;
-  // Called in tasks. Every rank offers the same number of bytes. `consume(begin, size, parts)` is
-  // called for one stretch of all ranks' bytes after the other, up to the end. The ranks compare
-  // `what`.
+  // Tasks call this function. Every rank offers the same number of bytes. `consume(begin, size,
+  // parts)` is called for successive ranges of these bytes, each time with the range of all ranks.
+  // The ranks compare `what`.
   using Consume = std::function<void(size_t begin, size_t size, const char *const *parts)>;
   std::function<void(const std::string &what, const char *offer, size_t bytes, Consume)> exchange;
 };

@@ -36,7 +36,7 @@ void Door::accept_all() {
   }
 }
 
-// Reads nothing after the secret until the secret was found correct.
+// The bytes after the secret are read only after the secret was found to be correct.
 bool Door::listen_to(Visitor &v, bool *has_proved) const {
   auto *words = reinterpret_cast<char *>(&v.hello);
   for (size_t end : {sizeof v.hello.question, sizeof v.hello}) {

@@ -1,6 +1,6 @@
-// Admits connections that present the secret. Any process may connect to a port, but the listener
-// does not wait for it: a connection that does not send the secret is closed soon, and even sooner
-// if more connections are waiting.
+// Admits only connections that send the secret. Any process may connect to a port, but it cannot
+// block the listener: a connection that does not send the secret is closed after a short time, and
+// even earlier if more connections are waiting.
 #pragma once
 
 #include "hccl/meeting.h"
@@ -10,7 +10,7 @@
 
 namespace emu::hccl {
 
-// The place of a rank. The rank listens if `address` has a port.
+// The host and the address of a rank. The rank listens if `address` has a port.
 struct Place {
   char memory[128];
   Address address;
@@ -19,7 +19,7 @@ struct Place {
 // The first words on a connection.
 struct Hello {
   Secret question;
-  uint32_t is_joining;  // to the root's roster; else the connection is one channel of a pair
+  uint32_t is_joining;  // joins the root's list of ranks; else a channel of a pair of ranks
   uint32_t rank, ranks;
   Channel channel;
   Place place;

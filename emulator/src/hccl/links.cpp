@@ -44,7 +44,7 @@ size_t Links::to_receive(const Peer &p) const {
   return p.runs_other ? 0 : sizeof(Frame) + frame_.bytes - p.received;
 }
 
-// The two parts of a frame from `done` on.
+// The remaining bytes of a frame's two parts, from byte `done` on.
 static msghdr from_byte(iovec (&parts)[2], size_t done) {
   for (iovec &part : parts) {
     size_t skipped = std::min(done, part.iov_len);
@@ -68,7 +68,7 @@ void Links::push(Peer &p) {
     p.sent += part;
     p.remote[Channel::Collectives].sent += part;
   } else if (errno != EAGAIN && errno != EINTR) {
-    p.sent = sizeof frame_ + frame_.bytes;  // the peer has exited, as a later read will show
+    p.sent = sizeof frame_ + frame_.bytes;  // the peer has exited; a later read reports this
   }
 }
 

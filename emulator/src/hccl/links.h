@@ -28,9 +28,9 @@ public:
 
   bool empty() const { return peers_.empty(); }
 
-  // A collective in two halves, between which the ranks of this host meet. The offered data must
-  // stay valid until the end. If a peer runs another call, this rank still receives the description
-  // of that call.
+  // A collective has two halves; the ranks of this host meet at a barrier between the halves. The
+  // offered data must stay valid until the end. If a peer runs another call, this rank still
+  // receives the description of that call.
   void offer(const Call &call, const char *data, size_t bytes);
   size_t collect(const PlaceOf &place);  // returns the number of received bytes
 
@@ -42,8 +42,9 @@ public:
   void tell(uint32_t number);
   void hear(const std::function<void(uint32_t rank, uint32_t number)> &told);
 
-  // Call this when all tasks of this rank have ended, and thereby a life of the communicator. Tells
-  // the other ranks this, and the number of bytes that this rank has sent to them.
+  // Call this when all tasks of this rank have ended, which ends a life of the communicator.
+  // Reports to the other ranks that the life has ended, and how many bytes this rank has sent to
+  // each of them.
   void end_life(uint32_t life);
   // Discards data that other ranks sent in ended lives. Throws an error that names the ranks that
   // have not ended the previous life.

@@ -1,6 +1,6 @@
-// The remains of aborted work between hosts: parts of frames and of messages that are never read.
-// At the end of a life, each rank reports how many bytes it has sent, so that the receivers can
-// skip these bytes before the next life begins.
+// Aborted work between hosts leaves parts of frames and messages that no operation reads. At the
+// end of a life, each rank reports how many bytes it has sent, so that the receivers can skip these
+// bytes before the next life begins.
 #include "hccl/links.h"
 
 #include <algorithm>

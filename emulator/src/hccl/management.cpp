@@ -108,8 +108,8 @@ EMU_API HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo
                                               HcclComm *out) {
   return emu::hccl::open(*root, ranks, rank, config, out);
 }
-// A rank outside `members` calls without a list, and gets no communicator. The other ranks send the
-// root info through the parent.
+// A rank that is not in `members` makes this call without a list, and gets no communicator. The
+// other ranks send the root info through the parent.
 EMU_API HcclResult HcclCreateSubCommConfig(HcclComm *parent, uint32_t ranks, uint32_t *members,
                                            uint64_t, uint32_t rank, HcclCommConfig *config,
                                            HcclComm *out) {

@@ -195,9 +195,9 @@ bool connects(const Roster &roster, uint32_t rank, uint32_t peer) {
 }
 
 // Opens one connection per channel with every rank of another host. First this rank begins all its
-// connections, for which no peer needs to accept yet. Then this rank accepts and answers the
-// connections of other ranks. Then it reads the answers to its own connections. So ranks never wait
-// for each other in a ring.
+// connections, for which no peer needs to accept yet. Then this rank accepts the connections of
+// other ranks, and replies to them. Then it reads the replies to its own connections. So ranks
+// never wait for each other in a ring.
 std::vector<RemoteRank> connect_all(const RootInfo &root, const Roster &roster, Hello hello,
                                     Socket listener, const Patience &patience) {
   std::map<uint32_t, RemoteRank> remote;

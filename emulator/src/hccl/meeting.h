@@ -1,10 +1,10 @@
 // The rendezvous of a communicator's ranks, and the connections between ranks without shared
 // memory. The program passes the root info to all ranks. The root info contains the root's address,
 // the name of its host's memory, and two secrets: a connecting peer sends the first at once, and
-// the listener answers with the second. Ranks that share the root's memory enter a lobby in it; the
-// other ranks join over TCP. When all ranks have arrived, the root sends the list of places to
-// every rank and stops listening. Then each pair of ranks of different hosts connects, and all
-// other sockets are closed.
+// the listener replies with the second. Ranks that share the root's memory enter a lobby in this
+// memory; the other ranks join over TCP. When all ranks have arrived, the root sends the list of
+// places to every rank and stops listening. Then each pair of ranks of different hosts connects,
+// and all other sockets are closed.
 #pragma once
 
 #include "hccl/sockets.h"
@@ -45,7 +45,7 @@ struct Company {
   std::vector<RemoteRank> elsewhere;
 };
 
-// Makes the calling process the root, which listens from now on until all ranks have met.
+// Makes the calling process the root. The root listens from this call until all ranks have met.
 RootInfo new_root();
 // Blocks until all ranks have arrived. If this fails, throws an error with the reason.
 Company meet(const RootInfo &root, uint32_t ranks, uint32_t rank);

@@ -14,7 +14,7 @@ constexpr int kCheckMs = 100;  // interval at which a waiting rank checks that i
 
 class Patience {
 public:
-  // For a dead peer, returns how its death is known; for a living peer, "".
+  // If the peer is dead, returns a text that says how this was found; if it lives, returns "".
   using Death = std::function<std::string(uint32_t peer)>;
 
   // `is_destroyed`: whether the communicator was destroyed, if there is a communicator yet.

@@ -23,8 +23,8 @@ struct Transfer {
   char *at;
   size_t bytes;
 };
-// Sends and receives that one rank does at the same time. Between two ranks, the order of the lists
-// is the order of the messages.
+// Runs sends and receives of one rank at the same time. The messages between two ranks have the
+// order of the lists.
 struct Transfers {
   std::vector<Transfer> sends, receives;
 };

@@ -25,7 +25,8 @@ static const std::filesystem::path kFolder = "/dev/shm";
 static const char kPrefix[] = "emulated_hccl_";
 static const char kMeeting[] = "meeting_of_";
 
-// The number of this process's namespace of process ids. Process ids are meaningful only within it.
+// The number of this process's namespace of process ids. Process ids are meaningful only within one
+// namespace.
 static unsigned long long process_ids() {
   struct stat entry;
   return stat("/proc/self/ns/pid", &entry) == 0 ? entry.st_ino : 0;
@@ -42,7 +43,7 @@ std::string new_name() {
          "_" + std::to_string(process_ids()) + "_" + text;
 }
 
-// Whether the process that made this name has ended; false if this process cannot know it.
+// Whether the process that made this name has ended; false if this cannot be determined.
 static bool is_stale(const std::string &name) {
   int pid = 0;
   unsigned long long started = 0, ids = 0;

@@ -10,7 +10,7 @@
 
 namespace emu::hccl {
 
-// Sent between hosts unchanged.
+// The bytes of this structure are sent between hosts.
 struct Address {
   char ip[46];  // text, IPv4 or IPv6
   uint16_t port;

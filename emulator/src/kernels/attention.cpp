@@ -83,7 +83,7 @@ bool all_finite(Data d, int64_t offset, int64_t n) {
 }
 
 constexpr int64_t kTile = 64;         // tokens, and query rows of one block
-constexpr int64_t kStreamedRows = 8;  // at most: with fewer rows, gathering keys does not pay off
+constexpr int64_t kStreamedRows = 8;  // at most; for so few rows, gathering keys saves no time
 
 // One sequence and one key-value head.
 class Worker {
@@ -104,7 +104,7 @@ private:
   const Attention &a;
   const Sequence &s;
   int64_t kv_head, group;
-  // the contribution of values after the last key; null if all of them are finite
+  // The contribution of values after the last key; null if all these values are finite.
   const float *tail = nullptr;
 
   int64_t page_of(int64_t token) const {
@@ -255,7 +255,8 @@ private:
       write(row, kv_head * group + g, sums + g * m, divisors[g], greatest[g]);
   }
 
-  // Turns scores into weights relative to the greatest score so far, and rescales the sum so far.
+  // Turns scores into weights relative to the greatest score of all tiles up to this one, and
+  // rescales the sum of the previous tiles.
   void weigh(float *scores, const uint8_t *mask, int64_t count, float &greatest, float &divisor,
              float *sums) const {
     if (mask)

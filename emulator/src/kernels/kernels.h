@@ -81,7 +81,7 @@ enum class Mask { None, LeftUpCausal, RightDownCausal, Band, Explicit };
 struct Attention {
   Data query, query_rope, out;
   float *lse = nullptr;                           // [rows, heads] if requested, else null
-  float lse_without_keys = 0;                     // value for a row that sees no key
+  float lse_without_keys = 0;                     // the value of lse for a row that sees no key
   int64_t query_token_stride, query_head_stride;  // of query
   int64_t rope_token_stride = 0, rope_head_stride = 0;
   int64_t out_token_stride, out_head_stride;
@@ -93,7 +93,7 @@ struct Attention {
   float scale;
   Mask mask = Mask::None;
   int64_t pre_tokens = 0, next_tokens = 0;
-  const uint8_t *mask_data = nullptr;  // Explicit: non-zero is masked out
+  const uint8_t *mask_data = nullptr;  // for an explicit mask: a non-zero element hides a key
   int64_t mask_batch_stride = 0, mask_row_stride = 0;
   std::vector<Sequence> sequences;
 };
@@ -113,12 +113,13 @@ struct MergedAttention {
 void merge_attention(const MergedAttention &m);
 
 // ---- select.cpp
-// First position of the greatest value of each row; a NaN counts as greatest, as in ATen.
+// Finds the first position of the greatest value in each row; a NaN counts as greatest, as in ATen.
 void argmax_rows(Data x, int64_t rows, int64_t columns, int64_t row_stride, void *out,
                  bool out_is_int32);
 
 // ---- copy.cpp
-// Both sides have the same element type, up to five dimensions, and any strides (in elements).
+// Source and destination have the same element type, up to five dimensions, and any strides (in
+// elements).
 struct StridedCopy {
   static constexpr int kMaxRank = 6;
   char *to;
@@ -127,7 +128,7 @@ struct StridedCopy {
   int rank;
   int64_t size[kMaxRank], to_stride[kMaxRank], from_stride[kMaxRank];
 
-  void merge_dimensions();  // call once; makes inner runs fewer and longer
+  void merge_dimensions();  // call it once; makes contiguous runs longer and fewer
   void run() const;
 };
 // Rows of `row_bytes` bytes. Throws if an index lies outside 0..limit-1.

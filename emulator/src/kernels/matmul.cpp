@@ -13,7 +13,7 @@ namespace emu::kernels {
 namespace {
 
 #ifdef __AVX512F__
-constexpr int64_t kFewRows = 4;             // measured: up to here the plain loops are faster
+constexpr int64_t kFewRows = 4;             // measured: up to this number, plain loops are faster
 #else
 constexpr int64_t kFewRows = 8;
 #endif

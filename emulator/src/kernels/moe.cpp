@@ -83,7 +83,7 @@ void gating(const Gating &g) {
 
 std::vector<int64_t> route(const Routing &r, std::vector<int64_t> &tokens) {
   int64_t experts = r.end - r.first;
-  auto place = [&](int64_t i) {  // index of the choice's expert among the active experts, or -1
+  auto place = [&](int64_t i) {  // index of the expert of choice i among the active experts, or -1
     int64_t expert = r.experts[i] - r.first;
     return expert >= 0 && expert < experts ? expert : -1;
   };

@@ -1,7 +1,7 @@
 // Float products of several rows with a row-major weight, in tiles whose sums stay in registers. Up
 // to 64 rows, the weight is read in place, once for each block of rows. With more rows, strips of
-// the weight are packed, so that they stay in the cache for all blocks. This code was measured at 2
-// to 4 times the speed of torch's MKL, which uses a code path with narrow vectors on AMD.
+// the weight are packed, so that they stay in the cache for all blocks. On AMD, this code is 2 to 4
+// times as fast as torch's MKL, which uses narrow vectors on such processors.
 #include "kernels/vector_math.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ constexpr int kTileRows = 3;  // twelve sums of 8 floats in 16 registers
 #endif
 constexpr int64_t kAhead = 32;        // rows of the weight that are prefetched
 constexpr int64_t kChunkRows = 96;   // rows packed at once: they fit in the second-level cache
-constexpr int64_t kDirectRows = 64;  // measured: up to here packing the weight does not pay off
+constexpr int64_t kDirectRows = 64;  // measured: up to this number, packing saves no time
 
 // a is [k, M], b is [k, kStrip] with rows `b_stride` apart.
 template <int M>

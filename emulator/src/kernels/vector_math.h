@@ -88,7 +88,8 @@ inline const float *as_floats(Data d, int64_t offset, int64_t count, float *scra
   load_floats(d, offset, scratch, count);
   return scratch;
 }
-// The place at which a row of `d` is computed. commit() stores the row if this place is not in `d`.
+// The memory in which a row of `d` is computed. If this memory is not in `d`, commit() copies the
+// row to `d`.
 inline float *output_row(Data d, int64_t offset, float *scratch) {
   return d.type == Type::F32 ? static_cast<float *>(d.p) + offset : scratch;
 }

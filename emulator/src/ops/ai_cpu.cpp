@@ -1,6 +1,6 @@
-// The table of rules. Its types are those for which A2 and A3 (DAV_2201) have a kernel, by the
-// functions IsAiCoreSupport of ops-math c419332 and ops-nn e5c3fa9 (August 2026). In November 2025
-// the types were the same, unless a rule's comment says more.
+// The table of rules. Its types are the types for which A2 and A3 (DAV_2201) have a kernel,
+// according to the functions IsAiCoreSupport of ops-math c419332 and ops-nn e5c3fa9 (August 2026).
+// In November 2025 the types were the same, unless a rule's comment says more.
 #include "ops/ai_cpu.h"
 
 #include "target.h"

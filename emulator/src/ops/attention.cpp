@@ -84,7 +84,7 @@ void bind_sequences(const FiaArguments &f, Attention &a, const RowStrides &q, co
 }
 
 void bind_mask(const FiaArguments &f, Attention &a) {
-  // Document: one query row without rope makes sparse_mode ineffective.
+  // By the document, sparse_mode has no effect for one query row without rope.
   bool single_row = !f.tnd() && f.query_rows() == 1 && !f.query_rope;
   if (f.sparse_mode >= 2) {
     a.mask = single_row            ? Mask::None
@@ -108,7 +108,7 @@ void bind_mask(const FiaArguments &f, Attention &a) {
     a.mask_batch_stride = m.stride(0);
 }
 
-// The user guarantees the triangle of the compressed mask, which the device would read.
+// The emulator does not read the compressed mask: the user guarantees that it is a triangle.
 void require_triangle(const Tensor &mask) {
   auto *m = static_cast<const uint8_t *>(mask.data_ptr());
   int64_t row = mask.stride(-2), last = mask.size(-1) - 1;
@@ -238,7 +238,7 @@ OP(aclnnFusedInferAttentionScoreV4,
                   kv_lengths, heads, scale, pre_tokens, next_tokens, layout, kv_heads, sparse_mode,
                   inner_precise, block_size, wants_lse, out, lse});
    })
-// torch_npu calls these for task groups. Their signature is the same.
+// torch_npu calls these functions for task groups. They have the same signature.
 EMU_EXPORT(aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize,
            emu_phase1_aclnnFusedInferAttentionScoreV3)
 EMU_EXPORT(aclnnFusedInferAttentionScoreV4GetMaxWorkspaceSize,

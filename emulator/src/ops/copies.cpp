@@ -45,8 +45,9 @@ Task copy_task(const Tensor &to, const Tensor &from) {
 OP(aclnnInplaceCopy, [](Tensor to, Tensor from) -> Task { return copy_task(to, from); })
 OP(aclnnCast, [](Tensor a, aclDataType, Tensor out) -> Task { return copy_task(out, a); })
 
-// Pages that are returned to the system read as zeros and take no memory until they are written. So
-// a cache of zeros costs no more than a cache without initial values.
+// When a page is returned to the system, the program reads zeros from it, and the page takes no
+// memory until it is written. So a cache of zeros costs no more than a cache without initial
+// values.
 static void clear(char *p, size_t bytes) {
   constexpr uintptr_t page = 2u << 20;
   auto begin = reinterpret_cast<uintptr_t>(p), end = begin + bytes;

@@ -129,7 +129,7 @@ OP(aclnnRemainderScalarTensor, [](Scalar a, Tensor b, Tensor out) {
     out.copy_(at::remainder(a, b));
 })
 
-// Rounding of a quotient: 0 none, 1 towards zero, 2 down.
+// The rounding of a quotient is 0 (none), 1 (towards zero) or 2 (down).
 template <class Second>
 static void divide(const Tensor &a, const Second &b, int mode, const Tensor &out) {
   if (skips(out))

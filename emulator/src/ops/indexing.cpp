@@ -62,8 +62,8 @@ OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
 OP(aclnnTake, [](Tensor a, Tensor index, Tensor out) { out.copy_(at::take(a, as_long(index))); })
 
 // An undefined entry of the list means a whole dimension. torch_npu's placeholder means the same:
-// an empty vector without data that has the type of `a`. Only by its type does the placeholder
-// differ from an empty index. A boolean entry means the positions of its true elements.
+// an empty vector without data that has the type of `a`. The placeholder differs from an empty
+// index only in its type. A boolean entry means the positions of its true elements.
 static c10::List<OptTensor> index_list(const Tensor &a, const Tensors &indices) {
   c10::List<OptTensor> list;
   int64_t dim = 0;
@@ -95,7 +95,8 @@ OP(aclnnIndexPutImpl, [](Tensor a, Tensors indices, Tensor values, bool accumula
   if (values.numel() == 0 || a.numel() == 0 || idles(a))
     return;
   auto list = index_list(a, indices);
-  // No call has only whole dimensions. So these entries are empty indices of the tensor's type.
+  // No call consists only of whole dimensions. So in such a list the entries are empty indices of
+  // the tensor's type.
   if (std::none_of(list.begin(), list.end(), [](const OptTensor &i) { return i.has_value(); }))
     return;
   a.index_put_(list, values.to(a.scalar_type()), accumulate);

@@ -52,7 +52,7 @@ Task emu::multiply_task(const Tensor &a, const Tensor &b, const Tensor &out) {
         out.copy_(at::mm(a, b));
     });
   return arithmetic([mm = *mm] {
-    AtenScope scope;  // for the number of threads of the MKL
+    AtenScope scope;  // sets the number of threads of the MKL
     kernels::matmul(mm);
   });
 }

@@ -9,7 +9,7 @@ namespace emu {
 // support the strides.
 std::optional<kernels::MatMul> bind_product(const Tensor &a, const Tensor &b, const Tensor &out);
 
-// For any strides.
+// Computes the product for any strides.
 Task multiply_task(const Tensor &a, const Tensor &b, const Tensor &out);
 
 }  // namespace emu

@@ -7,9 +7,9 @@
 // All three export two functions: aclnnXGetWorkspaceSize(arguments..., uint64_t *, aclOpExecutor
 // **), whose signature is derived from the lambda, and aclnnX(workspace, size, executor, stream).
 // The first function is the first phase: it converts the arguments. A lambda that returns a Task
-// runs in this phase; it checks its arguments, as the real operator does here, and binds pointers.
-// The second phase launches the task. With modelled time, the task takes the time in the TimedTask,
-// or a time estimated from the tensors (work.h).
+// runs in this phase; it checks its arguments, as the real operator does in its first phase, and
+// binds pointers. The second phase launches the task. With modelled time, the task takes the time
+// in the TimedTask, or a time estimated from the tensors (work.h).
 #pragma once
 
 #include "aten.h"
@@ -135,8 +135,9 @@ inline bool skipping() { return !settings().compute; }
 inline bool skips(const Tensor &out) { return skipping() && out.is_floating_point(); }
 inline Task arithmetic(Task task) { return skipping() ? Task([] {}) : task; }
 
-// The same for operators that only move floats, or int8 values that replace floats. Modelled time
-// also skips these moves, because nothing computed the values. Other integers are always moved.
+// Applies the same rule to operators that only move floats, or int8 values that replace floats.
+// Modelled time also skips these moves, because nothing computed the values. Other integers are
+// always moved.
 inline bool idles(const Tensor &out) {
   return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
 }
@@ -152,7 +153,7 @@ int refused(const char *op, const std::exception &error);
 // Refuses an operator that the device of the settings does not have.
 void refuse_by_settings(const char *op);
 
-// ATen has tensors of wide unsigned integers, but hardly any function for them.
+// ATen has tensors of wide unsigned integers, but ATen has almost no function for them.
 inline bool is_wide_unsigned(const Tensor &t) {
   return t.defined() && (t.scalar_type() == at::kUInt32 || t.scalar_type() == at::kUInt64);
 }

@@ -54,9 +54,9 @@ OP(aclnnAmin, [](Tensor a, Ints dims, bool keep, Tensor out) {
     out.copy_(at::amin(a, dims, keep));
 })
 
-// Without arithmetic: a random one of the first `choices` indices, so that some drafts are
-// rejected. All ranks make the same choices if they use one stream, because a choice depends on the
-// number of calls since the device's last abort.
+// Without arithmetic, returns a random index below `choices`, so that some drafts are rejected. All
+// ranks make the same choices if they use one stream, because a choice depends on the number of
+// calls since the device's last abort.
 static void choose_by_chance(const Tensor &out, int64_t choices) {
   struct Calls {
     std::mutex mutex;
@@ -78,7 +78,7 @@ static void choose_by_chance(const Tensor &out, int64_t choices) {
   out.copy_(chosen);
 }
 
-// Without arithmetic: the first index, or one of several.
+// Without arithmetic, returns index 0, or a random index below `choices`.
 static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
   int64_t choices = std::min<int64_t>(settings().choices, a.dim() ? a.size(dim) : 1);
   return [out, choices] {
@@ -90,7 +90,7 @@ static Task choose(const Tensor &a, int64_t dim, const Tensor &out) {
   };
 }
 
-// The kernel for the greatest value of each row. Returns none if ATen must compute it.
+// The kernel for the greatest value of each row. Returns no kernel if ATen must compute the result.
 static Task argmax_kernel(const Tensor &a, int64_t dim, const Tensor &out) {
   bool last = a.dim() > 0 && (dim == -1 || dim == a.dim() - 1);
   if (!last || !is_kernel_type(a) || !a.is_contiguous() || !out.is_contiguous() ||

@@ -20,11 +20,13 @@ int64_t product_ns(const at::Tensor &a, const at::Tensor &b);
 
 int64_t attention_ns(const kernels::Attention &attention);
 
-// Each of `rows` rows of `hidden` elements is sent to `choices` experts, among `ranks` ranks.
+// Each of `rows` rows of `hidden` elements is sent to `choices` experts, which are on `ranks`
+// ranks.
 int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);
 int64_t combine_ns(double rows, double hidden, double choices, double ranks);
 
-// For all other operators: computed from the bytes of their tensors, in the order of the call.
+// The time of all other operators, computed from the bytes of their tensors; the tensors are in the
+// order of the call.
 int64_t memory_ns(const char *op, bool on_ai_cpu, const std::vector<at::Tensor> &tensors);
 
 }  // namespace emu

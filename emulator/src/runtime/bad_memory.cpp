@@ -16,7 +16,7 @@ namespace emu {
 namespace {
 
 constexpr size_t kBadPage = 4096;  // unit of bad memory and of repairs
-constexpr int kMostPages = 20;  // that CANN records per device (RT_MAX_RECORD_PA_NUM_PER_DEV)
+constexpr int kMostPages = 20;  // as many as CANN records per device (RT_MAX_RECORD_PA_NUM_PER_DEV)
 
 // The signal handler reads these without a lock.
 struct Page {
@@ -128,7 +128,8 @@ Task watched(Task body) {
   if (!may_turn_bad())
     return body;
   return [body = std::move(body)] {
-    // clears the bits of a task that failed otherwise; also creates the variable for the handler
+    // Clears the bits that a task left which failed for another reason. Also creates the variable,
+    // so that the signal handler need not create it.
     t_touched = 0;
     body();
     check_memory();
@@ -160,8 +161,8 @@ std::vector<aclrtMemUceInfo> told_bad_memory(int device) {
   return told;
 }
 
-// The contents are lost. This is stricter than CANN as far as known: tasks must have been aborted,
-// and only bad memory may be repaired.
+// The repair loses the contents of the memory. Tasks must have been aborted, and only bad memory
+// may be repaired. As far as we know, CANN does not require these two conditions.
 aclError repair_memory(int device, const aclrtMemUceInfo *ranges, size_t count) {
   if (count > kMostPages)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu addresses to repair, at most %d", count,

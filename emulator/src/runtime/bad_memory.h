@@ -13,11 +13,11 @@ bool may_turn_bad();
 
 // Makes the page that contains `address` bad. The next access notices this.
 void turn_bad(int device, uintptr_t address);
-// The same for memory of a library, which no program can address. The calling task counts as having
-// accessed this memory.
+// Does the same for memory of a library, which no program can address. The calling task counts as
+// having accessed this memory.
 void turn_library_memory_bad(int device);
 
-// Wraps a body, which throws at its end if it has accessed bad memory.
+// Wraps the body of a task. The wrapped body throws at its end if the task has accessed bad memory.
 Task watched(Task body);
 // Throws the same error at once if the task has accessed bad memory. Call this before data that was
 // read is sent to other ranks.

@@ -17,7 +17,7 @@ struct Counters {
   std::atomic<long> collectives{0};  // executed collectives, in replays too
   std::atomic<long> collective_bytes{0};  // bytes that they brought to this rank
   std::atomic<long> socket_bytes{0};      // bytes read from ranks of other hosts
-  std::atomic<long> careless_destroys{0};  // of communicators that tasks or graphs still used
+  std::atomic<long> careless_destroys{0};  // destroyed communicators that were still in use
   std::atomic<long> host_syncs{0};   // calls in which the host waits for the device
   std::atomic<long> ai_cpu{0}, unaligned_views{0};  // executed launches, in replays too
   std::atomic<long> ai_cpu_captured{0};             // tasks of graphs
@@ -31,8 +31,8 @@ inline void count(std::atomic<long> &counter, long by = 1) {
 
 void count_traits(int device, LaunchTraits traits);
 
-// While this object exists, a stream waits for an external event. The wait counts if a graph caused
-// it.
+// This object exists while a stream waits for an external event. The wait is counted if a graph
+// caused it.
 class ExternalWait {
 public:
   ExternalWait(int device, bool captured)

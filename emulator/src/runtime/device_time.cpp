@@ -7,7 +7,7 @@
 
 namespace emu {
 
-constexpr size_t kGaps = 4096;  // number of kept gaps; a late stream cannot fill older gaps
+constexpr size_t kGaps = 4096;  // number of kept gaps; a late stream cannot fill an older gap
 
 DeviceTime &DeviceTime::of(int device) {
   static DeviceTime devices[kMaxDevices];

@@ -10,7 +10,7 @@
 
 namespace emu {
 
-// Why a stream was idle. Host: nothing was queued.
+// The reason for which a stream was idle. Host means that nothing was queued.
 enum class Idle { Host, Event, External, Collective, Copy, Update };
 constexpr int kIdleCauses = 6;
 

@@ -14,13 +14,13 @@ namespace emu {
 // until the device's work is aborted.
 struct DeviceFailure {
   std::atomic<aclError> code{0};
-  std::atomic<uint32_t> aborts{0};  // number of aborts; a wait that one interrupts fails
+  std::atomic<uint32_t> aborts{0};  // number of aborts; an abort makes running waits fail
   std::mutex mutex;
   std::string message;
 
-  bool set(aclError new_code, std::string text);  // false: there is an earlier error, which stays
+  bool set(aclError new_code, std::string text);  // false: there is an earlier error, which is kept
   aclError report();                              // 0, or the code with the message set
-  // The same for a wait that began after `aborts_before` aborts.
+  // Does the same for a wait that began after `aborts_before` aborts.
   aclError report_since(uint32_t aborts_before);
 
   void begin_abort();  // replaces any existing error

@@ -135,7 +135,7 @@ EMU_API aclError aclrtCreateEventExWithFlag(aclrtEvent *out, uint32_t flags) {
 EMU_API aclError aclrtCreateEvent(aclrtEvent *out) { return aclrtCreateEventWithFlag(out, 0); }
 EMU_API aclError aclrtDestroyEvent(aclrtEvent event) {
   auto last = std::move(static_cast<Event *>(event)->self);
-  return 0;  // freed here, or with the last task that refers to it
+  return 0;  // the event is freed here, or with the last task that refers to it
 }
 EMU_API aclError aclrtGetEventAvailNum(uint32_t *count) {
   *count = kEventsPerDevice - g_live_events;

@@ -70,7 +70,7 @@ std::optional<Due> armed_fault(const Call &call) {
   std::ifstream file(path);
   Settings armed;
   read_settings(armed, {std::istreambuf_iterator<char>(file), {}}, path.c_str());
-  if (!is_for(armed.faults[0], call) || unlink(path.c_str()))  // or another process was first
+  if (!is_for(armed.faults[0], call) || unlink(path.c_str()))  // another process was faster
     return {};
   return Due{armed.faults[0], "that a file has armed"};
 }

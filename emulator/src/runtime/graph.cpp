@@ -118,8 +118,8 @@ void Graph::end_capture() {
   capturing = false;
 }
 
-// Whether edges order each task after the previously captured one, so that two lanes never run at
-// the same time.
+// Whether edges order each task after the task that was captured before it. Then two lanes never
+// run at the same time.
 bool Graph::each_task_follows_the_one_before() const {
   // for each lane, the last task that the lane follows or contains
   std::vector<int> behind(lanes.size(), -1);
@@ -233,7 +233,8 @@ private:
   }
 };
 
-// The shared state of a replay's lanes. Each lane owns it, so that it outlives the fastest lane.
+// The shared state of a replay's lanes. Each lane owns a reference, so that the state exists until
+// the last lane has ended.
 struct LaneRun {
   std::mutex mutex;
   std::condition_variable changed;
@@ -291,8 +292,8 @@ void run_lane(LaneRun &run, const Graph &g, int lane) {
   run.changed.notify_all();
 }
 
-// The identity of the calling worker while it runs the lanes of a graph by turns. The worker begins
-// as the first lane, and is the first lane again at the end.
+// The calling worker runs the lanes of a graph alternately, and takes the identity of the lane that
+// it runs. It has the identity of the first lane at the beginning and at the end.
 class Turns {
 public:
   Turns(const Graph &graph, size_t lanes) : graph_(graph) {
@@ -326,8 +327,9 @@ private:
 
 }  // namespace
 
-// Replays one lane, or lanes of which only one can run at a time, for example if each collective is
-// awaited at once. Such lanes need no threads that wake each other.
+// Replays one lane, or several lanes of which only one can run at a time, for example if the graph
+// waits for each collective directly after its launch. Such lanes need no separate threads that
+// wake each other.
 void Graph::replay_in_order() const {
   Turns turns(*this, lane_sqes_.size());
   std::vector<int64_t> recorded_ns(t_timeline ? nodes.size() : 0);
@@ -349,7 +351,8 @@ void Graph::replay_in_order() const {
   turns.join();
 }
 
-// Each lane runs in its own thread, the first one in the calling worker; captured edges order them.
+// Each lane runs in its own thread, and the first lane runs in the calling worker. Captured edges
+// order the tasks of the lanes.
 void Graph::replay_lanes() const {
   static auto *threads = new LaneThreads;  // never destroyed: its threads are detached
   auto run = std::make_shared<LaneRun>(nodes.size());

@@ -49,7 +49,8 @@ struct Graph : std::enable_shared_from_this<Graph> {
   Graph(Stream *origin, aclmdlRICaptureMode mode);
   ~Graph();
 
-  // If no stream id is free, each of these invalidates the capture and returns the error code.
+  // If no stream id is free, each of these functions invalidates the capture and returns the error
+  // code.
   aclError add_lane(Stream *stream);
   aclError append(Stream *stream, Node node, int *index = nullptr);
   aclError use_domain(const void *domain);
@@ -62,7 +63,7 @@ struct Graph : std::enable_shared_from_this<Graph> {
   long ai_cpu_tasks() const;
 
 private:
-  StreamBudget::Held streams_{};  // ids, and the same number of queues while bound
+  StreamBudget::Held streams_{};  // stream ids; while the graph is bound, the same number of queues
   std::vector<long> lane_sqes_;  // entries of each lane's submission queue
   std::set<const void *> domains_;
   bool lanes_take_turns_ = false;

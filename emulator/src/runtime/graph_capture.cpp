@@ -41,7 +41,7 @@ aclError refuse_during_capture(const char *call) {
   return 0;
 }
 
-// The body, counted at each run.
+// Returns a body that counts each of its runs.
 static Task counted(Task body, int device, LaunchTraits traits) {
   if (!traits.ai_cpu && !traits.unaligned)
     return body;
@@ -54,7 +54,7 @@ static Task counted(Task body, int device, LaunchTraits traits) {
 aclError launch(aclrtStream handle, TaskKind kind, const char *name, Task body,
                 LaunchTraits traits) {
   Stream *s = stream_of(handle);
-  // A fault may sleep, so it comes before the lock.
+  // A fault may sleep, so it is executed before the mutex is locked.
   aclError fault = s->captured() ? fault_in_capture(name, s->device) : 0;
   body = counted(watched(with_fault(name, s->device, traits, std::move(body))), s->device, traits);
   if (settings().timed)
@@ -133,7 +133,7 @@ EMU_API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
   else if (g->has_unjoined_lane())
     error = fail(ACL_ERROR_RT_STREAM_UNJOINED,
                  "a forked stream was not joined to the capture's origin stream");
-  if (error) {  // the caller gets no handle to destroy, so nothing may remain
+  if (error) {  // the caller gets no handle that it could destroy, so no object may remain
     g->release_streams();
     g->self.reset();
     return error;

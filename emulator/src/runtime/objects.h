@@ -28,9 +28,9 @@ class Stream;
 inline thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 inline thread_local std::string t_where;  // where a worker is: "stream 3" or "lane 1 of graph 7"
 
-// Guards everything that captures and updates change in streams, events and graphs under capture.
-// The capturing thread, torch_npu's queue thread and threads that query events lock it. Workers
-// never lock it, and no thread locks it while it holds the mutex of a stream or an event.
+// Guards the values in streams, events and captured graphs that captures and updates change. The
+// capturing thread, torch_npu's queue thread and threads that query events lock it. Workers never
+// lock it, and no thread locks it while it holds the mutex of a stream or an event.
 extern std::mutex g_capture_mutex;
 
 // ---- waiting
@@ -51,17 +51,17 @@ struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t submitted = 0, completed = 0;  // generations: re-recording makes a new one
-  // The time at which the last record ended. Each record has a new object; waiters keep the object
-  // of their record.
+  // The time at which the last record ended. Each record makes a new object; a task that waits
+  // keeps the object of its record.
   std::shared_ptr<int64_t> moment = std::make_shared<int64_t>(0);
   int64_t timestamp_ns = 0;  // of the last complete record
   // The device on which the last record was queued, and the device's number of aborts before that.
-  // A later abort removes the record, and then nothing waits for it.
+  // A later abort removes the record, and then no task waits for the record.
   int device = 0;
   uint32_t aborts = 0;
   bool external_set = false;
   std::atomic<int> recorded_on{-1};  // stream id of the last record
-  std::weak_ptr<Graph> graph;  // last recorded in this capture, at graph_node; g_capture_mutex
+  std::weak_ptr<Graph> graph;  // of the last record, at graph_node; under g_capture_mutex
   int graph_node = -1;
   std::shared_ptr<Event> self;  // until destroyed
 

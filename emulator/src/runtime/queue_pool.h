@@ -28,7 +28,8 @@ public:
   void set_aside(long count);   // a graph has captured `count` more streams
   aclError bind(Graph &graph);  // before an execution; waits while too many graphs run
   void unbind(Graph &graph);
-  // Makes room for `count` more running streams, which are already counted. False if there is none.
+  // Makes room for `count` more running streams, which are already counted. False if there is no
+  // room.
   bool spare(long count);
 
   long size();

@@ -13,7 +13,7 @@
 namespace emu {
 
 constexpr size_t kSpans = 64;  // limit of the list, for a stream without kernels
-constexpr int64_t kMaxOwedNs = 1000000;  // a host that slept for every call would find its caches cold
+constexpr int64_t kMaxOwedNs = 1000000;  // sleeping for every call would cool the caches
 
 static std::atomic<int64_t> g_owed_ns[kMaxDevices];
 

@@ -15,11 +15,11 @@ namespace emu {
 int64_t now_ns();
 void sleep_until_ns(int64_t ns);
 
-// The time of the host that works with a device. For some calls CANN's host side takes longer than
-// the emulator. The host owes the difference, and its modelled time is ahead of the real clock by
-// this debt. The host pays by sleeping, in pieces longer than single calls, and always before it
-// reads a result of the device. All threads share one account, because torch_npu's task queue
-// launches the calls of another thread.
+// The time of the host that works with a device. For some calls, CANN's code on the host takes
+// longer than the emulator. The differences are summed up, and the host's modelled time is ahead of
+// the real clock by this sum. The host sleeps for this time later: for several calls together, and
+// always before it reads a result of the device. All threads share one sum, because torch_npu's
+// task queue launches the calls of another thread.
 int64_t host_ns(int device);
 void host_works_until(int device, int64_t ns);
 void pay_host_time(int device);
@@ -35,14 +35,14 @@ public:
   // Moves the clock to `ns` if this is later; returns the waiting time.
   int64_t wait_until(int64_t ns, Idle cause);
   int64_t pass(int64_t ns, Idle cause) { return wait_until(this->ns() + ns, cause); }
-  // A kernel runs.
+  // Adds the run of a kernel.
   void work(int64_t ns);
   // For a task of a collective, whose cost counts from the latest rank's arrival.
   void start_kernel(int64_t cost_ns) { cost_ns_ = cost_ns; }
   int64_t cost_ns() const { return cost_ns_; }
   void meet(int64_t latest_ns, int64_t cost_ns);
   void end_kernel() { work(cost_ns_); }
-  // Drops the work after this time, because the device was stopped. For an idle stream.
+  // Drops the work after this time, because the device was stopped. The stream must be idle.
   void cut(int64_t ns);
 
 private:

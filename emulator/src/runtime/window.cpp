@@ -66,7 +66,7 @@ static void have_pages(char *p, size_t bytes) {
 
 void poison(uintptr_t address, size_t bytes) {
   if (!settings().compute)
-    return;  // without arithmetic, zeros must be valid indices
+    return;  // without arithmetic, memory stays zero, because zeros are valid indices
   if (bytes > kPoisonWhole)
     return poison_ends(address, bytes, kPoisonEnd);
   auto *p = static_cast<char *>(accessible(at(address)));

@@ -1,7 +1,9 @@
-"""Run by every rank: two layers of attention, captured with and without ranks that share the cache.
+"""Every rank runs this script. It captures two layers of attention, with a cache that ranks share
+and with a whole cache.
 
-Prints a list, whose entries have kind of attention, tokens, whether the cache is sharded, operators
-and collectives of a layer, and unaligned views that its launches were given. Arguments: tp pcp dcp.
+It prints a list. An entry has the kind of attention, the number of tokens, whether the cache is
+sharded, the operators and collectives of a layer, and the unaligned views among the inputs of its
+launches. Arguments: tp pcp dcp.
 """
 
 import json

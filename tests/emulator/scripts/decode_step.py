@@ -2,7 +2,7 @@
 
     python tests/emulator/scripts/decode_step.py [batch ...]
 
-Prints milliseconds of a replay with its update of the attention lengths, and of the replay alone.
+Prints the milliseconds of a replay with an update of the attention lengths, and of a replay alone.
 """
 
 import sys
@@ -89,7 +89,9 @@ class Model:
 
 
 def fast_ms(action, count: int = 60) -> float:
-    """A tenth of the times is below it: close to the true time, even on a loaded machine."""
+    """Return the 10th percentile of the times, which is close to the true time even on a loaded
+    machine.
+    """
     times = []
     for _ in range(count):
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Run by every rank: a layer of experts in all ways, against every expert for every token in
-float32 on the CPU. Prints one JSON object: the errors of each check, and digests of captures.
-
-Nothing is raised, so that all ranks stay in step. Arguments: tp dp [MC2's algorithm, alone].
+"""Every rank runs this script. It computes a layer of experts in all ways, and compares with a
+computation of every expert for every token in float32 on the CPU. It prints one JSON object: the
+errors of each check, and digests of captures. A failed check raises no exception, so that all ranks
+run the same collectives. Arguments: tp dp [MC2's algorithm, alone].
 """
 
 import json
@@ -33,7 +33,8 @@ HIDDEN, WIDTH, EXPERTS, K = 64, 32, 8, 3
 ALGORITHM = sys.argv[3] if len(sys.argv) > 3 else "fullmesh"
 MC2 = next(p for p in MC2_OPERATORS if p.name == "A2" and p.algorithm == ALGORITHM)
 KINDS = ("all_gather", "all_to_all", "mc2") if len(sys.argv) == 3 else ("mc2",)
-# Live tokens by data parallel rank: all, some, none; numbers of rows that tp divides, and not.
+# Live tokens by data parallel rank: all, some, none. Some numbers of rows are multiples of tp,
+# others are not.
 BATCHES = [(6, (6, 4)), (5, (1, 5)), (7, (3, 0)), (1, (1, 0))]
 
 dist.init_process_group("hccl")
@@ -61,7 +62,7 @@ def place(t):
 
 
 def int8(weights):
-    """[experts, out, in] as one product in int8; [out, in] likewise."""
+    """Return an int8 product from weights [experts, out, in] or [out, in]."""
     pairs = [quantise(w.float()) for w in weights.reshape(-1, *weights.shape[-2:])]
     values, scales = (torch.stack(parts).transpose(1, 2) for parts in zip(*pairs, strict=True))
     if weights.dim() == 2:
@@ -99,7 +100,9 @@ def make_layer(factor=4.0, with_shared=True, side=None, product=floats):
 
 
 def batch(seed, n, live, dp_rank=None):
-    """x [n, hidden] and slots [n] of a data parallel rank; dead rows hold what must not matter."""
+    """Return x [n, hidden] and slots [n] of a data parallel rank. Padding rows contain values that
+    must not affect the result.
+    """
     x = random(100 * seed + (groups.dp_rank if dp_rank is None else dp_rank), n, HIDDEN).half()
     slots = torch.arange(n, dtype=torch.int32)
     x[live:], slots[live:] = 100.0, -1
@@ -139,7 +142,7 @@ def expect_dense(what, out, x, live, with_shared=True, tolerance=1e-2):
 
 
 def expect_load(what, tally, total):
-    """Without a mask padding is load, too."""
+    """Without a mask, padding tokens also count as load."""
     if MC2.takes_mask:
         expect(what, tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
 
@@ -149,7 +152,9 @@ def new_tally():
 
 
 def load(seed, n, lives):
-    """Tokens that this rank's experts compute, of all data parallel ranks' batches."""
+    """Return the number of tokens, in the batches of all data parallel ranks, that this rank's
+    experts compute.
+    """
     counts = np.zeros(EXPERTS, np.int64)
     for dp_rank in range(DP):
         chosen = choices(batch(seed, n, lives[dp_rank], dp_rank)[0][: lives[dp_rank]])[1]
@@ -169,7 +174,7 @@ def run_eagerly(kind):
 
 
 def run_captured(kind):
-    # Two layers in turn: the second may use memory that the first has freed.
+    # Two successive layers: the second layer may use memory that the first layer has freed.
     side, n, total = SideStream(), 5, 0
     layers = [make_layer(side=side), make_layer(side=side)]
     x, slots = (t.npu() for t in batch(0, n, n))
@@ -197,7 +202,7 @@ def run_captured(kind):
 
 
 def count_entries(graph):
-    """Operators by lane, the main lane first, of two layers."""
+    """Return the operators of two layers by lane; the main lane comes first."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         graph.debug_dump(file.name)
         nodes = json.loads(Path(file.name).read_text())
@@ -241,7 +246,9 @@ def run_in_int8(kind):
 
 
 def run_overflow():
-    """All tokens of a rank choose the same experts, and only some of them find room."""
+    """All tokens of a rank choose the same experts, and there is room for only some of the
+    tokens.
+    """
     layer, n, live = make_layer(factor=1.0), 96, 90
     x, slots = batch(0, n, live)
     x[:live] = x[0]

@@ -1,9 +1,10 @@
-"""torch's own samples of its operators, on the CPU and on the emulator: one line a verdict.
+"""Run torch's own samples of its operators on the CPU and on the emulator, and print one verdict
+per line.
 
-Arguments: how many samples of each operator and type at most, then names of operators. A line is
-"VERDICT" and in JSON: name, type, number of equal samples, which side refused the others, errors.
-An operator that stops the device ends the process; the caller continues with the next operator in
-another process.
+Arguments: the maximum number of samples of each operator and type, then names of operators. A line
+is "VERDICT" and a JSON list: name, type, number of equal samples, the side that refused the other
+samples, errors. An operator that stops the device ends the process; the caller continues with the
+next operator in another process.
 """
 
 import json
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 warnings.filterwarnings("ignore")
 TYPES = [torch.float32, torch.int64, torch.bool]
-# Sums of float32 may be added up in another order.
+# The terms of a float32 sum may be added in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 REFUSALS = (
     r"(aclnn\w+): (?!null)",
@@ -88,7 +89,7 @@ def try_operator(op, dtype, most):
             got = run(op, device)
             problem = difference(got, want)
         except Exception as error:
-            torch.npu.synchronize()  # raises where the device is stopped
+            torch.npu.synchronize()  # raises an error if the device is stopped
             if name := refusal_of(error):
                 refusals.add(name)
             else:
