@@ -1,1 +1,1 @@
-"""The processes of a deployment, which are Ray actors. A step never passes through Ray."""
+"""The processes of a deployment are Ray actors. Steps are sent over sockets, never through Ray."""

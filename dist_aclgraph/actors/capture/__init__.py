@@ -1,1 +1,1 @@
-"""Capture in lockstep, as one transaction on all ranks; changes of graphs while serving."""
+"""Captures graphs on all ranks together; each capture succeeds on all ranks or on no rank."""

@@ -3,8 +3,8 @@
 There are two kinds of changes. The graphs of a new plan version are captured one by one in quiet
 steps; after that, the graphs that the new plan does not contain are released. Lazy graphs are
 captured when the traffic needs them. Steps replay only graphs that exist on every rank. A failed
-capture is undone on all ranks and costs no other graph: if another graph was released to make room,
-that graph is captured again.
+capture is undone on all ranks. If another graph was released to make room for the capture, that
+graph is captured again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
 STEPS_BETWEEN = 16  # steps between two captures, so that both do not delay the same token
-MAX_FAILURES = 100  # reported failures; there may be more, as failed shapes are tried again
-PATIENCE_STEPS = 200  # after so many steps, graphs are changed even if the group is never quiet
+MAX_FAILURES = 100  # reported failures; failed shapes are tried again, so there may be more
+PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
 
 
 @dataclass
@@ -97,7 +97,7 @@ class GraphChanges:
     # ---- the loop's thread
 
     def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
-        """Return whether there may be a change to make, and whether now is a good moment for it.
+        """Return whether a change may be needed, and whether it may be made before the next step.
 
         Args:
             is_idle: whether there is no request, so that no client waits.

@@ -45,7 +45,7 @@ class GraphRanks(Protocol):
 
 @dataclass(frozen=True)
 class GraphTransaction:
-    """Changes to the graphs of one group.
+    """Changes the graphs of one group.
 
     Attributes:
         vote_s: time limit of an action that does little work: adopt, commit, release.
@@ -109,7 +109,7 @@ class GraphTransaction:
         graph: BatchDescriptor | None = None,
         plan: GraphPlan | None = None,
     ) -> list[GraphAnswer]:
-        """Let every rank do an action that takes no resources; any failure is a WorkerError."""
+        """Let every rank do an action that needs no resources; a failure raises WorkerError."""
         answers = self.ranks.carry_out(action, self.vote_s, graph, plan)
         for rank, answer in zip(self.ranks.ranks, answers, strict=True):
             if answer.failure is not None:

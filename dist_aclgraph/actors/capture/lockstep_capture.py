@@ -1,7 +1,7 @@
 """Captures a plan in lockstep: the largest graph first, each graph on all ranks or on no rank.
 
-A graph that fails on one rank is undone on all ranks. Then the plan shrinks to the graphs that the
-ranks have proved to have resources for, and every rank adopts the new plan before the next capture.
+A graph that fails on one rank is undone on all ranks. Then the plan shrinks to the graphs for which
+the ranks have proved to have resources. Every rank adopts the new plan before the next capture.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def capture_plan(
 def agree(
     records: Sequence[CaptureRecord], capture_again: Callable[[int, GraphPlan], CaptureRecord]
 ) -> None:
-    """Bring groups to one plan: a group with more graphs than another group gives up the surplus.
+    """Give all groups the same plan. A group that has more graphs than another group releases them.
 
     A group may fail to capture another group's plan, because the plan is too large. Then the
     comparison starts again. It ends, because plans shrink each time.
@@ -100,7 +100,7 @@ def probe_graphs(
 ) -> list[StreamOffer]:
     """Capture and release each graph; return the offers, extended by each rank's measured costs.
 
-    A graph that is too large for some rank is left out: negotiation then chooses a smaller one.
+    A graph that is too large for a rank is left out, and negotiation then chooses a smaller graph.
     """
     probed = list(offers)
     for graph in graphs:

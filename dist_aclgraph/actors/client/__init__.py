@@ -1,1 +1,1 @@
-"""The client of all groups: routes requests; after the loss of an engine, continues requests."""
+"""The client of all groups. It routes requests, and continues the requests of a lost engine."""

@@ -1,4 +1,4 @@
-"""EngineClient: connects an ingress, or an LLM object, to the engines of a deployment.
+"""EngineClient connects an ingress or an LLM object to the engines of a deployment.
 
 One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link; the
 client gives these requests to another engine, which continues after the tokens that each request
@@ -86,7 +86,7 @@ class EngineClient:
         token: the deployment's connection token.
         link_s: seconds; an engine that is silent for longer counts as dead. The value of
             ``timeouts.link_s``.
-        recovery: how requests wait while no group accepts any; None if they do not wait.
+        recovery: how requests wait while no group accepts requests; None if requests do not wait.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class EngineClient:
         self._wakeup.wake()
 
     def _place(self, request: OpenRequest) -> bool:
-        """Send a request to an engine, or let the request wait; return whether either was possible.
+        """Send a request to an engine, or let it wait. Return False if neither is possible.
 
         The caller holds the lock.
         """
@@ -210,8 +210,8 @@ class EngineClient:
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
-        # Under the lock: a request that was routed by one version of the group list is sent before
-        # the client confirms the next version.
+        # The lock is held, so that a request that was routed by one version of the group list is
+        # sent before the client confirms the next version.
         self._commands.put((engine, request.submit(number)))
         return True
 
@@ -232,7 +232,7 @@ class EngineClient:
         return engine
 
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
-        """Return the answer of each living engine; the keys are the names of the groups.
+        """Return the response of each living engine; the keys are the names of the groups.
 
         Engines that have drained, have died, or do not answer in time are left out.
 
@@ -277,7 +277,7 @@ class EngineClient:
                 raise EngineDeadError(self._why_dead())
 
     def outage(self) -> str:
-        """Return why no group accepts or runs requests, and how far the start of another group is.
+        """Return why no group accepts or runs requests, and the progress of another group's start.
 
         Returns "" while a group both accepts and runs requests.
         """
@@ -319,7 +319,7 @@ class EngineClient:
             return {engine.name: engine.state for engine in self._engines.values()}
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait at most this long for the end of this client; return whether it was closed."""
+        """Wait at most ``timeout_s`` for the call of ``close``; return whether it was called."""
         return self._closing.wait(timeout_s)
 
     def routed(self) -> dict[str, RoutedCounts]:
@@ -481,7 +481,7 @@ class EngineClient:
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
-        """If the token is new, follow its deployment; the versions of group lists begin again."""
+        """If the token is new, switch to its deployment, whose group lists have new versions."""
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:
@@ -599,7 +599,8 @@ class EngineClient:
             for other in self._engines.values():
                 for request in other.requests.values():
                     request.see_others_loss()
-            # Under the same lock: an abort finds each request either here or at its new engine.
+            # Keep the lock, so that an abort finds each request either at this engine or at its new
+            # engine.
             over = [
                 request for request in requests if not self._resume(request, engine.link.loss_kind)
             ]

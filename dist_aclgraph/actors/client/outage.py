@@ -1,6 +1,6 @@
-"""An outage, as a client sees it: no group accepts requests, so requests wait for a group.
+"""During an outage, no group accepts requests, so a client's requests wait for a group.
 
-No engine can answer then, so the client asks the controller about the deployment.
+No engine responds during an outage, so the client asks the controller about the deployment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dist_aclgraph.actors.wire.messages import GroupList
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError
 
-ASK_S = 0.2  # seconds between an answer and the next question
+ASK_S = 0.2  # seconds between the controller's response and the client's next question
 NO_GROUPS = GroupList(0, ())
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Outlook:
     Attributes:
         groups: all groups of the deployment.
         failure: why no group will accept requests again; "" if a group may accept requests again.
-        progress: how far the start of the next group is, e.g. ``LOADING 3 of 9``.
+        progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
         token: token of the deployment that has the groups; "" for an unchanged token.
         node_id: the id that this deployment's Ray gives to the client's node; "" for an unchanged
             id.
@@ -74,7 +74,7 @@ class Outage:
 
     def __init__(self, recovery: Recovery | None) -> None:
         self._recovery = recovery
-        # By id: the request, and when its wait ends.
+        # The keys are request ids. The values are the request, and the time when its wait ends.
         self._requests: dict[str, tuple[OpenRequest, float]] = {}
         self._began_s: float | None = None
         self._past_s = 0.0
@@ -121,7 +121,7 @@ class Outage:
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests, sorted: most tokens first; if equal, the oldest first."""
+        """Remove and return all requests: first those with more output tokens, then older ones."""
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
         return sorted(requests, key=lambda request: -request.num_output_tokens)
@@ -161,12 +161,12 @@ class OutlookPoller:
             self._wanted.clear()
 
     def take_answer(self) -> Outlook | None:
-        """Return the last answer; return each answer only once."""
+        """Return the controller's last response, or None if it was returned before."""
         answer, self._answer = self._answer, None
         return answer
 
     def close(self) -> None:
-        """Stop asking. Does not wait for a question that is being answered."""
+        """Send no more questions. Does not wait for the response to the last question."""
         self._closing.set()
         self._wanted.set()
 
@@ -179,7 +179,7 @@ class OutlookPoller:
                 self._answer = self._ask()
             except DistAclGraphError as e:
                 self._answer = Outlook(failure=str(e))
-            except Exception as e:  # any exception: requests wait for an answer
+            except Exception as e:  # any exception: requests wait for an outlook
                 logger.exception("asking for the deployment's outlook failed")
                 self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
             self._closing.wait(ASK_S)

@@ -1,9 +1,9 @@
-"""The token log: what a client stores about a request, so that another engine can continue it.
+"""The tokens of a request, which a client stores so that another engine can continue the request.
 
-Sampling is a function of seed, position and token. So if a request is submitted again with the
-tokens that it already has, it gets the same further tokens as without the loss. Only rounding may
-change them, unless ``recovery.exact`` is set. The output follows the prompt; ``sampling`` says
-where the output begins.
+Sampling is a function of seed, position and token. So if a request is submitted again with its
+existing tokens, its next tokens are the same as without the loss. Only rounding may change the
+tokens, unless ``recovery.exact`` is set. The output follows the prompt; ``sampling`` says where the
+output begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dist_aclgraph.ints import INT_BYTES
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
-# If so many consecutive engines of a request died while they ran it, it may be the cause.
+# If this number of consecutive engines died while they ran the same request, the request may be the
+# cause.
 MAX_LOSSES = 3
 
 OnDelta = Callable[[RequestDelta], None]
@@ -59,7 +60,7 @@ class OpenRequest:
         return self.losses >= MAX_LOSSES
 
     def see_others_loss(self) -> None:
-        """Record that an engine died without running this request: the cause is something else."""
+        """Record that an engine died that did not run this request: it is not the cause."""
         self.losses = 0
 
     def note(self, delta: RequestDelta) -> None:

@@ -1,1 +1,1 @@
-"""Ray: a local Ray, Ray's errors, and places for groups on Ray's nodes."""
+"""Uses Ray: starts a local Ray, converts Ray's errors, and reserves NPUs on Ray's nodes."""

@@ -1,4 +1,4 @@
-"""Chooses how processes are started: only this module knows that there is a fork server."""
+"""Chooses how processes are started. No other module depends on whether there is a fork server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray as this process uses it: a cluster that it has joined, or one that it has started.
+"""Joins an existing Ray cluster, or starts Ray on this machine.
 
 A Ray that we start is for this machine only. It listens on loopback, requires a token, and does not
 get the signals that are sent to its driver's process group. If one of its daemons dies, calls of
@@ -67,7 +67,7 @@ class LocalRay:
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
-        # Agents live up to a minute longer than their raylet, and hide their command lines.
+        # Agents run up to a minute longer than their raylet, and hide their command lines.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
         self._stopped = threading.Event()
@@ -114,7 +114,7 @@ class LocalRay:
 def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay | None:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares the number of NPUs of a node, or more if more are
+    If NPUs are emulated, a local Ray declares as many NPUs as a node has, or more if more are
     needed.
 
     Args:
@@ -129,7 +129,7 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
     address = ray_address()
     prepare_ray_environment(is_local=address is None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
-        # Ray computed this value during its import, before we could set that Ray is for one
+        # Ray computed this value during its import, before we declared that this Ray is for one
         # machine.
         importlib.reload(ray_constants)
     try:
@@ -137,7 +137,8 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
             _init(address)
             return None
         is_emulated = resolve_kind(config.device.kind) == "emulated"
-        # As many NPUs as a node has, so that a second deployment of this process has NPUs, too.
+        # Declare as many NPUs as a node has, so that a second deployment of this process has NPUs,
+        # too.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)
@@ -244,10 +245,10 @@ def _check_listener(address: str) -> None:
     """Check that a process listens at ``HOST:PORT``, and that it accepts our token.
 
     Raises:
-        ConnectionError: no process listens (without this check, Ray would end this process without
-            an exception); or the process that listens is no Ray.
-        AuthenticationError: the token is wrong or missing (without this check, Ray would try for 30
-            seconds, and then report that nothing answers).
+        ConnectionError: no process listens, or the process that listens is no Ray. Without this
+            check, Ray would end this process without an exception.
+        AuthenticationError: the token is wrong or missing. Without this check, Ray would try for 30
+            seconds, and then report that no process answers.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "://" in host:

@@ -1,6 +1,6 @@
-"""Asks all nodes of a Ray cluster, by one short-lived actor per node; all answers share one limit.
+"""Asks all nodes of a Ray cluster at the same time, with one short-lived actor on each node.
 
-A node that does not answer is left out of later questions, so that no question waits for it.
+A node that does not answer is not asked again, so that later questions do not wait for this node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports that a probe has tried: it listens on some; the others are in use already."""
+    """The ports that a probe has tried: the free ports, where it listens, and the used ports."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]

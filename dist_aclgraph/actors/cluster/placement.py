@@ -1,8 +1,8 @@
-"""Finds NPUs. Each lockstep group has one placement group; each bundle has ranks of one node.
+"""Reserves NPUs. Each lockstep group has one placement group; the ranks of a bundle share a node.
 
-The ranks of a tensor parallel group share a node: they are one bundle, which Ray never splits. The
-pure functions decide what to request from Ray, and how ranks are numbered after placement. The
-other functions call Ray, and wait for a limited time.
+The ranks of a tensor parallel group share a node, because they are one bundle, which Ray never
+splits. The pure functions decide what to request from Ray, and how ranks are numbered after
+placement. The other functions call Ray, and wait for a limited time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BundleRequest:
 
     @property
     def ranks_of_node(self) -> int:
-        """Minimum number of ranks of a group that must share a node."""
+        """Number of ranks of a group that must share a node."""
         return self.size if self.strategy == "STRICT_PACK" else self.ranks_of_bundle
 
     @property
@@ -155,7 +155,7 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether so many groups fit on these nodes, for any order in which Ray uses them."""
+    """Return whether the groups fit on these nodes, in whatever order Ray fills the nodes."""
     if "NPU" not in request.rank:
         return True  # NPUs are emulated, so any node can be used
     unit = request.ranks_of_node
@@ -201,7 +201,7 @@ def cluster_nodes() -> list[Node]:
 
 
 def free_nodes() -> list[Node]:
-    """Return the living nodes with their unused NPUs, as Ray counts them now."""
+    """Return the living nodes with their unused NPUs, by Ray's current count."""
     available = available_resources_per_node()
     return [
         replace(node, npus=int(available.get(node.node_id, {}).get("NPU", 0)))
@@ -218,7 +218,7 @@ def may_have_others(address: str) -> bool:
 
 
 def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) -> bool:
-    """Return whether this many groups could be placed now, as Ray counts free NPUs.
+    """Return whether this number of groups could be placed now, by Ray's count of free NPUs.
 
     Args:
         wait_s: how long to wait for free NPUs, because Ray counts freed NPUs with a delay.
@@ -232,7 +232,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
 
 
 def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
-    """Return a text: the NPUs that a group may use, by node, and how many NPUs the group needs."""
+    """Return a text: each node's NPUs that a group may use, and the number that the group needs."""
     nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
         f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "

@@ -1,6 +1,6 @@
-"""Converts errors of Ray and Ray Serve to our errors: one sentence that says what to do.
+"""Converts errors of Ray and Ray Serve to our errors, whose message is one sentence with a remedy.
 
-Used wherever Ray is called and a user may see the error: in the command line, the ingress, and LLM.
+Used by the command line, the ingress and LLM, because users see their errors.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
 
 
 def death_of(error: BaseException) -> str:
-    """Return the reason of a process's death that Ray knows, and where to read more."""
+    """Return Ray's reason for a process's death, and where to read more."""
     text = str(error)
     pid = re.search(r"\bpid: (\d+)", text)
     who = f"the process {pid[1]} died" if pid else "the process died"

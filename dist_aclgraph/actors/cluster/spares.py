@@ -1,4 +1,4 @@
-"""Places that stay free for groups that lose their places, e.g. when a node dies."""
+"""Reserves NPUs for groups that lose their NPUs, e.g. when a node dies."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The controller: it starts groups, watches them, and changes their number."""
+"""The controller starts groups, watches groups, and changes the number of groups."""

@@ -43,7 +43,7 @@ from dist_aclgraph.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 10.0  # how long to wait for the reports of engines
+REPORT_S = 10.0  # seconds to wait for the reports of engines
 NOT_STOPPED = frozenset(State) - {State.STOPPED}
 BYTES = "bytes"
 
@@ -56,7 +56,7 @@ class Progress:
     done: int = 0
     total: int = 0
     detail: str = ""
-    part: str = ""  # the part of a change with several parts, e.g. "group 2 of 3"
+    part: str = ""  # the current part of a change that has several parts, e.g. "group 2 of 3"
 
     def __str__(self) -> str:
         return f"{self.state} {self.done:,} of {self.total:,}" if self.total else self.state
@@ -91,7 +91,7 @@ class Controller:
     # ---- answered while start() or a change runs
 
     def progress(self) -> Progress:
-        """Return how far the start is, or how far the running change of groups is."""
+        """Return the progress of the start, or of the running change of groups."""
         part = "" if self._serving is None else self._serving.part
         found = replace(self._progress, part=part)
         if found.state == State.LOADING.value:
@@ -110,13 +110,13 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values for the next controller; the answer is also a sign of life."""
+        """Return the values for the next controller; the reply is also a heartbeat."""
         if self._serving is None:
             return Handover(self._config, self._term.num_groups)
         return Handover(self._serving.config, self._serving.num_wanted)
 
     def outlook(self) -> Outlook:
-        """Tell the state of the deployment to clients that know no serving group."""
+        """Return the state of the deployment, for clients that know no serving group."""
         serving = self._open_groups(State.RECOVERING)
         progress = str(self.progress())
         if self._upkeep is not None and self._upkeep.trouble:
@@ -132,7 +132,7 @@ class Controller:
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Read losses and groups at the same moment, because dying engines answer late or never.
+        # Read losses and groups at the same moment, because dying engines respond late or never.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}
@@ -147,7 +147,7 @@ class Controller:
         return merged
 
     def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
-        """Ask all engines at once, so that a hanging engine delays no other engine's answer."""
+        """Ask all engines at once, so that one that hangs does not delay other reports."""
         asked = [g.engine.report.remote() for g in groups if g.engine is not None]
         ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []
         answers = iter(asked)
@@ -166,8 +166,8 @@ class Controller:
         """Run all phases.
 
         Raises:
-            DistAclGraphError: the first error; everything that was started has been stopped by
-                then.
+            DistAclGraphError: the first error; everything that was started is stopped before the
+                error is raised.
         """
         try:
             planner = Planner.from_config(self._config)
@@ -257,7 +257,7 @@ class Controller:
     # ---- the end
 
     def shut_down(self) -> None:
-        """Stop in order: engines say goodbye, workers leave, and remaining processes are killed."""
+        """Stop in order: engines dismiss workers, workers exit, remaining processes are killed."""
         self._enter(State.DRAINING, only_from={State.SERVING})
         self._stop_actors()
         self._enter(State.STOPPED, only_from=NOT_STOPPED)

@@ -1,4 +1,4 @@
-"""Watches a deployment's groups; the death of one group ends no other group."""
+"""Watches a deployment's groups; other groups continue when one group dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WATCH_S = 0.2
 
 
 class _Heartbeat:
-    """Repeatedly asks one actor for a sign of life; the actor's control thread answers.
+    """Regularly asks one actor for a heartbeat; the actor's control thread responds.
 
     Args:
         ask: sends the heartbeat question with the given number.
@@ -35,12 +35,12 @@ class _Heartbeat:
         self._silence = Silence(link_s)
 
     def listen(self) -> str:
-        """Return why the actor counts as lost; "" while the actor answers."""
+        """Return why the actor counts as lost; "" while the actor responds."""
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # The end of the actor's running call shows that the actor is dead; this answer does
-            # not.
+            # An error of this call does not show that the actor is dead; the end of its running
+            # call does.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
@@ -48,7 +48,7 @@ class _Heartbeat:
 
 
 class GroupWatch:
-    """Finds lost groups and the reasons, ends the other processes of these groups, and continues.
+    """Finds lost groups and the reasons, and ends the other processes of these groups.
 
     Args:
         link_s: an engine or a worker counts as lost if it is silent for longer:
@@ -60,7 +60,8 @@ class GroupWatch:
         self._groups: list[LockstepGroup] = []
         self._link_s = link_s
         self._beat_s = beat_s(link_s)
-        # By call: the group, and the rank; the rank is None for the engine's call.
+        # The keys are running calls of actors. The values are the actor's group and rank; an
+        # engine's rank is None.
         self._owner: dict[Any, tuple[LockstepGroup, WorldRank | None]] = {}
         self._heartbeats: list[tuple[LockstepGroup, WorldRank | None, _Heartbeat]] = []
         self._stopping = threading.Event()
@@ -117,7 +118,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Why this watch would not find a group's death; "" while the watch works."""
+        """Why this watch cannot notice a group's death; "" while the watch works."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"
@@ -150,7 +151,7 @@ class GroupWatch:
     def _see_end(self, ended: Any) -> None:
         with self._lock:
             if ended not in self._owner:
-                return  # removed since then
+                return  # the group was removed in the meantime
             group, rank = self._owner[ended]
         if rank is None:
             try:
@@ -200,7 +201,7 @@ class GroupWatch:
             group.lost_s = time.monotonic()
             is_hopeless = group.way_back() == "REBUILD"
             group.lost_because = reason
-            group.enter(GroupState.LOST)  # from now on another group may replace it
+            group.enter(GroupState.LOST)  # another group may now replace this group
             self._forget(group)
         group.engine.fail.remote(reason)
         if is_hopeless:

@@ -42,12 +42,12 @@ class LockstepGroup:
     pool_bytes: int = 0
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
-    number: int = 0  # the group's name for clients; no other group ever has this name
+    number: int = 0  # the group's name for clients; never reused for another group
     opened_at: Address | None = None  # where clients reach its engine
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # when the group started to serve
     is_rejoined: bool = False  # whether survivors of another group are part of this group
-    lost_because: str = ""  # why the group is lost; "" before that
+    lost_because: str = ""  # why the group is lost; "" while it is not lost
     lost_s: float = 0.0  # when the loss was noticed
     lost_ranks: set[GroupRank] = field(default_factory=set)  # the known lost ranks
     _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
@@ -102,7 +102,7 @@ class LockstepGroup:
         return f"the group of ranks {', '.join(map(str, self.workers.ranks))}"
 
     def way_back(self) -> Way:
-        """Return how the lost group can be recovered, by the facts that are known now."""
+        """Return how the lost group can be recovered, according to the facts that are known now."""
         if self.state is GroupState.ABANDONED:
             return "REBUILD"
         recovery = self.planner.config.recovery

@@ -50,7 +50,7 @@ from dist_aclgraph.topology import Ranks, WorldRank
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 10.0  # seconds to wait for an answer after the engine's time limit has passed
+ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
 OF_THE_INGRESS = ("model", "name", "seed")  # keys that ingress replicas read at their start
 
 
@@ -119,7 +119,7 @@ class ServingGroups:
 
     @property
     def listed(self) -> GroupList:
-        """The list of groups that clients are told."""
+        """The list of groups that is sent to clients."""
         return GroupList(self._version, tuple(group.entry for group in self.groups))
 
     @property
@@ -140,8 +140,7 @@ class ServingGroups:
         """Start the step loops of groups with captured graphs; tell clients about the groups.
 
         Raises:
-            ConfigError: the caches are too small for the longest requests that clients were
-                promised.
+            ConfigError: the caches are too small for the context length that clients were promised.
             WorkerError: a rank did not start its step loop.
         """
         new = [group for scope in scopes for group in scope]
@@ -241,7 +240,7 @@ class ServingGroups:
 
         Raises:
             ConfigError: one of the changed keys can be changed only by a new service; or the new
-                groups could not run the longest requests that clients were promised.
+                groups could not run requests of the context length that clients were promised.
             PlacementError: there is one group only, and no room for a second group.
             EngineUnavailableError: another change is running.
             RollError: the roll ended early; the message says which group runs which configuration.
@@ -288,7 +287,7 @@ class ServingGroups:
             )
 
     def _early_end(self, planner: Planner, cause: DistAclGraphError) -> str:
-        """Return an error: after a failed roll, which groups run which configuration."""
+        """Return the error text of a failed roll, with the configuration of each group."""
         new = [g.number for g in self.taking if g.planner is planner]
         old = [g.number for g in self.taking if g.planner is not planner]
         missing = f", {self.num_missing} of {self.num_wanted} groups are missing"
@@ -362,10 +361,10 @@ class ServingGroups:
         return group.planner is self._planner and group.way_back() == "REJOIN"
 
     def _make_room(self) -> None:
-        """Release the NPUs of one spare, if any, for the group that replaces a lost group.
+        """If there is a spare, release its NPUs for the group that replaces a lost group.
 
-        Without this, Ray may place the group on a dead node: Ray notices the death of a node late,
-        and until then counts the node's NPUs as free.
+        Otherwise Ray may place the group on a dead node, because Ray notices the death of a node
+        late, and counts the node's NPUs as free until then.
 
         Raises:
             PlacementError: there is no spare, and there are not enough free NPUs.
@@ -503,7 +502,7 @@ def check_count(count: int) -> None:
 
 
 def stop_groups(groups: Sequence[LockstepGroup], timeout_s: float) -> None:
-    """Stop in order: engines say goodbye, workers leave, and remaining processes are killed."""
+    """Stop in order: engines dismiss workers, workers exit, and remaining processes are killed."""
     stopping = [
         ref
         for group in groups
@@ -522,12 +521,12 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
         if ray.get(ref):
             return ""
         return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
-    except RayError as e:  # the engine died: other groups continue its requests, or they have ended
+    except RayError as e:  # the engine is dead; its requests continue elsewhere or have ended
         return str(ours(e, f"draining group {group.number}"))
 
 
 def _named(numbers: Sequence[int]) -> str:
-    """Return group numbers with the verb that follows, e.g. ``groups 0, 2 run``."""
+    """Return group numbers followed by a verb, e.g. ``groups 0, 2 run``."""
     if len(numbers) == 1:
         return f"group {numbers[0]} runs"
     return f"groups {', '.join(map(str, numbers))} run" if numbers else "no group runs"

@@ -42,10 +42,10 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.topology import GroupRank, Ranks
 
-# The first epoch of a group. Each time that the group resumes in place, the epoch grows by 1.
+# The first epoch of a group. The epoch grows by 1 each time that the group resumes in place.
 EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # enough for trials, in which only padding rows use the cache (dummy block)
+TRIAL_BLOCKS = 2  # enough for trials, in which only padding rows use the cache
 
 T = TypeVar("T")
 Job = TypeVar("Job")
@@ -132,7 +132,7 @@ class Startup:
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
-        """The groups that share a plan."""
+        """The groups that share a plan, for each plan."""
         if self._config.graph.scope == "group":
             return [[group] for group in self._groups]
         return [self._groups]
@@ -165,7 +165,7 @@ class Startup:
                     deployment=deployment,
                     python=self._python,
                 )
-            # Raised after all groups have answered, so that no started group is lost.
+            # Raise the error after all groups have responded, so that no started group is lost.
             except Exception as e:
                 return e
 

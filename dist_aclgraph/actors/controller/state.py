@@ -32,8 +32,9 @@ class State(Enum):
     STOPPED = "STOPPED"
 
 
-# An error may end every state. No state follows STOPPED. Groups that are started in SERVING or
-# RECOVERING also run through phases; the table does not contain these phases.
+# An error may end every state. No state follows STOPPED. Groups that are started while the
+# deployment is SERVING or RECOVERING have phases, too, but the deployment's state does not show
+# these phases.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),
@@ -56,7 +57,7 @@ def advance(current: State, to: State) -> State:
     """Return ``to`` if the table allows the transition.
 
     Raises:
-        IllegalTransitionError: the table does not allow it.
+        IllegalTransitionError: the table does not allow the transition.
     """
     if to not in TRANSITIONS[current]:
         raise IllegalTransitionError(f"no way leads from {current.name} to {to.name}")

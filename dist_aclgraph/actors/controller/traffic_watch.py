@@ -1,4 +1,4 @@
-"""While a deployment serves, chooses its buckets again for the observed traffic."""
+"""Chooses a deployment's buckets again for the observed traffic, while the deployment serves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.rebucketing import Release, reunite
 from dist_aclgraph.planning.traffic import TrafficHistory
 
-# After this time, the answers are used even if a silent group's answer is missing.
+# After this time, the received answers are used even if a group has not answered.
 ANSWER_S = 10.0
 
 
@@ -34,7 +34,8 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 class TrafficWatch:
     """Owns the traffic of the groups that share one plan, and asks these groups to change the plan.
 
-    It never waits for a group: one look asks the groups, and a later look collects the answers.
+    It never waits for a group. One call of ``look`` asks the groups; a later call collects the
+    answers.
     """
 
     def __init__(self, planner: Planner, groups: Sequence[LockstepGroup]) -> None:
@@ -50,18 +51,20 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add new groups; the next look gives them the plan of the other groups. Any thread."""
+        """Add new groups, which get the plan of the other groups by the next ``look``. Any thread.
+        """
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:
-        """Remove a group. For any thread."""
+        """Remove a group. Any thread."""
         self._groups = [known for known in self._groups if known is not group]
 
     def look(self, now_s: float) -> None:
-        """If it is time, read the traffic, and change to a better plan if there is one.
+        """If a check is due, read the traffic; change to a better plan if there is such a plan.
 
-        Groups that are still changing their plan are left alone. If the groups have different
-        plans, because a capture failed in some groups, all groups get one common plan again.
+        Groups that are still changing their plan are not asked to change. If the groups have
+        different plans, because a capture failed in some groups, all groups get one common plan
+        again.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]

@@ -1,4 +1,4 @@
-"""The work that a serving deployment does by itself, on a private thread.
+"""The regular work of a serving deployment, on a private thread.
 
 It replaces lost groups, adds and drains groups for the load (``serve.autoscale``), chooses graphs
 for the traffic, and removes the directories of dead engines on this node. It never waits for an
@@ -40,7 +40,7 @@ class Change(Protocol):
 
 
 def begin_thread(change: Callable[[], None]) -> Change:
-    """Change the groups on a new thread, because a change takes long and looks must continue."""
+    """Change the groups on a new thread, because a change must not delay other work."""
     thread = threading.Thread(target=change, daemon=True)
     thread.start()
     return thread
@@ -50,7 +50,7 @@ class Upkeep:
     """Owns the times of the last tries, and the restart budget.
 
     Args:
-        on_service: called at every look; the argument says whether a group serves.
+        on_service: called by every ``look``; the argument says whether a group serves.
         clock: monotonic, in seconds.
         begin: starts a change, and does not wait for its end.
         count_requests: returns how many requests run and how many wait; None means that the engines
@@ -106,7 +106,7 @@ class Upkeep:
         ):
             try:
                 look(now_s)
-            except Exception:  # any exception: the next look may succeed
+            except Exception:  # any exception: the next call may succeed
                 logger.exception("looking after the groups failed")
 
     @property
@@ -160,7 +160,7 @@ class Upkeep:
             )
 
     def _replace(self) -> None:
-        """Start a missing group; if that fails, a later look tries again."""
+        """Start a missing group; if the start fails, a later call of ``look`` tries again."""
         try:
             self._serving.find_place()
             was_left = self._restarts.spend(self._clock())

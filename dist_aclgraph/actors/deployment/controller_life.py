@@ -34,7 +34,7 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 POLL_S = 0.1
 LOOK_S = 1.0
 JOIN_S = 5.0  # longer than any wait for an answer
-NAME_S = 30.0  # how long Ray may take to free the name of a dead controller
+NAME_S = 30.0  # seconds that Ray may need to free the name of a dead controller
 LEASES = 2  # a controller must answer within 2 times the lease time of engines
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def end_by_force(controller: Any, name: str) -> None:
 
 
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
-    """Yield how far the controller is until ``work`` is done; yield None while that is unknown.
+    """Yield the controller's progress, or None while it is unknown, until ``work`` is done.
 
     A late answer is no failure: ``work`` has its own limits, and on a busy machine the controller's
     process may start more slowly than an answer should take. If the controller dies, ``work`` ends
@@ -101,8 +101,7 @@ class ControllerKeeper:
 
     Attributes:
         controller: the current controller; it may be dead already.
-        progress: how far the start of another controller is; "" while no controller is being
-            started.
+        progress: progress of another controller's start; "" while no controller is being started.
         failure: why no other controller will be started; "" while another controller may be
             started.
     """
@@ -139,7 +138,7 @@ class ControllerKeeper:
         """Stop the checks, start no other controller, and return the last controller."""
         with self._making:
             self._stopping.set()
-        self._thread.join(JOIN_S)  # if a call came after ray.shutdown(), it would start another Ray
+        self._thread.join(JOIN_S)  # a call after ray.shutdown() would start another Ray
         return self.controller
 
     def end_by_force(self) -> None:

@@ -1,4 +1,4 @@
-"""Starting a deployment from a driver or an ingress, and keeping it running."""
+"""Starts a deployment from a driver or an ingress, and keeps the deployment running."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class RayDeployment(Deployment):
             raise ours(e, "asking for a report") from e
 
     def raise_if_dead(self) -> None:
-        """Check that the deployment serves, or may serve again.
+        """Raise an error if the deployment has ended.
 
         Raises:
-            EngineDeadError: it will not serve again; the message says why.
+            EngineDeadError: the deployment will not serve again; the message says why.
         """
         self._raise_end()
         if self._keeper.progress:
@@ -111,7 +111,7 @@ class RayDeployment(Deployment):
             raise EngineDeadError(failure)
 
     def outlook(self) -> Outlook:
-        """Tell the deployment's status to clients that know of no serving group.
+        """Return the deployment's status, for clients that know no serving group.
 
         Raises:
             EngineDeadError: the deployment has ended.
@@ -167,7 +167,7 @@ class RayDeployment(Deployment):
 
 
 def check_startable(config: Config) -> None:
-    """Check the files that this process can read: none of them may make the deployment impossible.
+    """Raise an error if a file that this process can read makes the deployment impossible.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not with this configuration.
@@ -184,7 +184,7 @@ def check_startable(config: Config) -> None:
 def start(
     config: Config, on_progress: OnProgress | None = None, starter: ProcessStarter | None = None
 ) -> RayDeployment:
-    """Start a deployment, on the Ray cluster of this process, or on one that ``start_ray`` finds.
+    """Start a deployment on this process's Ray cluster, or on the cluster from ``start_ray``.
 
     Errors in the model's files are raised before anything is built or started.
 
@@ -220,8 +220,8 @@ def start(
             starter.close()
         raise
     if local_ray is not None:
-        # The other daemons would keep engines alive; if all processes end, clients notice it at
-        # once.
+        # The other daemons would keep engines running. If all processes end, clients notice the end
+        # at once.
         started = local_ray
         local_ray.watch(lambda _: started.kill())
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"

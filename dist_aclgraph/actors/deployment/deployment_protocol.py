@@ -28,7 +28,7 @@ class Deployment(Protocol):
         ...
 
     def outlook(self) -> Outlook:
-        """Tell the deployment's status to clients that know of no serving group."""
+        """Return the deployment's status, for clients that know no serving group."""
         ...
 
     def shut_down(self) -> None:

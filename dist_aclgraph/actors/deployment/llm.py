@@ -54,7 +54,7 @@ Message = Mapping[str, Any]
 
 @dataclass
 class _Choice:
-    """An answer that is being generated."""
+    """An output that is being generated."""
 
     request: RequestOutput
     output: CompletionOutput
@@ -137,7 +137,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the answers to each prompt, in the order of the prompts.
+        """Return the outputs for each prompt, in the order of the prompts.
 
         Args:
             prompts: one or more; each is a text, token ids, ``{"prompt": text}`` or
@@ -167,7 +167,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return the answers to a conversation, or to several conversations; see ``generate``.
+        """Return the outputs for a conversation, or for several conversations; see ``generate``.
 
         Args:
             chat_template: name of one of the checkpoint's templates.
@@ -200,7 +200,8 @@ class LLM:
         """Return the embedding of each prompt, in the order of the prompts; see ``generate``.
 
         Args:
-            dimensions: number of first elements that are kept; None keeps all.
+            dimensions: number of elements that are kept, from the first element; None keeps all
+                elements.
 
         Raises:
             InvalidParameterError: the model's task is not ``embed``, or ``dimensions`` is not
@@ -237,13 +238,13 @@ class LLM:
         """Return the relevance of documents for queries, in the order of the documents.
 
         Args:
-            text_1: one query for all documents, or one query for each document.
-            text_2: one document or more.
+            text_1: one query for all documents, or one query per document.
+            text_2: one or more documents.
             instruction: the task for which documents are to be relevant; None means a web search.
 
         Raises:
-            InvalidParameterError: the model's task is not ``rerank``, or there are several queries
-                but another number of documents.
+            InvalidParameterError: the model's task is not ``rerank``, or the number of queries is
+                neither 1 nor the number of documents.
         """
         self._check_task("score", "rerank")
         reranker = RerankPrompts(self.tokenizer)
@@ -329,8 +330,8 @@ class LLM:
         try:
             with _progress(len(waiting), shows_progress) as show:
                 while waiting or running:
-                    # Submit no more requests than the engine's queue accepts; submit more when
-                    # others end.
+                    # Submit at most as many requests as the engine's queue accepts; submit another
+                    # when a request ends.
                     while waiting and len(running) < self.config.scheduler.max_waiting:
                         choice = waiting.popleft()
                         running[choice.engine_id] = choice
@@ -347,7 +348,8 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # The abort has an effect only if a stop string ended the choice.
+                        # Only a choice that a stop string ended still has a request that needs the
+                        # abort.
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
@@ -429,7 +431,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
-    """Return text and token ids of a prompt; None for a form that was not given."""
+    """Return text and token ids of a prompt; each is None if the prompt does not contain it."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, Mapping):

@@ -26,10 +26,10 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One answer to a prompt.
+    """One output for a prompt.
 
     Attributes:
-        index: index among the ``n`` answers to the prompt.
+        index: index among the ``n`` outputs for the prompt.
         text: the text without the stop token; it ends before a stop string.
         token_ids: generated ids, with the stop token.
         cumulative_logprob: sum over the generated tokens; None if ``logprobs`` is None.
@@ -65,13 +65,13 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers.
+    """A prompt and its outputs.
 
     Attributes:
         prompt: text of the prompt; None if the prompt was given as token ids.
-        prompt_logprobs: one entry per token of the prompt: None for the first token; for later
-            tokens an entry as in ``CompletionOutput.logprobs``. None if not requested.
-        outputs: the ``SamplingParams.n`` answers.
+        prompt_logprobs: one entry per token of the prompt. The first entry is None; each later
+            entry is like an entry of ``CompletionOutput.logprobs``. None if not requested.
+        outputs: the ``SamplingParams.n`` outputs.
         num_cached_tokens: number of prompt tokens that were in the prefix cache.
         state: hidden state after the prompt's last token, float32 [hidden]; empty if not requested.
     """
@@ -86,7 +86,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every answer has ended."""
+        """Whether every output has ended."""
         return all(output.finished() for output in self.outputs)
 
     def add_prompt_logprobs(self, parts: Iterable[PromptLogprobs], tokenizer: Tokenizer) -> None:

@@ -1,8 +1,8 @@
-"""An ingress asks the process that owns its deployment, over a Unix socket in MessagePack.
+"""An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
 The supervisor of both processes holds the listening socket, so either process may die. A new
-process replaces the dead process and continues with the other process. The ingress repeats a
-question that got no answer.
+process replaces the dead process and uses the same socket. The ingress repeats a question that got
+no answer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # waiting connections; for most of them, the ingress no longer waits
+WAITING = 64  # waiting connections; the ingress has given up most of these connections
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
-ADMISSION_S = 1.0  # seconds to wait for an answer that the owner knows already
+ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call of Ray
 # Seconds to wait if the owner must ask Ray; longer than the deployment's own limits.
 SEARCH_S = 30.0
 
@@ -78,10 +78,10 @@ def listen_for_ingress(path: str) -> socket.socket:
 
 
 class OwnerLink:
-    """The link's end at the owner, as a context. One thread accepts; each connection has a thread.
+    """The owner's end of the link, as a context manager. Each connection has a thread.
 
     Args:
-        listener: a socket from ``listen_for_ingress``; the caller keeps owning it.
+        listener: a socket from ``listen_for_ingress``; the caller closes it.
     """
 
     def __init__(self, listener: socket.socket, answers: OwnerAnswers) -> None:
@@ -147,18 +147,19 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The link's end at the ingress, for one thread. After a replacement, it asks the new owner."""
+    """The ingress's end of the link, for one thread. It finds the new owner after a replacement."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Tell whether this ingress is open; return the owner's answer. None without an answer."""
+        """Report whether this ingress is open; return the owner's answer, None without an answer.
+        """
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
-        """Return the owner's answer; None without an answer, or while no engine can be reached."""
+        """Return the owner's answer; None without an answer or without a reachable engine."""
         return self._ask(Question("reach"), Reach | None, SEARCH_S)  # type: ignore[arg-type]
 
     def outlook(self) -> Outlook:

@@ -1,1 +1,1 @@
-"""The actor of a group's engine: loop, messages to clients, resumption of the group."""
+"""The engine of a group is an actor that decides steps, serves clients, and resumes the group."""

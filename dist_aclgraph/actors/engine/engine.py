@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the controller sends to a group's engine after the graphs are captured."""
+    """The settings that the controller sends to a group's engine after the graphs are captured."""
 
     epoch: int
     num_blocks: int
@@ -69,7 +69,7 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory.
 
-    The engine's process starts at the same time as the workers; ``open`` tells it the workers.
+    The engine's process starts at the same time as the workers; ``open`` gets the group's workers.
     """
 
     def __init__(self, config: Config) -> None:
@@ -89,7 +89,7 @@ class Engine:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:
-        """Answer the controller's question with a sign of life; the question renews the lease."""
+        """Respond to the controller's heartbeat question, which renews the lease."""
         self._lease.renew(number)
 
     # ---- from the start of the engine to its end
@@ -122,7 +122,7 @@ class Engine:
         return f"file://{self._directory.path}/rendezvous"
 
     def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
-        """Return where workers connect to the step channel, for the workers' nodes."""
+        """Return the address of the step channel for each worker, given the workers' nodes."""
         assert self._channel is not None
         return [self._channel.address_for(node_id) for node_id in node_ids]
 
@@ -205,7 +205,7 @@ class Engine:
         self._loop.change_plan(plan, actions)
 
     def set_groups(self, groups: GroupList) -> None:
-        """Tell the deployment's list of groups to all clients."""
+        """Send the deployment's list of groups to all clients."""
         assert self._loop is not None
         self._loop.set_groups(groups)
 
@@ -233,7 +233,7 @@ class Engine:
         return {**self._loop.report(), "engine_pid": os.getpid()} if self._loop is not None else {}
 
     def stop(self) -> None:
-        """End the loop and say goodbye to the workers."""
+        """End the loop, and let the workers leave their step loops."""
         if self._loop is not None and self._thread is not None:
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)

@@ -1,4 +1,4 @@
-"""The loop of one lockstep group: admits requests; decides and sends steps; hands out tokens.
+"""The loop of a lockstep group admits requests, decides steps, sends steps, and hands out tokens.
 
 The loop runs on one thread of the engine actor, and owns the scheduler and the step channel.
 Another thread serves the clients (``client_links.py``). The loop hands out the tokens of step n
@@ -43,8 +43,8 @@ from dist_aclgraph.token_ids import check_token_ids
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
-UNHELD_S = 0.01  # seconds between two checks of the lease, while it is not held
-MEAN_FROM, MEAN_OF = 16, 200  # number of steps before a mean is reported; in a running mean
+UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
+MEAN_FROM, MEAN_OF = 16, 200  # steps before a mean is reported; steps in a running mean
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Sent:
 
     Attributes:
         num_tokens: number of the step's tokens on the rank with the most tokens.
-        schedule_s, send_s: how long deciding and sending the step took.
+        schedule_s, send_s: seconds that deciding and sending the step took.
         at_s: when the step was sent.
     """
 
@@ -84,7 +84,7 @@ class EngineLoop:
         changes: the changes of the group's graphs while it serves.
         resumption: makes the group run again after a fault of a device or a link.
         report: returns the facts about the ranks, which are part of every report.
-        steps_in_flight: maximum number of steps that are sent and not answered yet.
+        steps_in_flight: maximum number of steps whose results have not arrived.
         step_timeout_s: a step that takes longer ends the epoch.
         turn_timeout_s: if the host works longer than this between two waits, the loop counts as
             stuck. Waits have their own limits.
@@ -138,20 +138,21 @@ class EngineLoop:
     # ---- any thread
 
     def fail(self, reason: str) -> None:
-        """End all requests, and refuse all later requests, with the reason why a worker is lost."""
+        """End all requests, and refuse later requests; their errors say why a worker is lost."""
         self._failure = self._failure or reason
         self._links.wake()
 
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # If the whole process was stopped, the lease is not held, and the loop is not stuck.
+        # If the whole process was stopped, the lease is not held, and the loop must not count as
+        # stuck.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why no step runs during a recovery; "" if steps run or the pause is short."""
+        """Return why the resuming group runs no step; "" if steps run or the pause is short."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -213,7 +214,7 @@ class EngineLoop:
     # ---- the loop's thread
 
     def run(self) -> None:
-        """Serve until the loop is stopped. If the epoch fails, answer clients with errors."""
+        """Serve until the loop is stopped. If the epoch fails, send errors to clients."""
         outputs = StepOutputs()
         self._links.start(self)
         try:
@@ -243,7 +244,8 @@ class EngineLoop:
             self._links.close()
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
-        """Decide one step, hand out an earlier step's outputs, and return the next outputs."""
+        """Decide one step, hand out ``outputs``, and return the outputs of the next finished step.
+        """
         self._take(0)
         is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
         if is_due and not self._flying:
@@ -295,7 +297,7 @@ class EngineLoop:
         return outputs
 
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
-        """Try to make the group run again; return no outputs, because the steps will run again."""
+        """Try to resume the group; return no outputs, because interrupted steps run again."""
         try:
             comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
@@ -327,7 +329,7 @@ class EngineLoop:
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": sent.schedule_s * 1e6,
-            # A worker begins a step before it answers the previous step.
+            # A worker begins a step before it sends the previous step's result.
             "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,
@@ -385,7 +387,7 @@ class EngineLoop:
             self._links.send(link, deltas)
 
     def _dismiss_workers(self) -> None:
-        """Tell workers to leave their step loops, because no step follows; tell them only once."""
+        """Tell workers to leave their step loops. Only the first call has an effect."""
         if not self._has_dismissed:
             self._has_dismissed = True
             self._channel.close(self._scheduler.epoch)

@@ -27,7 +27,7 @@ class LoopCounts:
 def group_metrics(
     scheduler: Scheduler, counts: LoopCounts, costs: Costs, ranks_report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a group's counters and gauges; if a value is an object, each key has a number.
+    """Return a group's counters and gauges; each value is a number or an object of numbers.
 
     Args:
         costs: costs of all graphs that exist.

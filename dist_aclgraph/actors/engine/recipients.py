@@ -1,4 +1,4 @@
-"""The client of each request, which gets the request's outputs; stored by the request's key."""
+"""Stores which client gets the outputs of each request; requests are found by their keys."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Recipients:
     def __init__(self) -> None:
         self._key_of: dict[str, int] = {}
         self._links: list[ClientLink] = []
-        # By key: index in _links; NOBODY if no request has the key.
+        # Index in ``_links`` for each key; NOBODY if no request has the key.
         self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)
-        # By key: the number that the client gave to the request.
+        # The client's number for the request, for each key.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
         self._left: list[int] = []  # keys of ended requests that pending outputs may still contain

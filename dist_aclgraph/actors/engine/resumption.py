@@ -1,4 +1,4 @@
-"""If all processes are alive after a fault of a device or link, makes the group run again.
+"""Resumes a group after a fault of a device or a link, if all processes are alive.
 
 All ranks abort the work on their devices. They do this on their control threads, because the
 thread that runs steps may be waiting for the device. After the last rank has aborted, each rank
@@ -67,13 +67,13 @@ class Resumption:
         self._stop = stop
         self._timeout_s = timeout_s
         self._in_a_row = 0
-        self._num_sound = 0  # steps without a failure since the last failure
+        self._num_sound = 0  # successful steps since the last failure
         # The time when the group stopped, and the reason; None while the group runs.
         self._begun: tuple[float, str] | None = None
         self.counts: Counter[DeviceFault] = Counter()
 
     def pause_now(self) -> str:
-        """Return why the group runs no step; "" if it runs or paused only briefly. Any thread."""
+        """Return why the group runs no step; "" if steps run or the pause is short. Any thread."""
         begun = self._begun
         if begun is None or time.monotonic() - begun[0] < MOMENT_S:
             return ""
@@ -86,11 +86,11 @@ class Resumption:
             self._in_a_row = 0
 
     def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
-        """Resume the group in its next epoch; workers have lost all rows by then.
+        """Resume the group in its next epoch, in which the workers begin without rows.
 
         Args:
             error: the report of the first rank that failed.
-            check: raises to end a wait.
+            check: called during waits; may raise to end the wait.
 
         Raises:
             WorkerLostError: the group cannot be resumed.

@@ -1,1 +1,1 @@
-"""The fork server: loads torch_npu once, for machines with fewer cores than processes."""
+"""The fork server imports torch_npu once, on machines with fewer cores than processes."""

@@ -1,7 +1,8 @@
-"""A client of the fork server: Ray starts it in place of Python, to get a forked worker.
+"""The fork server's client, which Ray starts in place of Python to get a forked worker.
 
 Ray runs this file by its path; it needs only the standard library. If the server does not answer,
-this program becomes the Python that Ray wanted, which loads all libraries itself.
+this program replaces itself by the Python that Ray wanted. This Python imports all libraries
+itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forks workers from one process that has imported the libraries of workers.
 
 Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. If a machine has
-fewer cores than starting processes, the processes wait for each other. On such a machine, one
+fewer cores than starting processes, the processes compete for the cores. On such a machine, one
 process imports the libraries once, and all workers are forked from it, at the start and at each
 replacement. This process opens no device and has no threads, so a forked process is like a new
 process. Ray starts workers with ``fork_client.py`` (``py_executable`` of their runtime
@@ -42,9 +42,10 @@ from dist_aclgraph.environment import (
 CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request: seconds, bytes
 STOP_S, LOOK_S = 5.0, 0.02
-# Ray's native part reads both variables once, when it is loaded. At that time, Ray may not run yet.
-# Therefore only processes of a Ray's first job may be forked. The second variable is the id of a
-# process that never ends, because forked processes watch their raylets themselves.
+# Ray's native part reads both variables once, when it is loaded. At that time, Ray may not run yet,
+# so the value must be known in advance: the id of Ray's first job. So only processes of the first
+# job may be forked. The second variable is the id of a process that never ends, because forked
+# processes watch their raylets themselves.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -63,7 +64,7 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class ForkAddress:
-    """A fork server, as other processes of this machine see it.
+    """The data by which other processes of this machine reach a fork server.
 
     Attributes:
         path: path of the server's socket.
@@ -137,7 +138,7 @@ class ForkServer:
         self.address = ForkAddress(path, pid, start, child_environment(config))
 
     def disown(self) -> None:
-        """In a forked process: leave the server to the parent."""
+        """Give up the server in a forked process; the parent keeps the server."""
         self._directory.disown()
 
     def close(self) -> None:
@@ -186,7 +187,7 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
             try:
                 request, streams = _receive(connection)
             except (OSError, ValueError):
-                continue  # a client that gets no answer becomes Python itself
+                continue  # a client that gets no response becomes Python itself
             is_ours = request.environment.get(JOB_VARIABLE, job) == job
             # A client that has waited for too long has become Python itself.
             pid = _fork() if is_ours and not _has_left(connection) else -1
@@ -211,7 +212,7 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _fork() -> int:
-    """Like ``os.fork``; returns -1 if the system refuses. Then the client starts Python itself."""
+    """Call ``os.fork``. Return -1 if the system refuses; then the client starts Python itself."""
     try:
         return os.fork()
     except OSError as e:
@@ -234,7 +235,7 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
 
 
 def become(request: ForkRequest, streams: list[int]) -> None:
-    """Run the client's program, as if Python had been started with this program."""
+    """Run the client's program in the same way as Python would run the program."""
     os.setpgid(0, 0)
     for target, fd in enumerate(streams):
         os.dup2(fd, target)
@@ -249,7 +250,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Let Ray's native part read the variables again; it has read the server's values."""
+    """Let Ray's native part read the variables again, because it has read the server's values."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
 
     Config.initialize("")

@@ -28,12 +28,11 @@ logger = logging.getLogger(__name__)
 class ForkingStarter(ProcessStarter):
     """Owns a fork server from the first command until ``close``. All methods: any thread.
 
-    If this object is sent to another process, the copy uses the server of the last command.
+    If this object is sent to another process, the copy uses the server that the last command used.
 
     Args:
         lent: a server of another process, which ends later than this process and may have forked
-            it. The server is used while it serves; after that, this object starts a server of its
-            own.
+            it. This server is used while it serves; after that, this object starts another server.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:
@@ -50,8 +49,8 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Do not return None: Ray would start children of a forked process with the process's
-        # command.
+        # Do not return None: Ray would start a forked process's children with the command of the
+        # forked process.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:

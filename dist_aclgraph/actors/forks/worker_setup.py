@@ -1,7 +1,7 @@
-"""If we started Ray: the first program in each worker's process, in place of Ray's own program.
+"""The first program of each worker's process, in place of Ray's own, in a Ray that we started.
 
-Ray's own program imports all of Ray to set a few variables. Then the process becomes the worker and
-imports all of Ray again. Ray runs this file by its path; it needs only the standard library.
+Ray's own program imports all of Ray to set a few variables. Then it replaces itself by the worker,
+which imports all of Ray again. Ray runs this file by its path; it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNKNOWN_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
-    """Return the shell command for a Python worker; None if only Ray's program can make one.
+    """Return the shell command for a Python worker; None if this needs Ray's own program.
 
     Args:
         context: Ray's ``RuntimeEnvContext``.
@@ -35,13 +35,13 @@ def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
 
 
 def take_over(variables: dict[str, str]) -> None:
-    """Set environment variables; values may refer to other variables as ``${OTHER}``."""
+    """Set environment variables. A value may contain another variable as ``${OTHER}``."""
     for name, value in variables.items():
         os.environ[name] = UNKNOWN_VARIABLE.sub("", os.path.expandvars(value))
 
 
 def main() -> None:
-    """Become the worker."""
+    """Replace this program by the worker."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--serialized-runtime-env-context", dest="context", default="{}")
     parser.add_argument("--language")

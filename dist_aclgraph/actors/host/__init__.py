@@ -1,1 +1,1 @@
-"""Processes on this machine, and the directory of a running service."""
+"""Helpers for processes on this machine, and the directory of a running service."""

@@ -1,10 +1,9 @@
-"""Finds out whether other processes are alive: waits for signs of life, watches of processes.
+"""Finds out whether other processes are alive, by heartbeats and by watches of processes.
 
-There are four mechanisms. A *silence* measures how long a peer has sent no sign of life over a
-link. A *heartbeat* is the sign of life of a child process, in memory that it shares with its
-parent. A *process watch* learns at once from the kernel that a process has ended. A *lease* is the
-counterpart of a silence: a process may act only while another process regularly asks it for a sign
-of life.
+There are four mechanisms. A ``Silence`` measures how long a peer has sent no heartbeat over a link.
+A ``SharedHeartbeat`` is memory in which a child process shows its heartbeats to its parent. A
+*process watch* learns at once from the kernel that a process has ended. A ``Lease`` allows a
+process to act only while another process regularly asks it for a heartbeat.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from contextlib import contextmanager
 
 from dist_aclgraph.environment import raylet_pid
 
-BEATS_OF_A_SILENCE = 20  # a peer counts as dead after this number of missed signs of life
+BEATS_OF_A_SILENCE = 20  # a peer counts as dead after this number of missed heartbeats
 WATCH_MS = 1000  # milliseconds between two checks whether the watch should stop
 
 logger = logging.getLogger(__name__)
 
 
 def beat_s(limit_s: float) -> float:
-    """Return the interval between signs of life, for a silence limit in seconds."""
+    """Return the interval between heartbeats, for a silence limit in seconds."""
     return limit_s / BEATS_OF_A_SILENCE
 
 
 class Silence:
-    """Measures how long a peer has been silent; does not count the time when we did not listen.
+    """Measures how long a peer has been silent while this process listened.
 
     If this process was stopped or got no CPU time, it must not blame its peers for that time.
 
@@ -51,7 +50,7 @@ class Silence:
         self.silent_s, self._turned_s = 0.0, self._clock()
 
     def listen(self) -> bool:
-        """Count a turn in which no sign of life came; return whether the silence is too long.
+        """Count an interval without a heartbeat; return whether the silence is too long.
 
         Must be called about every ``beat_s`` seconds.
         """
@@ -71,21 +70,21 @@ class SharedHeartbeat:
         clock: monotonic, in seconds.
     """
 
-    REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no sign of life is expected
+    REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no heartbeat is expected
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shared = mmap.mmap(-1, 2)  # the byte; a second byte: whether the process serves
+        self._shared = mmap.mmap(-1, 2)  # the heartbeat byte, and the byte of ``has_served``
         self._seen = self.REST
         self._silence = Silence(limit_s, clock)
 
     def beat(self, *, serves: bool = True) -> None:
-        """Give a sign of life. From now on more signs are expected."""
+        """Show a heartbeat. Further heartbeats are then expected."""
         self._shared[0] = self._shared[0] % self.LAST + 1
         self._shared[1] |= serves
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Within this context, a thread gives signs of life; the work has its own time limits."""
+        """Within this context, a thread shows heartbeats; the work has its own time limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -103,22 +102,22 @@ class SharedHeartbeat:
             self.rest()
 
     def rest(self) -> None:
-        """Expect no sign of life until the next one is given."""
+        """Expect no heartbeat until ``beat`` is called again."""
         self._shared[0] = self.REST
 
     def begin(self) -> None:
-        """Prepare for the next forked process. Its first sign of life is expected at once."""
+        """Prepare for the next forked process, whose first heartbeat is expected at once."""
         self._shared[:] = bytes([self.FIRST, False])
         self._seen = self.REST
         self._silence.heard()
 
     @property
     def has_served(self) -> bool:
-        """Whether the process has given a sign that it serves."""
+        """Whether the process has reported that it serves."""
         return bool(self._shared[1])
 
     def listen(self) -> bool:
-        """Look for a sign of life, about every ``beat_s``; return whether the limit has passed."""
+        """Check for a heartbeat, about every ``beat_s``; return whether the limit has passed."""
         before, self._seen = self._seen, self._shared[0]
         if self._seen == before != self.REST:
             return self._silence.listen()
@@ -133,8 +132,8 @@ class Lease:
     the next question after the previous one was answered. The lease begins with the first question.
     After ``limit_s`` without a question, the lease is not held, and the holder does nothing. After
     twice that time, the lease is over. A holder that was stopped cannot know whether its place was
-    given to another process in the meantime. The next question may have been sent before the place
-    was given away, so only the question after the next one renews the lease.
+    given to another process in the meantime. After a stop, the next question may have been sent
+    before the place was given away. So only the second question after a stop renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
@@ -171,7 +170,7 @@ class Lease:
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
     def give_back(self) -> None:
-        """End the lease: the holder no longer acts, and ``leave_with`` does not end the process."""
+        """End the lease. The holder stops to act, and ``leave_with`` lets the process run."""
         self.is_given_back = True
 
     def look(self) -> bool:
@@ -207,7 +206,7 @@ def leave_with(lease: Lease, who: str) -> None:
 
 
 def leave_with_raylet() -> None:
-    """End this process at once when its raylet ends; if it has no raylet, when its parent ends."""
+    """End this process when its raylet ends, or when its parent ends if it has no raylet."""
 
     def leave(name: str) -> None:
         os._exit(1)

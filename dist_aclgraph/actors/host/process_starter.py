@@ -10,7 +10,7 @@ from dist_aclgraph.config import Config
 
 
 class ProcessStarter:
-    """Ray's own way: each process is a new Python, loads its libraries, and can be ended by Ray.
+    """Starts processes in Ray's own way: each process is a new Python, which Ray can end.
 
     Subclasses start processes in other ways; ``choose_starter`` chooses the class. A starter may be
     sent to another process. In a forked process, call ``disown`` first.
@@ -33,13 +33,13 @@ class ProcessStarter:
         return []
 
     def renew(self) -> None:
-        """Replace the server of earlier starts, if there is one, because it may hang."""
+        """Replace the fork server, if there is a fork server, because it may hang."""
 
     def end_started(self) -> None:
         """Kill all processes that Ray has not started itself."""
 
     def disown(self) -> None:
-        """In a forked process: leave everything that this object owns to the parent."""
+        """Give up everything that this object owns, in a forked process; the parent keeps it."""
 
     def close(self) -> None:
         """Start no more processes, and free everything that this object owns."""

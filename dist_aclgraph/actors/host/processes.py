@@ -1,4 +1,4 @@
-"""Processes on this machine: finding them, opening handles of them, ending them."""
+"""Finds processes on this machine, opens handles of processes, and ends processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def set_name(name: str) -> None:
 
 
 def signal_with_parent(number: signal.Signals, parent: int) -> None:
-    """Let this process get a signal when its parent ends; if the parent has ended, now."""
+    """Let this process get a signal when its parent ends. If the parent has ended, send it now."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -128,7 +128,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return a process's /proc stat fields from its state on; empty if there is no process."""
+    """Return a process's fields in /proc/PID/stat from the state on; empty without a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

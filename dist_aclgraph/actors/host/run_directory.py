@@ -1,4 +1,4 @@
-"""A private directory for socket files. Only this user may enter it; its path is short.
+"""A private directory for socket files, which has a short path. Only this user may enter it.
 
 The owner holds a lock in the directory for as long as it lives. A process id would not tell whether
 the owner is alive: several containers may share one temporary folder, and each container has its
@@ -52,7 +52,7 @@ class RunDirectory:
         return True
 
     def disown(self) -> None:
-        """In a forked process: leave the directory to the parent, which remains its owner."""
+        """Give up the directory in a forked process; the parent remains the owner."""
         os.close(self._lock)
         self._lock = -1
 
@@ -86,7 +86,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Yield whether a directory is ours and its owner has ended; hold the lock in this context."""
+    """Yield whether a directory is ours and has no living owner; the context holds the lock."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):
         flags |= os.O_CREAT  # the lock file may not exist yet, or may have been removed

@@ -1,1 +1,1 @@
-"""Communication between processes: sockets, keys, messages, steps, links that notice silence."""
+"""Communication between processes: addresses, keys, messages, step channels, client links."""

@@ -99,7 +99,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node, if the engine expects only peers on its node."""
+    """Return the error for a peer on another node, if an engine has sockets for its node only."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"
@@ -108,7 +108,7 @@ def reached_here_alone(engines: str, other: str) -> PlacementError:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the sockets of an engine listen.
+    """The place at which an engine's sockets listen.
 
     Attributes:
         node_id: Ray's id of the engine's node.
@@ -162,7 +162,8 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # ZeroMQ applies options only to addresses that are bound later, so these apply only to TCP.
+        # ZeroMQ applies options only to addresses that are bound later, so these options apply to
+        # TCP only.
         owned.curve_server = True
         # Without this option, any key would be accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

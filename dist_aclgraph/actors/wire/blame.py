@@ -12,7 +12,7 @@ from typing import Any
 
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 
-# The answer of ``Worker.ping``; None if there was no answer.
+# The status that ``Worker.ping`` returned; None if the worker did not answer.
 RankStatuses = Mapping[GroupRank, dict[str, Any] | None]
 AskRanks = Callable[[Sequence[GroupRank]], RankStatuses]
 

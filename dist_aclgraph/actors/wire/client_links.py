@@ -42,13 +42,13 @@ from dist_aclgraph.steps.delta import StepDeltas
 
 # Queue limit of one peer. A client reaches its byte limit first; other peers have no byte limit.
 MAX_QUEUED_FRAMES = 1 << 16
-FRAMES_A_TURN = 256  # limited, so that a flood of frames delays no heartbeat
+FRAMES_A_TURN = 256  # limited, so that many frames do not delay a heartbeat
 LAST_WORDS_MS = 200
 UNHELD_S = 0.01  # seconds between two checks of the lease, while clients may not be answered
 
 
 class LoopAnswers(Protocol):
-    """The loop's answers to the I/O thread; they may be asked at any time, on any thread."""
+    """The loop's state for the I/O thread. All methods may be called at any time, on any thread."""
 
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
@@ -59,7 +59,7 @@ class LoopAnswers(Protocol):
         ...
 
     def is_held(self) -> bool:
-        """Return whether the engine holds its lease; only then it may answer clients."""
+        """Return whether the engine holds its lease, which it needs to answer clients."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -182,7 +182,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients route by this or a later version of the list. Any thread.
 
-        Then the loop's ``next_events`` has all requests that clients routed by earlier versions.
+        If so, all requests that clients routed by earlier versions are in the loop's
+        ``next_events``.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 

@@ -25,9 +25,9 @@ from dist_aclgraph.actors.wire.messages import (
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message, read_frame
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
-FRAMES_A_TURN = 256  # limited, so that a flood of tokens delays no heartbeat
+FRAMES_A_TURN = 256  # limited, so that many tokens do not delay a heartbeat
 LAST_WORDS_MS = 100
-# Why a link is lost. gone: the engine's process has ended. silent: no sign of life for too long.
+# Why a link is lost. gone: the engine's process has ended. silent: no heartbeat for too long.
 # failed: the engine reports the end of its group. refused: the engine refuses the client. broken:
 # the engine has sent junk.
 LossKind = Literal["gone", "silent", "failed", "refused", "broken"]
@@ -120,7 +120,8 @@ class EngineLink:
                 self._check(message)
             yield message
         else:
-            # More messages may have arrived; they are read even if the connection has ended by now.
+            # More messages may have arrived; these messages are read even if the connection has
+            # ended.
             return
         if has_message(self._monitor):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:

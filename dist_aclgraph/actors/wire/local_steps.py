@@ -29,7 +29,7 @@ CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 @dataclass(frozen=True)
 class SocketFile:
-    """The place where workers on the engine's node connect, and the token that they send first."""
+    """The socket file for workers on the engine's node, and the token that they must send first."""
 
     path: str
     token: str = field(repr=False)
@@ -79,7 +79,7 @@ class _Peer:
 
 
 class LocalPeers:
-    """The engine's end. Owns the socket file and all connections; for one thread.
+    """The engine's end of the channel. Owns the socket file and all connections; for one thread.
 
     Attributes:
         num_workers: number of workers that have connected.
@@ -105,7 +105,7 @@ class LocalPeers:
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for bytes, connections or their ends, and handle them; return whether any came."""
+        """Wait for connections and bytes, and handle them; return False after a timeout."""
         found = self._epoll.poll(timeout_s)
         for fd, events in found:
             peer = self._peers.get(fd)
@@ -123,7 +123,7 @@ class LocalPeers:
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, frame: bytes) -> None:
-        """Send a frame to every worker. A worker that does not read delays no other worker."""
+        """Send a frame to every worker; a worker that does not read delays no other worker."""
         data = LENGTH.pack(len(frame)) + frame
         for peer in list(self._peers.values()):
             if peer.is_worker:
@@ -194,7 +194,7 @@ class LocalPeers:
 
     @staticmethod
     def _sent(peer: _Peer, data: bytes | bytearray) -> int:
-        """Send bytes; return how many were sent. If the connection is closed, all are dropped."""
+        """Send bytes; return how many were sent. A closed connection drops all bytes."""
         try:
             return peer.connection.send(data)
         except BlockingIOError:
@@ -210,7 +210,7 @@ class LocalPeers:
 
 
 class LocalEngine:
-    """A worker's end. Owns its connection; for one thread."""
+    """A worker's end of the channel. Owns its connection; for one thread."""
 
     def __init__(self, address: SocketFile) -> None:
         """Connect.
@@ -262,7 +262,7 @@ class LocalEngine:
             raise EngineDeadError(f"the connection to the engine has failed: {e}") from None
 
     def end(self) -> None:
-        """Make ``receive`` and ``send`` raise from now on. Any thread."""
+        """Make all later calls of ``receive`` and ``send`` raise. Any thread."""
         with contextlib.suppress(OSError):  # closed already
             self._connection.shutdown(socket.SHUT_RDWR)
 

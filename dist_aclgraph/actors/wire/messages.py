@@ -1,11 +1,11 @@
 """The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
 Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
-Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine answers
-both with an ``EngineStatus``, and a wrong token with ``Refused``. The engine ignores a peer that
-has not sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends the
-``GroupList``. If a link fails, both ends end its requests: the client gives the requests to another
-engine or ends them with an error; the engine aborts them.
+Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine replies
+to both with an ``EngineStatus``; to a wrong token it replies with ``Refused``. The engine ignores a
+peer that has not sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends
+the ``GroupList``. If a link fails, both ends end its requests: the client gives the requests to
+another engine or ends them with an error; the engine aborts them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# Limit of the bytes that a client has not confirmed. With more bytes, the client does not read.
+# Limit of the bytes that a client has not confirmed. A client with more unconfirmed bytes counts as
+# not reading.
 MAX_UNREAD_BYTES = 128 << 20
 
 
@@ -35,7 +36,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life.
+    """A client's heartbeat.
 
     Attributes:
         received: number of the last ``Deltas`` that the client has read.
@@ -93,7 +94,7 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
-    """The engine's sign of life.
+    """The engine's heartbeat, and its reply to a client's heartbeat.
 
     Attributes:
         failure: why the engine has ended; "" while it serves.

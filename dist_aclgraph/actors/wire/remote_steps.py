@@ -18,7 +18,7 @@ from dist_aclgraph.errors import EngineDeadError
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
 # Frames of XPUB: subscription to all topics, and its end.
 WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}
-FAREWELL_MS = 200  # time limit of the last frame, because a worker may be dead
+FAREWELL_MS = 200  # time limit for sending the last frame, because a worker may be dead
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Endpoints:
 
 
 class RemotePeers:
-    """The engine's end. Owns both sockets; for one thread.
+    """The engine's end of the channel. Owns both sockets; for one thread.
 
     Attributes:
         num_workers: number of connected workers.
@@ -43,8 +43,8 @@ class RemotePeers:
         self.num_workers = 0
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
-        # Every worker subscribes to the same topic. VERBOSER reports each subscription and each
-        # end.
+        # Every worker subscribes to the same topic. VERBOSER reports each subscription, and each
+        # end of a subscription.
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
         self._plans.setsockopt(zmq.LINGER, 0)
@@ -61,7 +61,7 @@ class RemotePeers:
         return Endpoints(self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id))
 
     def wait(self, timeout_s: float, beside: int | None = None) -> bool:
-        """Wait until this end or the file ``beside`` is readable; return False after a timeout."""
+        """Wait until a socket or the file ``beside`` is readable; return False after a timeout."""
         if beside is not None and beside not in self._poller:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))
@@ -84,7 +84,7 @@ class RemotePeers:
 
 
 class RemoteEngine:
-    """A worker's end. Owns both sockets; for one thread."""
+    """A worker's end of the channel. Owns both sockets; for one thread."""
 
     def __init__(self, address: Endpoints) -> None:
         self._is_over = threading.Event()
@@ -106,8 +106,7 @@ class RemoteEngine:
         """Return the next frame.
 
         Raises:
-            EngineDeadError: ``end`` was called; this end does not notice the engine's death by
-                itself.
+            EngineDeadError: ``end`` was called. These sockets do not show that the engine has died.
         """
         while not self._plans.poll(LOOK_MS):
             if self._is_over.is_set():

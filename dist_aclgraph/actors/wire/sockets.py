@@ -1,4 +1,4 @@
-"""Helpers of all sockets: reading frames from untrusted peers, and waking the I/O thread."""
+"""Helpers for all sockets. They read frames from untrusted peers, and wake the I/O thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
 
 
 def has_message(owned: zmq.Socket[bytes]) -> bool:
-    """Return whether a socket has a message; this costs a fraction of ``poll``."""
+    """Return whether a socket has a message. This call is much cheaper than ``poll``."""
     return bool(int(owned.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
@@ -48,7 +48,7 @@ class Wakeup:
         return self._in.fileno()
 
     def wake(self) -> None:
-        # If the socket is full, there are wake-ups already; if it is closed, the thread has ended.
+        # A full socket already contains wake-ups. If the socket is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._out.send(b"\0")
 

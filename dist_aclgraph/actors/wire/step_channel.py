@@ -1,4 +1,4 @@
-"""The hot path: an engine sends plans to all its workers, and gets results from all workers.
+"""The step channel: an engine sends each step's plan to all its workers, and gets their results.
 
 Workers on the engine's node use Unix sockets (``local_steps.py``). Workers on other nodes use
 ZeroMQ (``remote_steps.py``). Messages are MessagePack. Every message contains epoch and step;
@@ -50,7 +50,7 @@ ChannelAddress = SocketFile | Endpoints  # where a worker connects to its engine
 
 
 class Deadline:
-    """A time limit for several waits together."""
+    """A common time limit for several waits."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -67,7 +67,7 @@ def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
 
 
 class StepSender:
-    """The engine's end. Owns the sockets for workers on its node and on other nodes."""
+    """The engine's end of the channel. Owns the sockets for workers on all nodes."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class StepSender:
         return self._remote.address_for(node_id)
 
     def wait_for_workers(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until every worker is connected; plans that are sent earlier would be lost.
+        """Wait until every worker is connected, because plans that are sent earlier would be lost.
 
         Raises:
             WorkerStartTimeoutError: a worker did not connect in time.
@@ -170,7 +170,7 @@ class StepSender:
     def receive_resumed(
         self, epoch: int, timeout_s: float, check: Callable[[], None]
     ) -> dict[GroupRank, str]:
-        """Return, for each rank that could not be resumed in this epoch, the reason; usually empty.
+        """Return the ranks that could not be resumed in this epoch, with reasons; usually empty.
 
         Raises:
             WorkerLostError: a worker did not answer in time; names the rank.
@@ -259,7 +259,7 @@ class StepSender:
 
 
 class StepReceiver:
-    """A worker's end. Owns its connection."""
+    """A worker's end of the channel. Owns its connection."""
 
     def __init__(self, address: ChannelAddress) -> None:
         """Connect to the engine.

@@ -1,1 +1,1 @@
-"""The actor of one rank, and an object for all ranks of a group."""
+"""The worker actor, which runs one rank, and the object that calls all workers of a group."""

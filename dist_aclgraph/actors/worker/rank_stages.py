@@ -1,4 +1,4 @@
-"""The stages of a rank's start: each stage is a value, and the next stage is made from it.
+"""The stages of a rank's start. Each stage is an object, which makes the object of the next stage.
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
@@ -352,7 +352,7 @@ class RunningRank:
         return self.loaded
 
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
-        """Return the kind of fault, from the contents of the faulty memory; ``uce`` if unknown.
+        """Return the kind of a memory fault, by the use of the faulty memory; ``uce`` if unknown.
 
         Memory outside torch's allocator belongs to a library, or to an unknown owner.
         """
@@ -387,7 +387,7 @@ class RunningRank:
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Count streams of domains before the offer: a domain gets them at its first collective."""
+        """Count the streams that each domain takes at its first collective, before the offer."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
@@ -417,7 +417,7 @@ class RunningRank:
         )
 
     def move(self, command: GraphCommand) -> CaptureCost:
-        """Do one action of a graph transaction, and return its cost."""
+        """Do one action of a graph transaction; return the action's cost."""
         assert command.graph is not None
         if command.action == "capture":
             return self.runner.capture(command.graph)

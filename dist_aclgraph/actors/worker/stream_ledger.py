@@ -1,4 +1,4 @@
-"""Counts a rank's streams by user; the offer contains these counts and the free streams."""
+"""Counts a rank's streams by user. The rank's offer contains these counts and the free streams."""
 
 from __future__ import annotations
 

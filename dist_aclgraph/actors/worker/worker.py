@@ -1,4 +1,4 @@
-"""The worker actor: one NPU, one rank. Start phases are Ray calls; steps use the step channel.
+"""The worker actor runs one rank on one NPU. Phases are Ray calls; steps use the step channel.
 
 The controller calls the phases by name through Ray; ``rank_stages`` implements them.
 """
@@ -63,7 +63,7 @@ class WorkerInfo:
 class Worker:
     """State of one rank, from its placement to its end. A worker is never restarted.
 
-    A worker may outlive its group: it leaves the group, and joins the next one with its weights.
+    A worker may outlive its group: it leaves the group, and joins the next group with its weights.
     """
 
     def __init__(self, config: Config, epoch: int) -> None:
@@ -131,7 +131,7 @@ class Worker:
         """
         with self._leaving:
             if not isinstance(self._stage, RunningRank):
-                return  # the worker has left the group that the caller meant
+                return  # the worker has already left the group of this epoch
             self._is_told_to_stop = True
             self._stage.joined.npu.stop(timeout_s)
 
@@ -165,7 +165,7 @@ class Worker:
         )
 
     def prepare(self, neighbour: Neighbour, pids: Sequence[int]) -> None:
-        """Start to read weights ahead; build the emulated NPU if this node has no NPU.
+        """Start to read the weights in advance; build the emulated NPU if this node has no NPU.
 
         Args:
             pids: processes of the group's other ranks on this node.
@@ -237,8 +237,8 @@ class Worker:
     def leave(self, epoch: int) -> None:
         """Leave the lost lockstep group; keep the device and the weights for the next group.
 
-        If faulty memory can only be freed together with the weights, the weights are freed, too.
-        Called after the device has been stopped; waits until the step loop has ended.
+        The weights are freed, too, if faulty memory cannot be freed without the weights. Called
+        after the device has been stopped; waits until the step loop has ended.
 
         Args:
             epoch: epoch of the next group.
@@ -264,13 +264,13 @@ class Worker:
         self._is_told_to_stop = False
 
     def _knows_bad_memory(self) -> bool:
-        """Record all faulty memory; return whether tensors used all of it, or none was found."""
+        """Record all faulty memory; return whether tensors used it all, or there is none."""
         memory = self._running.joined.npu.bad_memory()
         self._bad_memory.update(memory)
         return not memory or self._running.locate(memory) != "uce"
 
     def _is_bad_memory_held(self) -> bool:
-        """Return whether the allocator still has memory that was faulty, used or free."""
+        """Return whether the allocator still has faulty memory, in use or free."""
         if not self._bad_memory:
             return False
         assert self._joined is not None
@@ -302,7 +302,7 @@ class Worker:
         return offer
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
-        """Do one action of a graph transaction: called before serving, sent as a message later."""
+        """Do one action of a graph transaction, for a call of Ray or a message of the engine."""
         from dist_aclgraph.device.failures import classify
 
         rank = self._running
@@ -334,7 +334,7 @@ class Worker:
         )
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Store a plan: from now on, steps must name this plan's version."""
+        """Store a plan. Later steps must name this plan's version."""
         self._plan = plan
 
     def pool_bytes(self) -> int:
@@ -379,7 +379,7 @@ class Worker:
         rank.runner.launch(step, rank.joined.groups.dp_rank, rank.joined.group_rank, report)
 
     def run_loop(self, address: ChannelAddress) -> None:
-        """Execute steps until the engine says goodbye.
+        """Execute steps until the engine dismisses this worker.
 
         With two steps in flight, the worker answers a step after the next step is queued on the
         device. The worker reports every failure to the engine. If a known error stopped the device,
@@ -427,7 +427,7 @@ class Worker:
             runner.prepare_next(channel.has_message)
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
-        """Report to the engine; return the fault that stopped the device, None if unknown."""
+        """Report a failure to the engine; return the fault of the device, None if unknown."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
         # The report names the step after the last step. The last step may have been answered
@@ -451,7 +451,7 @@ class Worker:
         return "stopped" if fault is None and self._is_told_to_stop else fault
 
     def _locate_bad_memory(self) -> DeviceFault:
-        """Return the kind of a memory error, from the contents of the faulty memory."""
+        """Return the kind of a memory error, by the use of the faulty memory."""
         try:
             memory = self._running.joined.npu.bad_memory()
         except DeviceError:

@@ -40,7 +40,7 @@ LOOK_S = 0.1  # seconds between two checks while waiting
 class WorkerGroup:
     """Handles of the workers, in rank order.
 
-    Owns the actors and their placement group. Does not depend on the meaning of the calls.
+    Owns the actors and their placement group.
 
     Attributes:
         ranks: world rank of each worker.
@@ -111,7 +111,8 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """Return the error for workers that did not answer; it names a known rank to blame."""
+        """Return the error for workers that did not answer; it names the rank to blame, if known.
+        """
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(
@@ -230,10 +231,10 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def check_devices(infos: Sequence[WorkerInfo]) -> None:
-    """Refuse ranks that would use different kinds of devices or would share a device.
+    """Raise an error if ranks would use different kinds of devices, or would share a device.
 
     Raises:
-        PlacementError: says which node has which device.
+        PlacementError: the message says which node has which device.
     """
     host_of_kind = {info.kind: info.host for info in infos}
     if len(host_of_kind) > 1:
@@ -259,7 +260,7 @@ def place_group(
     deployment: str,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Place and start the workers of one group; ``find_out`` waits for them.
+    """Place and start the workers of one group; ``find_out`` waits for these workers.
 
     Args:
         request: the resources that one group needs; see ``bundles_of_groups``.
@@ -280,7 +281,7 @@ def refill_group(
     *,
     python: str | None = None,
 ) -> WorkerGroup:
-    """Start workers in the places of a group's lost ranks; ``find_out`` waits for them.
+    """Start workers that replace a group's lost ranks; ``find_out`` waits for these workers.
 
     The new group takes over the bundles and the surviving workers of ``left``.
 
