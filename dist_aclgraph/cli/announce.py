@@ -16,7 +16,7 @@ from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 
 TABLE_KEYS = ("graph", "streams", "bytes")
-# The first question by the model's task: a path, and fields of the body.
+# An example request for each task of a model: a path, and fields of the body.
 EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
     "generate": (
         "/v1/chat/completions",
@@ -31,7 +31,7 @@ EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
 
 
 def announce(config: Config, report: dict[str, Any], console: Console) -> None:
-    """Print the device, the plan's buckets, and how to ask a first question."""
+    """Print the device, the plan's buckets, and the command for a first request."""
     count = config.parallel.world_size
     device = report.get("device") or "NPU"
     console.print(f"{config.name} is served on {count} x {device}", highlight=False)

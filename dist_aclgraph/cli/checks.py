@@ -13,7 +13,7 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 
 
 def check_deployment(config: Config) -> Config:
-    """Decide the device, and return the configuration with this device if a deployment can start.
+    """Return the configuration with the chosen device; raise an error if a deployment cannot start.
 
     A plan can be made for any model. A model can be served only if its architecture is supported
     and its files of weights exist.

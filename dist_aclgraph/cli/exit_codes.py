@@ -1,4 +1,4 @@
-"""The end of a command: a sentence on stderr, and an exit code."""
+"""Ends a command with a sentence on stderr and an exit code."""
 
 from __future__ import annotations
 

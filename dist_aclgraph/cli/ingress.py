@@ -56,7 +56,7 @@ def serve_http(
 
 
 def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
-    """Return where the engines are; None if the service ends before they serve."""
+    """Return where clients reach the engines; None if the service ends before the engines serve."""
     while not _is_over(life, POLL_S):
         admission = owner.admission(is_open=False)
         if admission is not None and admission.end:
@@ -76,7 +76,7 @@ def _serve(
         # The garbage collector need not examine the objects that exist now.
         gc.collect()
         gc.freeze()
-        owner.admission(is_open=True)  # so that the service is announced before it serves
+        owner.admission(is_open=True)  # the owner now announces the service, before it serves
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))
         admission = _wait_for_end(state, owner, life)
@@ -89,13 +89,13 @@ def _serve(
         state.client.close()
         asker.close()
         owner.close()
-    # The owner notices the failure, too, and stops.
+    # The owner also notices the failure, and stops.
     if not _is_over(life, END_S if failure else None) and failure:
         raise failure
 
 
 def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
-    """Return when no more requests are to be admitted.
+    """Return when the ingress must stop to admit requests.
 
     Raises:
         EngineUnavailableError: no group will ever serve again; the message has the reason.

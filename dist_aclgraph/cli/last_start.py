@@ -1,4 +1,4 @@
-"""The report of the last start, for ``doctor``: facts that are only known after a start."""
+"""Stores the report of the last start, because ``doctor`` shows facts that only a start reveals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _path() -> Path:
 
 
 def keep_report(name: str, report: Mapping[str, Any]) -> None:
-    """Replace the stored report by a deployment's new report; ignore it if this fails.
+    """Replace the stored report by a deployment's new report; ignore a failure.
 
     Args:
         name: name of the served model.

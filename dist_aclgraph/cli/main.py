@@ -33,7 +33,7 @@ from dist_aclgraph.version import VERSION
 cli = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it would cut the names of long options off
+    rich_markup_mode=None,  # markup would cut off the names of long options
 )
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG|MODEL", help="YAML file, or a model's directory or name")

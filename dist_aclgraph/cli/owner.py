@@ -38,7 +38,7 @@ from dist_aclgraph.errors import (
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
 SILENT_S = 30.0  # limit of a check of the deployment
 FAILED_S = 2.0  # time for requests of a failed deployment to get their errors
-LEAVE_S = 5.0  # within this time after draining an ingress must end
+LEAVE_S = 5.0  # after draining, an ingress must end within this time
 
 Start = Callable[..., Deployment]
 
@@ -101,8 +101,8 @@ def _started(
     heartbeat: SharedHeartbeat,
     has_supervisor: bool,
 ) -> Iterator[Deployment]:
-    """Start a deployment, and stop it after this context. A signal before the deployment serves
-    ends the process.
+    """Start a deployment; stop it at the end of this context. A signal during the start ends the
+    process.
     """
     try:
         with heartbeat.starting(), StartProgress(console) as show:
@@ -140,8 +140,8 @@ def _started(
     finally:
         answers.progress = "the deployment is being ended"
         answers.running = None
-        # Without Ray no actor can be stopped in order, and an attempt takes seconds. The supervisor
-        # of this process ends the actors' processes.
+        # Without Ray, no actor can be stopped in order, and trying to stop one takes seconds. The
+        # supervisor of this process ends the actors' processes.
         if has_ray:
             running.shut_down()
 
@@ -205,7 +205,7 @@ class _IngressAnswers:
 
     @property
     def leave_s(self) -> float:
-        """Seconds that an ingress has for its end; 0 if the ingress should keep running."""
+        """Seconds within which an ingress must end; 0 if the ingress should keep running."""
         return self._admission.drain_s + LEAVE_S if self._admission.end else 0.0
 
     def admission(self, is_open: bool) -> Admission:
@@ -229,7 +229,7 @@ class _IngressAnswers:
         except RayDiedError as e:
             return Outlook(progress=str(e))
         except DistAclGraphError as e:
-            # An answer of a deployment that is being stopped is ignored.
+            # Ignore the error of a deployment that is being stopped.
             return Outlook(failure=str(e)) if self.running is running else self.outlook()
 
 

@@ -1,4 +1,4 @@
-"""The capacity of the KV cache with and without context parallelism."""
+"""Compares the capacity of the KV cache with and without context parallelism."""
 
 from __future__ import annotations
 

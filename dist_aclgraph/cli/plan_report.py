@@ -1,6 +1,6 @@
 """The plan and the caches of a deployment, computed without NPU, weights or Ray.
 
-If no device was asked, numbers about the device are assumptions; the report lists them.
+Without a device, some numbers about the device are assumptions; the report lists these numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
 REQUEST_TOKENS = (1024, 4096, 16384, 65536)  # lengths of requests that are counted
-NODE_NPUS = 8  # assumed for a server with an unknown chip
+NODE_NPUS = 8  # NPUs of a node with an unknown chip (an assumption)
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
@@ -196,8 +196,8 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, kv_bytes: int) -> dict[str, Any]:
-    """Return the memory of the NPU with the least memory. The parts and the free bytes add up to
-    the total.
+    """Return the use of the smallest NPU's memory. The parts and the free bytes add up to the
+    total.
     """
     memory = deployment.memory
     graphs = deployment.graph_bytes(pool)
@@ -234,8 +234,8 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
 
 
 def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
-    """Merge entries that differ only in ``numbers``, and yield each merged entry with all numbers.
-    So thousands of ranks become a few lines.
+    """Merge entries that differ only in ``numbers``, and yield each merged entry with all its
+    numbers. So the entries of thousands of ranks become a few lines.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:

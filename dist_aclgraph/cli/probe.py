@@ -1,4 +1,4 @@
-"""``dist-aclgraph probe``: puts questions to this machine's device, and compares reports."""
+"""``dist-aclgraph probe`` tests the behaviour of this machine's device, and compares reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dist_aclgraph.version import VERSION
 
 
 def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
-    """Put the questions of a level that the report ``out`` does not answer; write report and page.
+    """Run the tests of a level whose results are not in the report ``out``; write report and page.
 
     Raises:
         ConfigError: ``out`` is the report of another machine or version.

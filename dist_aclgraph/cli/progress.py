@@ -1,4 +1,4 @@
-"""Progress while groups start or drain: a bar in a terminal, else one line per state."""
+"""Shows progress while groups start or drain: a bar in a terminal, otherwise one line per state."""
 
 from __future__ import annotations
 

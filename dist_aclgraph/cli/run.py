@@ -1,4 +1,4 @@
-"""``dist-aclgraph run``: starts a deployment, answers some prompts, and stops the deployment."""
+"""``dist-aclgraph run`` starts a deployment, answers some prompts, and stops the deployment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(
 
 
 def _started(config: Config, signals: Signals) -> LLM:
-    """Start a deployment. A signal interrupts the start and everything after it."""
+    """Start a deployment. A signal interrupts the start, and all later work."""
     with StartProgress(Console(stderr=True)) as show:
 
         def stop() -> None:

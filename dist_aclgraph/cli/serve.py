@@ -1,4 +1,4 @@
-"""``dist-aclgraph serve``: an ingress that serves HTTP, and the owner of its deployment.
+"""``dist-aclgraph serve`` runs an ingress, which serves HTTP, and the owner of its deployment.
 
 Ingress and owner are two processes under a supervisor. With ``recovery.keep_answers: false`` they
 are one process.
@@ -50,7 +50,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
     Call this before any thread exists.
 
     Args:
-        start: starts a deployment; None for one on Ray.
+        start: starts a deployment; None starts a deployment on Ray.
 
     Raises:
         ConfigError, DeviceError, ModelError: see ``open_service``.
@@ -79,7 +79,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
 
 
 def _allow_connections(max_connections: int) -> None:
-    """Raise the limit of open files, and warn if the system allows too few of them."""
+    """Raise the limit of open files, and warn if the system's limit is too low."""
     num_kept = allow_connections(max_connections)
     if num_kept < max_connections:
         log.warning(

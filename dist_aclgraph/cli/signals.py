@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM are recorded here, and handled later."""
+"""Records SIGINT and SIGTERM, so that the main thread can handle them later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Signals:
         self.received = 0
         self.on_first: Callable[[], None] | None = None
         # A handler may interrupt a wait that holds the lock of a threading.Event: setting the event
-        # would then block for ever. Writing to a file descriptor does not.
+        # would then block for ever. Writing to a file descriptor does not block.
         self._came = os.eventfd(0)
 
     def __enter__(self) -> Signals:

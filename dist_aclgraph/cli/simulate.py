@@ -1,4 +1,5 @@
-"""``dist-aclgraph simulate``: the progress of a simulation, and its report as tables."""
+"""``dist-aclgraph simulate`` shows the progress of a simulation, and prints its report as tables.
+"""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
 CRASHED = 70  # exit code of a process that an unforeseen error ends; EX_SOFTWARE of sysexits.h
 AGAIN = 75  # exit code of an owner that is to be replaced; EX_TEMPFAIL of sysexits.h
-OF_SIGNALS = 128  # plus a signal's number: exit code of a process that the signal has ended
-END_S = 30.0  # within this time after the end of the service an ingress must end
+OF_SIGNALS = 128  # exit code 128 + N: signal N has ended the process
+END_S = 30.0  # after the end of the service, an ingress must end within this time
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
-START_END_S = 10.0  # within this time after a signal an owner that never served must end
+START_END_S = 10.0  # after a signal, an owner that never served must end within this time
 SETTLED_S = 10.0  # an ingress that has run for this time has started successfully
 
 Own = Callable[[Signals, SharedHeartbeat], None]
@@ -84,14 +84,15 @@ class Supervisor:
         self._owner_heartbeat = SharedHeartbeat(silent_s)
         self._ingress_heartbeat = SharedHeartbeat(silent_s)
         self._holder = ConnectionHolder()
-        self._has_served = False  # whether any owner that has ended has served
-        # Owners keep the write end open, too: it closes when supervisor and owner are gone.
+        self._has_served = False  # whether a previous owner has served
+        # Owners also keep the write end open, so the pipe closes when supervisor and owner have
+        # ended.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
         self._owner_due_s = self._ingress_due_s = 0.0  # time of the next start; inf: never
         self._ingress_began_s = 0.0
-        # Children that this process had before it became the supervisor, for example by a shell's
-        # exec.
+        # Children that this process had before it became the supervisor, for example after a
+        # shell's exec.
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
         self._is_stopping = False
@@ -125,8 +126,8 @@ class Supervisor:
             self._next_look_s = time.monotonic() + self._look_s
             self._look()
         # If this process was stopped and continued during the wait, Python returns uninitialised
-        # memory: any number, or the signal of an earlier wait. Handling that signal again does no
-        # harm.
+        # memory: any number, or the signal of an earlier wait. Handling the same signal twice does
+        # no harm.
         if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo == signal.SIGIO:
@@ -192,7 +193,8 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
-                # A pause counts from the previous end: after a long life nothing of it is left.
+                # The pause counts from the end of the previous ingress, so it is over after a long
+                # run.
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None
@@ -244,7 +246,8 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
-        """Use one restart of the budget, and print this; return whether a restart was left."""
+        """Use one restart of the budget, and print a message; return False if no restart is left.
+        """
         if self._restarts.spend(time.monotonic()):
             _say(f"warning: {why}; {what} is started again")
             return True
@@ -253,7 +256,9 @@ class Supervisor:
         return False
 
     def _end_ingress(self) -> None:
-        """Wait for the ingress, which knows that the service is over. After a limit, kill it."""
+        """Wait for the end of the ingress, which knows that the service is over. After a limit,
+        kill it.
+        """
         until_s = time.monotonic() + END_S
         while self._ingress:
             if any(pid == self._ingress for pid, _ in _ended()):
@@ -268,7 +273,7 @@ class Supervisor:
         while True:
             self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # so no process can start more processes
+            if not orphans:  # no process is left that could start more processes
                 break
             processes.kill_all(orphans)
             for pid in orphans:
@@ -302,7 +307,7 @@ class Supervisor:
         with Signals() as signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
             try:
-                # If its supervisor is killed, the service drains and stops.
+                # If the supervisor of this process is killed, the service drains and stops.
                 processes.signal_with_parent(signal.SIGTERM, self._pid)
                 self._own(signals, self._owner_heartbeat)
             finally:
@@ -318,7 +323,7 @@ class Supervisor:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Yield children and orphans that have ended, with their exit codes; so no zombies remain."""
+    """Yield children and orphans that have ended, with their exit codes. This removes zombies."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -330,7 +335,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _pause(what: str, backoff: Backoff, error: OSError) -> float:
-    """Begin a pause, print this, and return the end of the pause by the monotonic clock."""
+    """Begin a pause, print a message, and return the end of the pause on the monotonic clock."""
     now_s = time.monotonic()
     backoff.failed(now_s)
     pause_s = backoff.pause_s(now_s)

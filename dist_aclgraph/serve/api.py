@@ -1,4 +1,6 @@
-"""make_api: builds the Starlette application for one ApiState. Imports neither Ray nor torch."""
+"""``make_api`` builds the Starlette application for one ``ApiState``. Imports neither Ray nor
+torch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
 
     Args:
         access: which requests are allowed; None allows all requests.
-        names_requests: whether answers get the header X-Request-Id; false if a proxy adds it.
+        names_requests: whether responses get the header X-Request-Id; false if a proxy adds the
+            header.
     """
     access = access or Access()
     document = openapi.document(
@@ -87,8 +90,8 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
             Exception: _our_error,
         },
     )
-    # ``Edge`` is outside of Starlette, because Starlette's own layers take as long as all other
-    # work of a refusal.
+    # ``Edge`` is outside of Starlette, because Starlette's own layers would double the time of a
+    # refusal.
     return Edge(api, access, state, names_requests=names_requests)
 
 

@@ -1,8 +1,8 @@
 """The Ray Serve application: ``serve run dist_aclgraph:app config=configs/x.yaml``.
 
-The application has two parts. ``groups`` starts the controller and its workers, and stops them. Any
-number of ``ingress`` replicas (``serve.replicas``) use them to serve HTTP until they are told to
-stop.
+The application has two parts. ``groups`` starts and stops the controller and its workers. Any
+number of ``ingress`` replicas (``serve.replicas``) serve HTTP with these workers until Serve stops
+the replicas.
 
 Annotations are evaluated in this module, because Serve inspects the class of the builder's
 argument.
@@ -36,8 +36,8 @@ from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
-MAX_ONGOING_REQUESTS = 4096  # the scheduler's own queue is the limit
-OUTLOOK_S = 20.0  # longer than the deployment's own limit
+MAX_ONGOING_REQUESTS = 4096  # above every limit that applies, which is the length of the scheduler's queue
+OUTLOOK_S = 20.0  # longer than the deployment's own time limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
@@ -116,7 +116,7 @@ class Ingress:
         def ask() -> Outlook:
             try:
                 found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
-            except DistAclGraphError:  # the groups have answered with an error: waiting is useless
+            except DistAclGraphError:  # the groups have responded with an error, so waiting is useless
                 raise
             except (RayError, RayServeException, TimeoutError):
                 return Outlook(progress="Ray Serve starts the groups again")
@@ -127,15 +127,17 @@ class Ingress:
         self._state = open_state(config, tokenizer, reach, ask, replica)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        # Serve's proxy names requests, and returns the names to clients.
+        # Serve's proxy gives requests their names, and returns the names to clients.
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Raise if all groups are dead: this ingress cannot reach the groups that Serve starts."""
+        """Raise if all groups are dead, because this ingress cannot reach groups that Serve starts
+        later.
+        """
         self._state.raise_if_dead()
 
     async def __del__(self) -> None:
-        """Disconnect; Serve calls this after the requests that it had admitted have ended."""
+        """Disconnect. Serve calls this after this replica's admitted requests have ended."""
         if hasattr(self, "_state"):
             await asyncio.to_thread(self._leave)
             self._stay.cancel()
@@ -148,7 +150,7 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return how many seconds a version may take to end its ingresses and then its groups."""
+    """Return how many seconds an application may take to end its ingresses and then its groups."""
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 
 

@@ -385,7 +385,7 @@ class ServingGroups:
         self._start(planner, lambda startup: startup.run(ranks, deployment=self._deployment))
 
     def _start(self, planner: Planner, run: Callable[[Startup], None]) -> None:
-        """Start groups while other groups serve; if one new group fails, kill all new groups."""
+        """Start groups while other groups serve; if any new group fails, kill all new groups."""
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)

@@ -132,7 +132,7 @@ class Startup:
 
     @property
     def scopes(self) -> list[list[LockstepGroup]]:
-        """The groups that share a plan, for each plan."""
+        """The groups by scope: the groups of one scope share one plan."""
         if self._config.graph.scope == "group":
             return [[group] for group in self._groups]
         return [self._groups]

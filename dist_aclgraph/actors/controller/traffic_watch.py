@@ -51,8 +51,7 @@ class TrafficWatch:
         return not self._groups
 
     def add(self, groups: Sequence[LockstepGroup]) -> None:
-        """Add new groups, which get the plan of the other groups by the next ``look``. Any thread.
-        """
+        """Add groups; the next ``look`` gives them the plan of the other groups. Any thread."""
         self._groups = [*self._groups, *groups]
 
     def remove(self, group: LockstepGroup) -> None:

@@ -154,8 +154,7 @@ class OwnerClient:
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Report whether this ingress is open; return the owner's answer, None without an answer.
-        """
+        """Report whether this ingress is open; return the owner's answer, None without one."""
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:

@@ -244,8 +244,7 @@ class EngineLoop:
             self._links.close()
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
-        """Decide one step, hand out ``outputs``, and return the outputs of the next finished step.
-        """
+        """Decide one step, hand out ``outputs``, and return the next finished step's outputs."""
         self._take(0)
         is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
         if is_due and not self._flying:

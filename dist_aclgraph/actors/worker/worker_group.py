@@ -111,8 +111,7 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """Return the error for workers that did not answer; it names the rank to blame, if known.
-        """
+        """Return the error for workers that did not answer; it may name the rank to blame."""
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(

@@ -1,4 +1,4 @@
-"""``dist-aclgraph doctor --cluster``: all nodes of a Ray cluster, and whether they fit together."""
+"""``dist-aclgraph doctor --cluster`` checks all nodes of a Ray cluster and compares the nodes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.config import Config
 
-TIMEOUT_S = 120.0  # limit of a node's answer: a busy node starts a process and loads CANN first
+TIMEOUT_S = 120.0  # a busy node needs long to start a process and load CANN
 PORTS_OF_A_GROUP = 4
-MAX_PORTS = 128  # of a range of ports, at most so many are tried
+MAX_PORTS = 128  # maximum number of tried ports in a range of ports
 
 
 def examine_cluster(config: Config | None, ray_address: str | None) -> list[Finding]:
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: its ``cluster.ports`` are tried; None tries any free port.
+        config: its ``cluster.ports`` are tried; without a configuration, any free port is tried.
         ray_address: see ``join_ray``.
 
     Raises:
@@ -108,7 +108,8 @@ def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int]) -> list[Finding]:
-    """Return the nodes for which Ray counts a wrong number of NPUs. Emulated NPUs are not checked.
+    """Return findings about nodes for which Ray counts a wrong number of NPUs, but not emulated
+    NPUs.
 
     Args:
         declared: number of NPUs of each node in Ray's count.
@@ -126,7 +127,7 @@ def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int
 
 
 def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return the finding whether all nodes have the same versions."""
+    """Return the finding about the nodes' versions, which should be equal."""
     values_of = _nodes_by_value({node: found.versions for node, found in facts.items()})
     return [
         Finding(name, len(nodes) == 1, _words(nodes), f"install the same {name} on all nodes")
@@ -135,7 +136,7 @@ def version_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return the finding whether all nodes with NPUs have the same sizes."""
+    """Return the finding about the sizes of the nodes with NPUs, which should be equal."""
     values_of = _nodes_by_value({node: each.sizes for node, each in facts.items() if each.npus})
     remedy = "ranks of a group wait for each other, and for those on the smallest node"
     return [
@@ -145,7 +146,7 @@ def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def rdma_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return the RDMA addresses that more than one NPU has."""
+    """Return findings about RDMA addresses that more than one NPU has."""
     owners: dict[str, list[str]] = defaultdict(list)
     for node, found in facts.items():
         for npu, address in found.rdma_addresses.items():
@@ -159,7 +160,7 @@ def rdma_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def port_findings(opened: Mapping[str, OpenPorts], config: Config | None) -> list[Finding]:
-    """Return whether each node can listen at the configured ports."""
+    """Return findings that say whether each node can listen at the configured ports."""
     if config is None or config.cluster.ports is None:
         return []
     findings = []
@@ -177,7 +178,7 @@ def port_findings(opened: Mapping[str, OpenPorts], config: Config | None) -> lis
 
 
 def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> list[Finding]:
-    """Return whether each node reaches all others by TCP.
+    """Return findings that say whether each node reaches all other nodes by TCP.
 
     Args:
         failures: for each node, the reason why it cannot reach an address and port of another node.

@@ -1,4 +1,4 @@
-"""``dist-aclgraph doctor``: it lists this machine's parts and missing parts, with remedies."""
+"""``dist-aclgraph doctor`` lists the parts that this machine has or lacks, with remedies."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ RAY = "2.60.0"
 
 
 def examine() -> list[Finding]:
-    """Return all findings; imports neither torch nor Ray, and starts nothing."""
+    """Return all findings. Imports neither torch nor Ray, and starts no process."""
     return [*machine_findings(), _port(8000), *_graphs()]
 
 
 def machine_findings() -> list[Finding]:
-    """Return the findings about this machine as a node, alone or in a cluster."""
+    """Return the findings about this machine, as a single node or as a node of a cluster."""
     from dist_aclgraph.device import emulator
 
     npus = npus_here()
@@ -90,7 +90,7 @@ def _cann() -> Finding:
 
 
 def cann_libraries_finding() -> Finding:
-    """Return whether a process that is started from this shell can load CANN."""
+    """Return the finding whether a process that is started from this shell can load CANN."""
     problem = load_problem()
     return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
 

@@ -1,5 +1,4 @@
-"""The properties of one node that must fit those of other nodes. Nothing here imports torch or
-Ray.
+"""The facts about a node that must fit the facts about other nodes. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations

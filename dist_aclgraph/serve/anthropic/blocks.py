@@ -1,4 +1,4 @@
-"""An answer as the content blocks of a message, with the events of a stream that build them."""
+"""Converts an answer to the content blocks of a message, and to the events of a stream."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Blocks:
                 yield from self.close()
 
     def close(self) -> Iterator[Json]:
-        """Complete the open block, if there is one."""
+        """Complete the open block, if there is an open block."""
         block = self._open
         if block is None:
             return
@@ -70,8 +70,8 @@ class Blocks:
         if block["type"] == "tool_use":
             block = {**block, "input": _input_of(text)}
         elif block["type"] == "thinking":
-            # Clients return a thought with its signature, and some drop thoughts without one. Our
-            # signature proves nothing, and is not checked.
+            # Clients return a thought with its signature, and some clients drop thoughts without a
+            # signature. Our signature proves nothing, and is not checked.
             signature = id_of_call(self._name, len(self.blocks)).replace("call_", "thought_")
             yield self._delta("", {"type": "signature_delta", "signature": signature})
             block = {**block, "thinking": text, "signature": signature}
@@ -96,7 +96,8 @@ class Blocks:
 
 
 def _input_of(text: str) -> Json:
-    """Return a call's arguments; a text that is no JSON object becomes the field ``arguments``."""
+    """Return a call's arguments. A text that is not a JSON object becomes the field ``arguments``.
+    """
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -53,10 +53,10 @@ async def count_tokens(state: ApiState, request: Request) -> Response:
 
 
 class _MessageReply(Shape):
-    """Shapes pieces into a message object.
+    """Converts pieces to a message object.
 
     Args:
-        max_tokens: the client's limit; the room in the context may be less.
+        max_tokens: the client's limit; the context may have room for fewer tokens.
     """
 
     shows_usage_so_far = True
@@ -82,7 +82,7 @@ class _MessageReply(Shape):
             message = self._message([], None, None, begun)
             events.append({"type": "message_start", "message": message})
         events += self._add(piece)
-        # Each piece shows the client that the generation continues.
+        # Send each piece, even without text, to show the client that the generation continues.
         return b"".join(map(_frame, events or [{"type": "ping"}]))
 
     def last_frames(self, generation: Generation) -> bytes:

@@ -1,4 +1,4 @@
-"""Messages of the Messages API as messages for chat templates."""
+"""Converts messages of the Messages API to messages for chat templates."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class _Block(Body, kw_only=True):
 def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
     """Return the messages of a request, the system prompt first.
 
-    System messages at the beginning are added to the system prompt. Later ones become a part of the
-    user's message, because many templates refuse them.
+    System messages at the beginning are added to the system prompt. Later system messages become a
+    part of the user's message, because many templates refuse later system messages.
 
     Raises:
         InvalidParameterError: a message is wrong, or there are too many messages.
@@ -80,7 +80,7 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
 
 
 def continues(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer continues the last message, which is the assistant's."""
+    """Return whether the last message is the assistant's, so that the answer continues it."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and not last["tool_calls"]
 

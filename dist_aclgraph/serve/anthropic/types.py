@@ -79,7 +79,7 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: Annotated[Raw, schemas.TOOL_CHOICE] = ABSENT
     thinking: Annotated[Raw, schemas.THINKING] = ABSENT
     output_config: Annotated[Raw, schemas.OUTPUT_CONFIG] = ABSENT
-    # Refused if it has a value.
+    # A value in this field is refused.
     mcp_servers: Annotated[Raw, IGNORED] = ABSENT
     # Without effect.
     betas: Annotated[Raw, IGNORED] = ABSENT
@@ -186,10 +186,10 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     inference_geo: str | None = None
 
     def conversation(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
-        """Return what the request asks for.
+        """Return the conversation that the request asks to continue.
 
         Args:
-            defaults: sampling parameters for those that the request omits.
+            defaults: values of sampling parameters that the request omits.
         """
         thinking = self._thinking()
         given = {

@@ -1,1 +1,1 @@
-"""HTTP over TCP: the server, its connections, and the requests on them."""
+"""HTTP over TCP: the server, its connections, and the requests on a connection."""

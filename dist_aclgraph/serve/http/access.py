@@ -1,4 +1,4 @@
-"""Access: which requests are allowed, judged by their headers: API key, Host, and the page's site.
+"""Decides by headers which requests are allowed: by API key, Host, and the site of a web page.
 
 A page of another site can make a browser send requests to this service. If such a request looks
 like a form's request, the browser sends no preflight first. So a POST must be JSON. A POST must not
@@ -6,7 +6,7 @@ come from a page of another site, unless ``serve.allowed_origins`` contains the 
 CORS headers tell browsers which origin is allowed.
 
 The owner of another site's name can also make this name point to this machine (DNS rebinding). So
-on loopback without API keys, ``Host`` must not be a name that a stranger can own. Names of this
+on loopback without API keys, ``Host`` must not be a name that anybody else can own. Names of this
 machine, addresses, and names without a dot (e.g. the name of an nginx upstream) are allowed.
 """
 
@@ -27,8 +27,8 @@ from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, Unau
 
 # Probes send no key; the status page asks its user for a key.
 OPEN_PATHS = ("/health", "/ping", "/ready", "/")
-ANY = "*"  # allows all, in ``serve.allowed_hosts`` and ``serve.allowed_origins``
-PREFLIGHT_S = 600  # seconds for which a browser may remember an answer to OPTIONS
+ANY = "*"  # in ``serve.allowed_hosts`` and ``serve.allowed_origins``: allows all
+PREFLIGHT_S = 600  # seconds for which a browser may cache a response to OPTIONS
 EXPOSED = b"x-request-id, x-ignored-parameters, retry-after"  # headers that pages may read
 MIN_KEY_CHARS = 16
 MAX_KEYS_BYTES = 1 << 20
@@ -72,14 +72,14 @@ class Access:
             _check_type(headers)
 
     def cors_origin(self, headers: Headers) -> bytes | None:
-        """Return the origin that the browser is told to allow; None if it is not allowed."""
+        """Return the request's origin if browsers may allow it; otherwise None."""
         origin = headers.get(b"origin")
         if origin is None or ANY in self.origins:
             return ANY.encode() if self.origins and origin is not None else None
         return origin if origin.decode("latin-1").lower() in self.origins else None
 
     def cors_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the CORS headers of the answer to a request."""
+        """Return the CORS headers of the response to a request."""
         if not self.origins:
             return []
         found = [(b"vary", b"Origin")]
@@ -91,7 +91,7 @@ class Access:
         return found
 
     def preflight(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the answer to OPTIONS; the caller adds ``cors_headers``.
+        """Return the headers of the response to OPTIONS; the caller adds ``cors_headers``.
 
         Raises:
             ForbiddenError: a browser asks on behalf of a page of another site.
@@ -114,7 +114,7 @@ class Access:
         if scheme.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, so that nobody can guess keys from the time that an answer takes.
+        # Every key is compared, so that nobody can guess keys from the time of a response.
         found = [hmac.compare_digest(digest, known) for known in self.digests]
         if not any(found):
             raise UnauthorizedError(
@@ -144,7 +144,7 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
     if not checks_host or config.uds is not None:
         return Access(digests, None, origins)
     if is_loopback(config.host):
-        # Pages of a stranger's site have no key, so they learn nothing if a key is needed.
+        # Pages of other sites have no key, so ``Host`` needs no check if requests need a key.
         is_limited = is_limited or not (digests or hosts)
         return Access(digests, hosts if is_limited else None, origins)
     if not digests and not config.insecure:
@@ -214,7 +214,8 @@ def _check_type(headers: Headers) -> None:
 
 
 def _may_be(name: str, hosts: frozenset[str]) -> bool:
-    """Return whether a request may name this host; see the module's docstring."""
+    """Return whether the ``Host`` header of a request may be this host; see the module's docstring.
+    """
     if "." not in name or name in hosts or name.endswith(".localhost"):
         return True
     try:

@@ -1,4 +1,4 @@
-"""HttpConnection: one client's connection; it limits how much and how slowly a client may send.
+"""One client's connection, which limits how much and how slowly a client may send.
 
 There is no proxy before the server, so the connection itself limits headers, slow senders and slow
 readers. Its ``ConnectionRecord`` stores everything that another process needs to continue the
@@ -32,7 +32,7 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED, Chance, Journal
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-IDLE_S = 5.0  # seconds from an answer to the next request
+IDLE_S = 5.0  # maximum seconds from a response to the next request
 
 
 @dataclass
@@ -40,8 +40,8 @@ class ServerState:
     """State that all connections of a server share.
 
     Attributes:
-        crowded: the answer on every connection beyond ``serve.max_connections``.
-        malformed: the answer to bytes that are not HTTP.
+        crowded: the response on every connection above the limit ``serve.max_connections``.
+        malformed: the response to bytes that are not HTTP.
         link: link to the holder of connections; None if no connection outlives this process.
         headers: headers of every response. The server updates the date.
         tasks: the tasks that are answering requests.
@@ -58,7 +58,7 @@ class ServerState:
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection. Owns its deadlines and its exchanges; answers one exchange after another.
+    """One connection. Owns its deadlines and its exchanges; handles one exchange after another.
 
     Args:
         record: record of a connection that a previous process has left; the connection is parsed
@@ -83,8 +83,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Ends the connection if the client does not read.
         self._stall: asyncio.TimerHandle | None = None
         self._is_crowded = False
-        self._exchanges: deque[HttpExchange] = deque()  # the first one is being answered
-        self._last: HttpExchange | None = None  # the exchange of the last headers
+        self._exchanges: deque[HttpExchange] = deque()  # the first exchange is being answered
+        self._last: HttpExchange | None = None  # the exchange that began last
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_headers = False
@@ -92,10 +92,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Number of bytes since a request, a chunk or a piece of a body began. These bytes belong to
         # headers, to a chunk's extension, or to trailers; the parser keeps such bytes in memory.
         self._num_header_bytes = 0
-        self._has_begun = False  # whether one of these begins in the bytes that are being parsed
+        self._has_begun = False  # whether a request, chunk or piece begins in the bytes that are being parsed
 
     def resume(self) -> None:
-        """Parse the whole request: the bytes that the previous process read, and later bytes."""
+        """Parse the bytes that the previous process read; after that, later bytes are parsed as
+        usual.
+        """
         if not self.transport.is_closing():
             self._is_suspended = False
             self.transport.resume_reading()
@@ -195,14 +197,15 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether no request is in progress; bytes of the last answer may still wait."""
+        """Whether no request is in progress; bytes of the last response may still wait to be sent.
+        """
         has_more = self._last is not None and self._last.has_more
         return not (self._exchanges or has_more or self._is_in_headers or self._is_refused)
 
     def _settle(self) -> None:
         """Update the record after a request has been answered."""
         if not self.record.is_spent or self.transport.is_closing():
-            return  # the end of the connection is a part of the answer
+            return  # the end of the connection ends the response
         if not self._is_quiet:
             self.record.void()
         elif self.is_writable.is_set():
@@ -215,7 +218,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # the request is answered like any other; the bytes after it are not HTTP
+            pass  # the request is answered as usual; the bytes after the request are not HTTP
         except httptools.HttpParserError:
             if self._has_answered_all:
                 self.write(self.server.malformed.with_headers(self.server.headers))
@@ -242,7 +245,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
-        # If the application reads the body, it answers 408 a little earlier than this deadline.
+        # If the application reads the body, it responds with 408 a little earlier than this
+        # deadline.
         self._deadline.set(self._limits.body_s + self._limits.header_s)
         resumed = self.record.take_resumed()
         owed = resumed.journal if resumed is not None else None
@@ -323,11 +327,13 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _has_answered_all(self) -> bool:
-        """Whether an answer would be the next bytes on this connection, and can be written now."""
+        """Whether a response can be written now, because all earlier responses are complete."""
         return not self._exchanges and self.takes_more
 
     def _refuse(self) -> bool:
-        """If the application refuses the request, answer at once; return whether it was refused."""
+        """If the application refuses the request, send the refusal at once; return whether it was
+        refused.
+        """
         refusal: Refusal | None = self.server.crowded
         if not self._is_crowded:
             refusal = self.server.app.refusal(self._parser.get_method(), self._url)

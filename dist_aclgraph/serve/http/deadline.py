@@ -1,4 +1,4 @@
-"""ClientDeadline: the time until which the server waits for a client."""
+"""Limits the time for which the server waits for a client."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ClientDeadline:
         self._timer_s = 0.0
 
     def set(self, seconds: float) -> None:
-        """Give the client ``seconds`` from now on."""
+        """Let the deadline be in ``seconds`` seconds."""
         self._due_s = self._loop.time() + seconds
         if self._timer is None or self._due_s < self._timer_s:
             self._wind_up(self._due_s)
 
     def shorten(self, seconds: float) -> None:
-        """Give the client ``seconds`` from now on, unless its deadline is earlier already."""
+        """Let the deadline be in ``seconds`` seconds, unless it is earlier already."""
         if self._due_s is None or self._loop.time() + seconds < self._due_s:
             self.set(seconds)
 

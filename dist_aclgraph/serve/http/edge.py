@@ -1,4 +1,4 @@
-"""Edge: the outermost layer of the API. It refuses requests before their bodies are read.
+"""The outermost layer of the API. It refuses requests before their bodies are read.
 
 If no slot is free, a server that supports ``GatedApp`` refuses a request after its first line.
 """
@@ -41,11 +41,12 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Edge:
-    """Checks access, then free slots, then admits the request. Plain ASGI: streams pass through.
+    """Checks access, then free slots, and then admits the request. Passes streams through
+    unchanged.
 
     Args:
-        names_requests: whether to return X-Request-Id (the client's or a new one); off if a proxy
-            does that.
+        names_requests: whether to return X-Request-Id, with the client's name or a new name; false
+            if a proxy does that.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ def _full(total: int, path: str) -> Refusal:
 
 
 def _own_path(scope: Scope) -> str:
-    """Return the path as the routes know it, by the rule of Starlette's router.
+    """Return the path without the route prefix, by the rule of Starlette's router.
 
     Under a route prefix, Ray Serve's proxy does not change ``path``, and puts the prefix into
     ``root_path``. The router redirects a request for the prefix alone to ``/``.

@@ -1,4 +1,4 @@
-"""HttpExchange: one request and its response, in the form that ASGI gives to an application."""
+"""One HTTP request and its response, in the form that ASGI gives to an application."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dist_aclgraph.serve.http.connection import HttpConnection
 
 log = logging.getLogger(__name__)
-HIGH_WATER_BYTES = 64 << 10  # bytes of a request body that the application has not read
+HIGH_WATER_BYTES = 64 << 10  # maximum number of unread bytes of a request body
 CLOSE = {"Connection": "close"}
 CLOSE_HEADER = (b"connection", b"close")
 CHUNKED_HEADER = (b"transfer-encoding", b"chunked")
@@ -106,7 +106,7 @@ class HttpExchange:
             return
         if message["type"] == "http.response.start":
             if message["status"] != 200 and self._connection.record.num_omitted:
-                # An answer whose beginning was sent cannot be refused.
+                # A request whose response has begun cannot be refused.
                 self._connection.transport.abort()
             self._head = self._make_head(message["status"], message.get("headers", ()))
             return

@@ -1,4 +1,4 @@
-"""Front: the application from start to end of the server; without an API it answers 503.
+"""The application of the server. While there is no API, it responds with 503.
 
 It always serves the status page, which shows the reason and polls until there is an API. Before
 there is an API, requests to it wait for a moment: usually this process replaces another process,
@@ -30,7 +30,7 @@ class Front:
         self._is_opening = True
 
     def open(self, api: Edge) -> None:
-        """Pass requests to the API from now on."""
+        """Pass all later requests to the API."""
         self._api = api
 
     def close(self, reason: str) -> None:

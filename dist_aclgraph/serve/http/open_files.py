@@ -1,4 +1,4 @@
-"""How many file descriptors a process may have open."""
+"""Raises the limit of file descriptors that a process may have open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals that are made in advance, so that a full service spends no time on making refusals."""
+"""Refusals are made in advance, so that a full service spends no time on making them."""
 
 from __future__ import annotations
 

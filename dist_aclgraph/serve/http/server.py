@@ -1,4 +1,4 @@
-"""HttpServer: a listening socket that an event loop serves in a thread."""
+"""The HTTP server: an event loop, on its own thread, serves a listening socket."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class HttpServer:
         return self._listening.result()
 
     def start(self, app: GatedApp) -> None:
-        """Answer requests from now on, even on connections that a previous process has left."""
+        """Begin to answer requests, even on connections that a previous process has left."""
         max_held = allow_connections(self._limits.max_connections)
         if self._link is not None:
             self._link.max_held = max_held
@@ -80,7 +80,7 @@ class HttpServer:
         self._thread.start()
 
     def let_in(self, opens: Callable[[], None]) -> None:
-        """Continue the answers that a previous process has begun, and admit new requests.
+        """Continue the responses that a previous process has begun, and admit new requests.
 
         Args:
             opens: opens the application; called on the event loop.

@@ -1,1 +1,1 @@
-"""Observability: metrics, their history, the status page."""
+"""Observability: the metrics, the history of the metrics, and the status page."""

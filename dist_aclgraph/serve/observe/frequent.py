@@ -1,4 +1,4 @@
-"""A histogram for events of every token; it costs a fraction of the library's own histogram."""
+"""A histogram that is fast enough for an event per token; the library's own histogram is slower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FrequentHistogram(Collector):
 
     Args:
         labels: label names and values.
-        bounds: upper ends of the buckets, rising; one more bucket is for larger values.
+        bounds: upper ends of the buckets, ascending; another bucket is for larger values.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""History: keeps the last ten minutes of /metrics for the status page.
+"""Stores the last ten minutes of /metrics for the status page.
 
 Every few seconds, the metrics are collected, and the changes since the last time are stored as one
 point: rates, and quantiles of the latencies in that period. The number of points is limited.
@@ -78,7 +78,7 @@ class History:
         self._points: deque[Point] = deque(maxlen=int(SPAN_S / PERIOD_S))
 
     def watch(self, collect: Callable[[], Iterable[Metric]], client: EngineClient) -> None:
-        """Add a point every few seconds until the client is closed; returns at once.
+        """Start to add a point every few seconds, until the client is closed. Returns at once.
 
         If metrics cannot be collected, a point is missing; the first of several failures is logged.
         """
@@ -178,7 +178,7 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of each counter that is in both; a counter that fell was reset to 0."""
+    """Return the increase of each counter in both arguments; a counter that fell was reset to 0."""
     return {
         key: value - old[key] if value >= old[key] else value
         for key, value in new.items()

@@ -37,7 +37,8 @@ _PATHS = {
     "graph_streams_predicted": ("streams_predicted",),
     "graph_streams_measured": ("streams_measured",),
 }
-# Metric (also the key, unless _PATHS has another): (kind, label for an object's keys, help).
+# The keys are names of metrics, and keys of the engine's answer unless _PATHS has another key. The
+# values are kind, label for an object's keys, and help.
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),
@@ -189,7 +190,7 @@ class Metrics:
         return self._values[1]
 
     def collect(self) -> list[Metric]:
-        """Return all metrics as they are now; waits for the engines' answers."""
+        """Return the current values of all metrics; waits for the engines' answers."""
         return list(self._registry.collect())
 
     def expose(self) -> bytes:
@@ -201,7 +202,7 @@ class Metrics:
 
 
 class _Collected(CollectorRegistry):
-    """Metrics that were collected already, in the form that can be written as text."""
+    """Metrics that were collected earlier, as a collector for the library's text format."""
 
     def __init__(self, found: list[Metric]) -> None:
         super().__init__()

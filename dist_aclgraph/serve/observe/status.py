@@ -1,4 +1,4 @@
-"""The status page and its numbers: one HTML file, and one JSON object that the page requests.
+"""The status page is one HTML file. The page requests its numbers as one JSON object.
 
 The numbers are read from the same collected metrics as /metrics. The engines are queried at most
 once per second, even if many pages are open.
@@ -51,7 +51,7 @@ def page_response() -> Response:
 
 
 class StatusNumbers:
-    """Owns the history, and the last answer."""
+    """Owns the history, and the last JSON object that was made."""
 
     def __init__(self, model_name: str, metrics: Metrics, client: EngineClient) -> None:
         self._model_name = model_name
@@ -91,7 +91,7 @@ class StatusNumbers:
 
 
 def nested(found: Iterable[Metric]) -> dict[str, Any]:
-    """Return gauges and counters: the first level by name, deeper levels by label value.
+    """Return gauges and counters by name; if a metric has labels, nested by the labels' values.
 
     The names have no prefix. The labels for model and replica are left out, because they are the
     same everywhere. Each ``rank_info`` is an object of its labels.
@@ -101,7 +101,7 @@ def nested(found: Iterable[Metric]) -> dict[str, Any]:
         name = metric.name.removeprefix(PREFIX)
         for sample in metric.samples:
             if sample.name not in (metric.name, f"{metric.name}_total"):
-                continue  # samples that are parts of histograms
+                continue  # the sample is a part of a histogram
             labels = {key: text for key, text in sample.labels.items() if key not in LABELS}
             value: Any = sample.value
             if name == "rank_info":

@@ -1,4 +1,4 @@
-"""Our metrics under the names that vLLM's dashboards use (``serve.vllm_metrics``).
+"""Copies our metrics to the names that vLLM's dashboards use (``serve.vllm_metrics``).
 
 Only metrics with the same meaning have an alias. ``vllm:request_queue_time_seconds``,
 ``vllm:request_prefill_time_seconds``, ``vllm:request_decode_time_seconds`` and
@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 OURS, THEIRS = "dist_aclgraph_", "vllm:"
-# Our name: vLLM's names, with older names last.
+# The keys are our names. The values are vLLM's names, with older names last.
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),
