@@ -1,5 +1,4 @@
-"""``dist-aclgraph simulate`` shows the progress of a simulation, and prints its report as tables.
-"""
+"""``dist-aclgraph simulate`` shows a simulation's progress, and prints its report as tables."""
 
 from __future__ import annotations
 

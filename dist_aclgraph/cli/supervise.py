@@ -246,8 +246,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
-        """Use one restart of the budget, and print a message; return False if no restart is left.
-        """
+        """Use one restart of the budget, and print a message; return False if none is left."""
         if self._restarts.spend(time.monotonic()):
             _say(f"warning: {why}; {what} is started again")
             return True
@@ -256,9 +255,7 @@ class Supervisor:
         return False
 
     def _end_ingress(self) -> None:
-        """Wait for the end of the ingress, which knows that the service is over. After a limit,
-        kill it.
-        """
+        """Wait for the ingress to end, as it knows that the service is over; then kill it."""
         until_s = time.monotonic() + END_S
         while self._ingress:
             if any(pid == self._ingress for pid, _ in _ended()):

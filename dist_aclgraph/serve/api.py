@@ -1,6 +1,4 @@
-"""``make_api`` builds the Starlette application for one ``ApiState``. Imports neither Ray nor
-torch.
-"""
+"""Builds the Starlette application for one ``ApiState``. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 

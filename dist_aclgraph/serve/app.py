@@ -36,7 +36,7 @@ from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
-MAX_ONGOING_REQUESTS = 4096  # above every limit that applies, which is the length of the scheduler's queue
+MAX_ONGOING_REQUESTS = 4096  # high, because the scheduler's queue has a limit
 OUTLOOK_S = 20.0  # longer than the deployment's own time limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
@@ -116,7 +116,7 @@ class Ingress:
         def ask() -> Outlook:
             try:
                 found: Outlook = groups.outlook.remote().result(timeout_s=OUTLOOK_S)
-            except DistAclGraphError:  # the groups have responded with an error, so waiting is useless
+            except DistAclGraphError:  # the groups have responded, so waiting does not help
                 raise
             except (RayError, RayServeException, TimeoutError):
                 return Outlook(progress="Ray Serve starts the groups again")
@@ -131,9 +131,7 @@ class Ingress:
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Raise if all groups are dead, because this ingress cannot reach groups that Serve starts
-        later.
-        """
+        """Raise if all groups are dead, because this ingress cannot reach the next groups."""
         self._state.raise_if_dead()
 
     async def __del__(self) -> None:
@@ -167,9 +165,9 @@ async def _stay(groups: Any) -> None:
 
 
 async def _take_back(call: Any) -> None:
-    """Cancel a call, and wait until the replica that runs it knows.
+    """Cancel a call, and wait until the called replica has received the cancellation.
 
-    The replica has no other way to learn that its caller has gone.
+    Without the cancellation, the replica would not notice that its caller has ended.
     """
     call.cancel()
     with suppress(asyncio.CancelledError, RayError, RayServeException, TimeoutError):

@@ -108,8 +108,7 @@ def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int]) -> list[Finding]:
-    """Return findings about nodes for which Ray counts a wrong number of NPUs, but not emulated
-    NPUs.
+    """Return findings about nodes whose real NPUs Ray counts wrongly.
 
     Args:
         declared: number of NPUs of each node in Ray's count.

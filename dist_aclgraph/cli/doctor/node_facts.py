@@ -1,5 +1,4 @@
-"""The facts about a node that must fit the facts about other nodes. Imports neither torch nor Ray.
-"""
+"""The facts about a node that must fit other nodes' facts. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 

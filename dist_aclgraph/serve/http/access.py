@@ -214,8 +214,7 @@ def _check_type(headers: Headers) -> None:
 
 
 def _may_be(name: str, hosts: frozenset[str]) -> bool:
-    """Return whether the ``Host`` header of a request may be this host; see the module's docstring.
-    """
+    """Return whether the header ``Host`` may contain this host; see the module's docstring."""
     if "." not in name or name in hosts or name.endswith(".localhost"):
         return True
     try:

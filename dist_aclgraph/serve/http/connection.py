@@ -92,12 +92,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Number of bytes since a request, a chunk or a piece of a body began. These bytes belong to
         # headers, to a chunk's extension, or to trailers; the parser keeps such bytes in memory.
         self._num_header_bytes = 0
-        self._has_begun = False  # whether a request, chunk or piece begins in the bytes that are being parsed
+        self._has_begun = False  # whether a request, chunk or piece begins in the parsed bytes
 
     def resume(self) -> None:
-        """Parse the bytes that the previous process read; after that, later bytes are parsed as
-        usual.
-        """
+        """Parse the bytes that the previous process read, and read further bytes."""
         if not self.transport.is_closing():
             self._is_suspended = False
             self.transport.resume_reading()
@@ -197,15 +195,14 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether no request is in progress; bytes of the last response may still wait to be sent.
-        """
+        """Whether no request is in progress; bytes of the last response may be unsent."""
         has_more = self._last is not None and self._last.has_more
         return not (self._exchanges or has_more or self._is_in_headers or self._is_refused)
 
     def _settle(self) -> None:
         """Update the record after a request has been answered."""
         if not self.record.is_spent or self.transport.is_closing():
-            return  # the end of the connection ends the response
+            return  # closing the connection ends the response
         if not self._is_quiet:
             self.record.void()
         elif self.is_writable.is_set():
@@ -331,9 +328,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return not self._exchanges and self.takes_more
 
     def _refuse(self) -> bool:
-        """If the application refuses the request, send the refusal at once; return whether it was
-        refused.
-        """
+        """Send a refusal at once if the application refuses the request; return whether it did."""
         refusal: Refusal | None = self.server.crowded
         if not self._is_crowded:
             refusal = self.server.app.refusal(self._parser.get_method(), self._url)

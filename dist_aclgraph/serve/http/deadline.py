@@ -21,13 +21,13 @@ class ClientDeadline:
         self._timer_s = 0.0
 
     def set(self, seconds: float) -> None:
-        """Let the deadline be in ``seconds`` seconds."""
+        """Set the deadline to ``seconds`` from now."""
         self._due_s = self._loop.time() + seconds
         if self._timer is None or self._due_s < self._timer_s:
             self._wind_up(self._due_s)
 
     def shorten(self, seconds: float) -> None:
-        """Let the deadline be in ``seconds`` seconds, unless it is earlier already."""
+        """Set the deadline to ``seconds`` from now, unless it is earlier already."""
         if self._due_s is None or self._loop.time() + seconds < self._due_s:
             self.set(seconds)
 

@@ -41,8 +41,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Edge:
-    """Checks access, then free slots, and then admits the request. Passes streams through
-    unchanged.
+    """Checks access and free slots, then admits the request. Streams pass through unchanged.
 
     Args:
         names_requests: whether to return X-Request-Id, with the client's name or a new name; false

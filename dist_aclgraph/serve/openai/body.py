@@ -1,12 +1,13 @@
-"""Request bodies: read within limits, and decoded into typed structs; every fault is a 4xx.
+"""Reads request bodies within limits, and decodes the bodies into typed structs. Every fault is a
+4xx.
 
 msgspec checks types while it decodes, and stops at the first error; nothing is built from invalid
-input. Fields that may have any number of items stay ``Raw``, which costs only a scan; their items
-are counted before they are built (``types``).
+input. Fields that may have any number of items stay ``Raw``, which costs only a scan. The items of
+such a field are counted before they are built (``types``).
 
-Fields that no struct has are ignored, in the body and in its parts; with ``serve.strict`` they are
-refused. The fields in ``NOT_OFFERED`` are always refused, because a client whose field was ignored
-would misunderstand the answer.
+Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused.
+The fields in ``NOT_OFFERED`` are always refused, because a client whose field was ignored would
+misunderstand the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dist_aclgraph.serve.openai.errors import BodyTimeoutError, BodyTooLargeErro
 B = TypeVar("B", bound="Body")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-# Larger bodies are decoded on a thread. For a small body, reaching a thread takes longer than
+# Larger bodies are decoded on a thread. For a small body, the switch to a thread takes longer than
 # decoding.
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
@@ -59,9 +60,9 @@ _NOTHING = (b"null", b"false", b"[]", b"{}", b'""', b"0", b'"none"', b'"auto"')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Only one thread, so that the event loop gets CPU time between two large bodies.
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
-_INDEX = re.compile(r"\[\d+\]")  # of an item, in the path of an ignored field
+_INDEX = re.compile(r"\[\d+\]")  # the index of an item, in the path of an ignored field
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
-# The escape of one half of a pair, without the other half.
+# The escape of one half of a surrogate pair, without the other half.
 _UNPAIRED = re.compile(
     rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}",
     re.IGNORECASE,
@@ -95,8 +96,8 @@ class HeldBody:
     """One request's ASGI ``receive``; it adds the bytes that it returns to the budget.
 
     Args:
-        copies: how many copies of each byte are in memory.
-        is_owed: whether an earlier process has accepted the request: then the request's bytes are
+        copies: number of copies of each byte in memory.
+        is_owed: whether an earlier process has accepted the request. If so, the request's bytes are
             counted, but the request is never refused.
     """
 
@@ -129,20 +130,23 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
     fields.
 
     Attributes:
-        PARTS: the class of each field that is decoded later, and holds one part or a list of parts.
+        PARTS: class of each field that is decoded later; such a field holds one part or a list of
+            parts.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {}
 
     def check_fields(self) -> None:
-        """Refuse values that the types allow but the service does not offer.
+        """Raise an error for values that the types allow but the service does not offer.
 
         Raises:
             InvalidParameterError: names the field.
         """
 
     def kind_of_part(self, kind: type[B]) -> type[B]:
-        """Return the class for decoding a part; it is strict if this body's class is strict."""
+        """Return the class for decoding a part; this class is strict if this body's class is
+        strict.
+        """
         return strict(kind) if self.__struct_config__.forbid_unknown_fields else kind
 
 
@@ -234,7 +238,7 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Ite
 def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
     """Yield index and fields of each object of a list, or of a single object with an empty index.
 
-    Other values have no parts. If they are faults, they are found when the field is decoded.
+    Other values have no parts. A wrong value is found later, when the field is decoded.
     """
     begin = bytes(memoryview(value)[:1])
     try:
@@ -283,7 +287,7 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
     """Decode strict JSON: no NaN, no unpaired surrogates, bounded nesting.
 
     Args:
-        param: the name of the field whose value ``data`` is; empty for a whole body.
+        param: name of the field that has the value ``data``; empty for a whole body.
 
     Raises:
         InvalidParameterError: the first error in the data, with the field's name.

@@ -34,7 +34,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
 
 
 class _ChatReply(Reply):
-    """Shapes pieces into chat completion objects."""
+    """Converts pieces to chat completion objects."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Events of an answer as parts of chat completion objects: contents, reasoning, calls of tools."""
+"""Converts events of an answer to parts of chat completion objects: content, reasoning, tool calls.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def delta_of(events: Iterable[Event], name: str) -> dict[str, Any]:
     """Return what the events add to a message, as the ``delta`` of a chunk.
 
     A call has its id, its type and its name only in the delta in which it begins; a field without a
-    value is left out, because clients join whatever is there.
+    value is left out, because clients join the values of all deltas.
 
     Args:
         name: the name of the answer, from which ids of calls are made.
@@ -65,5 +66,5 @@ def message_of(events: Iterable[Event], name: str) -> dict[str, Any]:
 
 
 def id_of_call(name: str, index: int) -> str:
-    """Return the id of a call; it depends on nothing that another process would not know."""
+    """Return the id of a call, which another process can compute again."""
     return "call_" + hashlib.sha256(f"{name}-{index}".encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""CompletionSlots: how many completions the service may have at once."""
+"""Limits the number of completions that the service has at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 class CompletionSlots:
-    """Counts completions as soon as a request's first byte has arrived; for one event loop only.
+    """Counts completions, from the first byte of their requests on. For one event loop only.
 
     The engines' queues are a second limit, for requests that have arrived at an engine.
 
     Args:
         of_a_group: number of completions that may run or wait in one group.
-        configured: number of groups in the configuration. It is the minimum for the number of
-            slots, because requests wait for lost groups.
+        configured: number of groups in the configuration. There are slots for at least this number
+            of groups, because requests wait for lost groups.
         num_groups: returns the current number of groups; called for each request.
     """
 
@@ -29,7 +29,7 @@ class CompletionSlots:
 
     @classmethod
     def from_config(cls, config: Config, num_groups: Callable[[], int]) -> CompletionSlots:
-        """Make slots: one for each completion that may run or wait on an engine."""
+        """Return an object with one slot for each completion that may run or wait on an engine."""
         configured = len(ParallelLayout.from_config(config.parallel).lockstep_groups)
         limits = config.scheduler
         of_a_group = limits.max_waiting + config.parallel.dp // configured * limits.max_num_seqs
@@ -52,8 +52,8 @@ class CompletionSlots:
         """Take slots.
 
         Args:
-            is_owed: whether an earlier process has accepted the request; then it gets its slots
-                even if none is free.
+            is_owed: whether an earlier process has accepted the request. If so, the request gets
+                its slots even if no slot is free.
 
         Raises:
             QueueFullError: there are not enough free slots.
@@ -67,5 +67,5 @@ class CompletionSlots:
 
 
 def full_error(taken: int, total: int) -> QueueFullError:
-    """Return the error for a request if there are not enough free slots."""
+    """Return the error for a request that finds too few free slots."""
     return QueueFullError(f"{taken} completions run or wait, of {total} that may; try again later")

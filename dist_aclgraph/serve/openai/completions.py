@@ -33,7 +33,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         return body, body.prompts(state.context_len)
 
     body, given = await read_body(request, CompletionRequest, convert, state.config.serve)
-    # Not on the event loop, because a long text must not delay the streams of other requests.
+    # Encode on a thread, because a long text must not delay the streams of other requests.
     is_text = isinstance(given[0], str)
     most = body.most_prompt_tokens(state.context_len)
     prompts = (
@@ -41,7 +41,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         if is_text
         else encode_prompts(state, given, most)
     )
-    if body.truncate_prompt_tokens is not None:  # an echo contains the prompt after truncation
+    if body.truncate_prompt_tokens is not None:  # an echo contains the truncated prompt
         given = prompts = [body.truncated(ids, state.context_len) for ids in prompts]
     if body.asked_max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
@@ -73,7 +73,7 @@ def encode_prompts(
     """Return the token ids of prompts.
 
     Args:
-        most: largest number of tokens of one prompt.
+        most: maximum number of tokens of one prompt.
         param: the field that has the prompts, for error messages.
 
     Raises:
@@ -96,7 +96,7 @@ def encode_prompts(
 def _echo_alone(
     state: ApiState, body: CompletionRequest, shape: _CompletionReply, prompts: list[list[int]]
 ) -> Response:
-    """Return only the prompt and its token count: the answer to ``max_tokens=0`` with ``echo``."""
+    """Return only the prompt and its token count, for ``max_tokens=0`` with ``echo``."""
     if body.stream:
         raise InvalidParameterError("max_tokens 0 cannot be streamed", "max_tokens")
     longest = max(len(ids) for ids in prompts)
@@ -116,7 +116,7 @@ def _echo_alone(
 
 
 class _CompletionReply(Reply):
-    """Shapes pieces into text completion objects.
+    """Converts pieces to text completion objects.
 
     Args:
         given: the prompts as the client sent them.

@@ -1,4 +1,4 @@
-"""A conversation: one way from messages to a generation, for all APIs that have messages."""
+"""Turns the messages of a conversation into a generation, for all APIs that have messages."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def _all_of(ids: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat request asks for.
+    """The content of a chat request.
 
     Attributes:
         messages: the messages, in the form that chat templates need.
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
-        options: how the messages become a prompt. Its tools are those of ``tools``.
-        tools: the tools that the answer may call; None if it may call none.
+        options: how the messages become a prompt; contains the definitions of ``tools``.
+        tools: the tools that the answer may call; None if it may not call tools.
         is_limit_soft: whether ``max_tokens`` may exceed the room that the context has.
         form_param: the request's field that asks for a form of the answer, for errors.
         limit_param: the request's field for messages, for errors about their length.
-        most_prompt_tokens: largest number of tokens of the prompt before it is truncated; None
-            means the context.
-        truncated: truncates the prompt.
+        most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
+            context length.
+        truncated: function that truncates the prompt.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -60,7 +60,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class OpenConversation:
-    """A conversation whose next message can be generated.
+    """A conversation that is ready for the generation of its next message.
 
     Attributes:
         chance: the random parts of the answer.
@@ -81,7 +81,7 @@ async def encode(state: ApiState, asked: Conversation) -> list[int]:
     options = asked.options
     if asked.tools is not None:
         options = replace(options, tools=asked.tools.definitions)
-    # Not on the event loop, because a long prompt must not delay the streams of other requests.
+    # Encode on a thread, because a long prompt must not delay the streams of other requests.
     ids = await asyncio.to_thread(
         state.tokenizer.encode_chat,
         asked.messages,
@@ -96,7 +96,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
 
     Raises:
         InvalidParameterError: the request is wrong.
-        RequestTooLongError: the prompt and the answer do not fit.
+        RequestTooLongError: the prompt and the answer together exceed the context.
     """
     tools, answers = asked.tools, state.answers
     if tools is not None and answers.name is None:
@@ -133,8 +133,8 @@ async def _with_form(
 ) -> SamplingParams:
     """Return parameters with the grammar of the answer.
 
-    Calls that are required follow the schemas of their tools. If the schema of a tool that is not
-    strict cannot be used, its arguments may be any object.
+    Required calls follow the schemas of their tools. If a tool is not strict and its schema cannot
+    be used, its arguments may be any object.
 
     Raises:
         InvalidParameterError: a form, or the schema of a strict tool, cannot be used.

@@ -1,4 +1,4 @@
-"""Arrays in a request: their items are counted in the JSON text before lists are built.
+"""Counts the items of a request's arrays in the JSON text, before lists are built.
 
 Building a million lists takes half a second; counting their brackets takes a millisecond.
 """
@@ -13,7 +13,7 @@ from msgspec import Raw
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.openai.body import decode
 
-# An array, and the first character of its first item.
+# Matches the begin of an array, and captures the first character of its first item.
 _BEGINNING = re.compile(rb"\[\s*([^\d\s\]-]?)")
 
 
@@ -38,7 +38,7 @@ def decode_strings(raw: Raw, most: int, max_bytes: int, param: str) -> list[str]
 def decode_prompts(
     raw: Raw, most: int, context_len: int, param: str = "prompt"
 ) -> list[str] | list[list[int]]:
-    """Return the prompts; they have one of four forms: a text, texts, ids, or lists of ids.
+    """Return the prompts, which are given as a text, texts, token ids, or lists of token ids.
 
     Raises:
         InvalidParameterError: the value has none of these forms, or more than ``most`` prompts.
@@ -51,7 +51,7 @@ def decode_prompts(
     if array[1] == b'"':
         check_num_strings(data, most, param)
         return list(decode(data, list[str], param))
-    # No form begins like this; decoding raises an error that says what is wrong.
+    # No form begins with this character, so decoding raises an error that describes the fault.
     if array[1] not in (b"", b"["):
         return [decode(data, list[int], param)]
     num_prompts = data.count(b"[") - 1 if array[1] else 1
@@ -67,7 +67,7 @@ def decode_prompts(
 
 
 def check_num_strings(data: bytes, most: int, param: str) -> None:
-    """Refuse an array that certainly contains more than ``most`` strings.
+    """Raise an error if an array certainly contains more than ``most`` strings.
 
     Each string begins and ends with a quote that has no backslash before it. Every quote within a
     string has a backslash before it.

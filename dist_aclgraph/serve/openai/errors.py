@@ -1,7 +1,7 @@
 """Our errors as HTTP statuses, and as error objects of OpenAI and of Anthropic.
 
-Only this module has that rule. Errors of ``ANTHROPIC_PATHS`` have Anthropic's form. A 503 has the
-header Retry-After.
+No other module maps errors to statuses. Errors of ``ANTHROPIC_PATHS`` have Anthropic's form. A 503
+has the header Retry-After.
 
 | error | status | type of OpenAI | type of Anthropic |
 | --- | --- | --- | --- |
@@ -48,7 +48,7 @@ class BodyTimeoutError(RequestError):
 
 
 class GenerationTimeoutError(RequestError):
-    """The answer took longer than is allowed. A retry would take as long again."""
+    """The answer took longer than is allowed. A retry would probably take as long."""
 
     code = "generation_timeout"
 
@@ -124,7 +124,7 @@ def _of_kind(table: Mapping[type[DistAclGraphError], T], error: BaseException, o
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """Return ``{"error": {...}}``; if the error is not one of ours, no details are shown."""
+    """Return ``{"error": {...}}``; details are shown only for our own errors."""
     status = status_of(error)
     return {
         "error": {

@@ -1,4 +1,4 @@
-"""Generation: the choices of one HTTP request, from submission to the last piece of their text."""
+"""Generates the choices of one HTTP request, from submission to the last piece of text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it got the answer."""
+    """The client closed its connection before it got the response."""
 
 
 class ChoicePiece(msgspec.Struct, frozen=True):
@@ -62,15 +62,15 @@ class Sink(Protocol):
     """Receives the pieces of a generation, on the event loop's thread."""
 
     def add_piece(self, piece: ChoicePiece) -> None:
-        """Accept the piece that one delta gives one choice; the last piece has a finish reason.
+        """Accept a choice's next piece, made from one delta; its last piece has a finish reason.
 
-        A delta whose tokens have no text (yet) also gives a piece: it shows clients that the
+        A delta whose tokens have no text (yet) also gives a piece, which shows clients that the
         generation continues.
         """
         ...
 
     def finish(self, error: Exception | None) -> None:
-        """End the generation: all choices have ended, or one has failed. Called only once."""
+        """Called once, when all choices have ended or one choice has failed."""
         ...
 
 
@@ -87,7 +87,7 @@ class _Choice:
     num_cached_tokens: int = 0
     is_done: bool = False
     has_prompt_logprobs: bool = False
-    # Tokens from another process; int32.
+    # Packed int32 tokens from another process.
     tokens_before: bytearray = field(default_factory=bytearray)
 
 
@@ -120,8 +120,8 @@ class Generation:
 
     Choices are numbered prompt by prompt, with ``num_choices`` for each prompt. Choice j of a
     prompt uses seed + j as its seed. Only the first choice of a prompt has the engine compute the
-    prompt's log-probabilities; pieces of the other choices wait for them. ``close`` aborts all
-    requests that still run.
+    prompt's log-probabilities; pieces of the other choices wait for the log-probabilities.
+    ``close`` aborts all requests that still run.
 
     Attributes:
         make_reader: makes the reader of a choice's answer; returns None if answers are only text.
@@ -137,7 +137,7 @@ class Generation:
     make_reader: Callable[[], Reader | None] = _no_reader
     max_calls: int | None = None
     _choices: list[_Choice] = field(default_factory=list)
-    # By prompt: its log-probabilities, and the pieces that wait for them.
+    # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
     _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
     _num_slots: int = 0  # in addition to the slot that the HTTP request already has
@@ -202,7 +202,7 @@ class Generation:
         if limit_s is None:
             return
         passed_s = 0.0
-        if self.journal.is_resumed:  # use the wall clock, because the previous process used it, too
+        if self.journal.is_resumed:  # use the wall clock, which is the same for the previous process
             passed_s = time.time() - self.journal.chance.created_s
 
         def overrun() -> None:
@@ -297,13 +297,13 @@ class Generation:
         )
 
     def _with_report(self, piece: ChoicePiece) -> list[ChoicePiece]:
-        """Return the pieces that can be handed on now: none while the prompt's log-probabilities
-        are missing, and with them all pieces that have waited.
+        """Return the pieces that can be handed on now. No piece is handed on while the prompt's
+        log-probabilities are missing; once they arrive, all waiting pieces are handed on.
         """
         prompt, place = divmod(piece.index, self.num_choices)
         if self.params[prompt].prompt_logprobs is None or self.num_choices == 1:
             return [piece]
-        if not place:  # its first piece has the log-probabilities
+        if not place:  # the first choice's first piece contains the log-probabilities
             self._reports.setdefault(prompt, piece.prompt_logprobs)
         if prompt not in self._reports:
             self._waiting.setdefault(prompt, []).append(piece)

@@ -1,4 +1,4 @@
-"""Inbox: passes deltas from the engine client's thread to the event loop."""
+"""Passes deltas from the engine client's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Inbox:
                 self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        # Cleared first, because a delta that arrives from now on needs another wake-up.
+        # Clear this first, because a delta that arrives later needs another wake-up.
         self._is_called = False
         now_s = time.monotonic()
         for _ in range(len(self._arrived)):

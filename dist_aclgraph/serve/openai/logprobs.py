@@ -73,7 +73,7 @@ def rows_of(parts: Iterable[PromptLogprobs]) -> list[RowLogprobs]:
 def prompt_logprobs(
     tokenizer: Tokenizer, parts: Iterable[PromptLogprobs]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return vLLM's ``prompt_logprobs``: for each token a dict by token id; None for the first."""
+    """Return vLLM's ``prompt_logprobs``: a dict by token id per token; None for the first token."""
     return [
         None,
         *(
@@ -91,7 +91,7 @@ def prompt_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:
-    """Return the best tokens by text; by token id if the text is incomplete or already used."""
+    """Return the best tokens by text, or by token id if the text is incomplete or already a key."""
     found: dict[str, float] = {}
     for token_id, value in best:
         text = tokenizer.own_text(token_id)

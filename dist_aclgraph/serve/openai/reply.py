@@ -1,4 +1,4 @@
-"""One generation as one HTTP response, whole or streamed; if the client disconnects, both end."""
+"""Sends a generation as an HTTP response, whole or streamed. Both end if the client disconnects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLIENT_GONE = 499  # only in logs: the client has disconnected
 
 
 class Shape(ABC):
-    """The rule by which an endpoint turns pieces of text into one reply.
+    """An endpoint's rule for converting pieces of text to one reply.
 
     Attributes:
         shows_usage_so_far: whether ``frames`` needs the usage so far.
@@ -125,7 +125,7 @@ async def reply(
     """Run a generation and answer the request with its text.
 
     A stream begins with its first piece. So if the engine refuses the request, the response has the
-    status of the error, and is not a broken stream.
+    status of the error, and no stream begins.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(generation.close)
@@ -138,7 +138,8 @@ async def reply(
                 def make() -> Response:
                     return json_response(shape.whole(generation, pieces))
 
-                # Reports of long prompts take long; other requests' streams must not wait.
+                # Log-probabilities of a long prompt take long to encode; other requests' streams
+                # must not wait.
                 is_long = any(piece.prompt_logprobs for choice in pieces for piece in choice)
                 response = await asyncio.to_thread(make) if is_long else make()
                 return _Held(response, stack.pop_all())
@@ -211,7 +212,7 @@ class _Frames:
     """Receives the pieces of a stream, and sends their frames in the order of the pieces.
 
     A thread makes the frame of a piece with a prompt's log-probabilities, because this takes long
-    and other requests' streams must not wait. Later frames of this stream wait for it.
+    and other requests' streams must not wait. Later frames of this stream wait for this frame.
     """
 
     def __init__(self, shape: Shape, generation: Generation) -> None:
@@ -246,7 +247,7 @@ class _Frames:
                 self.outlet.put(self._shape.last_frames(self._generation))
             elif self._is_begun:
                 self.outlet.put(self._shape.error_frames(self._generation, error))
-        finally:  # a bug in a shape must not leave the client waiting
+        finally:  # if a shape has a bug, the client must not wait forever
             self._begin(error)
             self.outlet.end()
 
@@ -260,7 +261,7 @@ class _Frames:
             raise error
 
     async def _make_later(self) -> None:
-        """Send the frames that wait, one after the other; a failure ends the stream."""
+        """Send the waiting frames one after the other; a failure ends the stream."""
         try:
             while self._later:
                 self.outlet.put(await asyncio.to_thread(self._later.popleft()))

@@ -1,4 +1,4 @@
-"""Sampling parameters from the fields of a request."""
+"""Converts fields of a request to sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dist_aclgraph.sampling import SamplingParams
 
 
 def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """Return sampling parameters; errors have the names that the client used.
+    """Return sampling parameters; errors contain the client's names of the parameters.
 
     Args:
-        names: the client's names of parameters, where they differ from ours.
+        names: the client's names of parameters that have another name here.
     """
     try:
         return SamplingParams(**given)

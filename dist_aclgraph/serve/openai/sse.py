@@ -1,4 +1,4 @@
-"""Server-sent events: one frame per chunk, sent to the client as soon as it exists.
+"""Sends server-sent events, one frame per chunk, to the client as soon as the frame is made.
 
 A server may offer ``WRITE`` in the extensions of a request's scope; our server does. ``WRITE`` is a
 function that writes a part of the response's body at once, and returns whether the connection
@@ -44,7 +44,7 @@ def error_frame(error: Exception) -> bytes:
 
 
 def log_failure(error: Exception) -> None:
-    """Log why a stream has failed, if that is a bug in our code."""
+    """Log why a stream has failed, if the reason is a bug in our code."""
     if not isinstance(error, DistAclGraphError):
         log.error("a stream failed", exc_info=error)
 
@@ -70,7 +70,7 @@ class Outlet:
             self._wake()
 
     def end(self) -> None:
-        """Say that no more frames will follow."""
+        """Record that no more frames will follow."""
         self._is_over = True
         self._wake()
 

@@ -1,4 +1,4 @@
-"""ApiState: everything that the routes of one ingress replica share."""
+"""The state that the routes of one ingress replica share."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.structure import MAX_PROCESSES, GrammarCompiler, Thinking, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number in one answer
-WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that answer with texts
+MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number in one response
+WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that generate text
 
 
 class ApiState:
@@ -74,7 +74,7 @@ class ApiState:
             reasoning=config.serve.reasoning_format,
         )
         self.grammars = GrammarCompiler(tokenizer)
-        # Requests wait for these threads, so that the loop's own threads are left to others.
+        # Compile on these threads, so that the loop's own threads stay free for other work.
         self._compiling = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="compile-grammar")
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
@@ -154,11 +154,11 @@ class ApiState:
         salt: str = "",
         param: str = "structured_outputs",
     ) -> list[SamplingParams]:
-        """Return one request's parameters, which name the same tokens, with token ids and a
-        compiled grammar.
+        """Return a request's parameters, with token ids in place of texts and with a compiled
+        grammar.
 
         Args:
-            thinking: where the reasoning of the answer is.
+            thinking: the tokens that begin and end the answer's reasoning.
             salt: the request's ``cache_salt``.
             param: the field that asks for a form of the answer.
 
@@ -174,7 +174,7 @@ class ApiState:
             found = with_token_ids(self.tokenizer, first)
             return with_structure(found, self.grammars, thinking, salt=salt, param=param)
 
-        # Not on the event loop, because it encodes texts and waits for a process.
+        # Use a thread, because this work encodes texts and waits for a process.
         source = first.structured_outputs
         is_known = source is None or self.grammars.knows(source, salt)
         threads = None if is_known else self._compiling  # None: the loop's own threads
@@ -187,7 +187,9 @@ class ApiState:
     def check_prompt_logprobs(
         self, asked: int | None, prompts: Sequence[list[int]], num_choices: int
     ) -> None:
-        """Raise if the request asks for too many prompt log-probabilities; each choice has them."""
+        """Raise if the request asks for too many prompt log-probabilities, which each choice
+        repeats.
+        """
         if asked is None:
             return
         count = (asked + 1) * sum(map(len, prompts)) * num_choices
@@ -219,7 +221,7 @@ def open_state(
     """Connect to a deployment's engines; ``client.close`` of the returned state disconnects.
 
     Args:
-        reach: must have this process's node as ``node_id``.
+        reach: where clients reach the deployment; its ``node_id`` must be this process's node.
         ask: asks the deployment's controller for its outlook.
         replica: see ``ApiState``.
     """

@@ -1,4 +1,4 @@
-"""The form of an answer, as clients of OpenAI, vLLM and SGLang ask for it."""
+"""Reads the form of an answer from requests in the style of OpenAI, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _JsonSchema(Body, kw_only=True):
 
 
 class ResponseFormat(Body, kw_only=True):
-    """The form of an answer, as OpenAI names it."""
+    """The form of an answer, in the fields of OpenAI's API."""
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}
 
@@ -45,7 +45,7 @@ class ResponseFormat(Body, kw_only=True):
 
 
 class TextFormat(Body, kw_only=True):
-    """The form of an answer, as the Responses API names it."""
+    """The form of an answer, in the fields of the Responses API."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema: Raw = Raw()
@@ -55,7 +55,7 @@ class TextFormat(Body, kw_only=True):
 
 
 class Structured(Body, kw_only=True):
-    """The form of an answer, as vLLM names it."""
+    """The form of an answer, in vLLM's fields."""
 
     json: Raw = Raw(b"")
     regex: str | None = None
@@ -187,7 +187,7 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
 def _schema(raw: Raw, param: str) -> str:
     """Return the text of a schema, which is an object, a boolean, or one of them in a string.
 
-    The text stays as it was sent, because the order of its keys is that of the answer.
+    The text is not changed, because the answer has its keys in the schema's order.
     """
     data = bytes(raw)
     if data.startswith(b'"'):

@@ -1,4 +1,5 @@
-"""Texts that consist of parts, and messages for chat templates, for APIs other than chat."""
+"""Reads texts that consist of parts, and makes messages for chat templates, for APIs except chat.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of a chat request: their definitions, the choice between them, and calls in the history."""
+"""Reads the tools of a request: definitions, the choice of a tool, and calls in the history."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 
-MAX_BYTES = 1 << 20  # of all definitions
+MAX_BYTES = 1 << 20  # maximum size of all definitions
 MAX_STRINGS = 1 << 15
-MAX_CALLS = 128  # of one message
+MAX_CALLS = 128  # maximum number of calls of one message
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NOTHING = (b"", b"null", b"[]")
 
@@ -26,7 +26,7 @@ Mode = Literal["none", "auto", "required"]
 
 
 class Function(Body, kw_only=True):
-    """A tool as a client describes it."""
+    """A client's description of a tool."""
 
     name: str
     description: str | None = None
@@ -140,7 +140,7 @@ def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | N
 
 
 def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
-    """Return the definitions of tools; an empty list if there are none.
+    """Return the definitions of tools; an empty list if there are no tools.
 
     Raises:
         InvalidParameterError: there are too many tools, or one of them is not a ``kind``.
@@ -273,13 +273,13 @@ def read_calls(calls: Raw, param: str) -> list[dict[str, Any]] | None:
 def call_for_template(
     call_id: str | None, name: str, arguments: str | dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a call in the form that chat templates need; they want arguments as an object."""
+    """Return a call in the form that chat templates need, with the arguments as an object."""
     function = {"name": name, "arguments": as_object(arguments)}
     return {"id": call_id or "", "type": "function", "function": function}
 
 
 def as_object(arguments: str | dict[str, Any] | None) -> Any:
-    """Return a call's arguments as an object; a text that is no object is returned as it is."""
+    """Return a call's arguments as an object; a text that is no JSON object is not changed."""
     if not isinstance(arguments, str):
         return arguments or {}
     if not arguments.strip():

@@ -220,7 +220,7 @@ class GenerateRequest(Body, kw_only=True):
         return self._first("thinking_tokens", "thinking_token_budget", "thinking_budget")
 
     def structured(self) -> StructuredOutputs | None:
-        """Return the form that the answer must have; None for any text.
+        """Return the form that the answer must have; None if any text is allowed.
 
         Raises:
             InvalidParameterError: several fields ask for a form, or one of them is wrong.
@@ -248,9 +248,9 @@ class GenerateRequest(Body, kw_only=True):
         return next((name for name in names if getattr(self, name) is not None), names[0])
 
     def truncated(self, ids: list[int], context_len: int) -> list[int]:
-        """Return the last ids of a prompt, as many as ``truncate_prompt_tokens`` says.
+        """Return the last ``truncate_prompt_tokens`` ids of a prompt.
 
-        -1 keeps as many ids as possible while the context still has room for the answer.
+        The value -1 keeps as many ids as possible, and leaves room for the answer in the context.
         """
         most = self.truncate_prompt_tokens
         if most is None:
@@ -360,10 +360,10 @@ class ChatRequest(GenerateRequest, kw_only=True):
         return _for_template(self, self.messages)
 
     def conversation(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
-        """Return what the request asks for.
+        """Return the conversation that the request asks to continue.
 
         Args:
-            defaults: sampling parameters for those that the request omits.
+            defaults: values of sampling parameters that the request omits.
         """
         tools = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -426,7 +426,7 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         return found
 
     def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters, with ``defaults`` for those that the request omits."""
+        """Return the sampling parameters; ``defaults`` has the values that the request omits."""
         return self._sampling(max_tokens, self.logprobs, defaults)
 
 
@@ -475,7 +475,7 @@ def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
     begins = body.add_generation_prompt
     return ChatOptions(
         documents=_documents(body.documents),
-        # If a client asks to continue the last message, the default is to begin no new message.
+        # By default, no new message is begun if the client asks to continue the last message.
         add_generation_prompt=not body.continue_final_message if begins is None else begins,
         continue_final_message=bool(body.continue_final_message),
         template=body.chat_template,
