@@ -1,6 +1,7 @@
 """Serve large language models on many Ascend NPUs, with graph plans negotiated across ranks.
 
-Public names load lazily: ``import dist_aclgraph`` imports neither torch nor Ray.
+Public names are imported when they are used: ``import dist_aclgraph`` imports neither torch nor
+Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The environment variables that this process reads, and those that its child processes get.
+"""Reads environment variables of this process, and sets variables for its child processes.
 
 This module is the only reader and writer of ``os.environ``.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 
-# The names of HCCL_OP_EXPANSION_MODE. FFTS+ is the mode of an A2 if the host expands.
+# Values of HCCL_OP_EXPANSION_MODE. FFTS+ is the mode of an A2 if the host expands collectives.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
@@ -29,8 +29,8 @@ API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Return the environment of worker processes: variables for torch and Ray that no other code
-    may set.
+    """Return the environment of worker processes. It has variables for torch and Ray that no other
+    code may set.
     """
     variables = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -45,8 +45,8 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 def python_environment(config: Config) -> dict[str, str]:
-    """Return the environment of a Python that finds this process's modules, and loads torch as
-    worker processes do.
+    """Return the environment of a Python process that finds this process's modules, and loads torch
+    in the same way as worker processes.
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
@@ -72,7 +72,7 @@ def raylet_pid() -> int | None:
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     """Set this node's network variables before torch_npu is loaded; existing values stay.
 
-    So the environment of a node's ``ray start`` overrides the configuration. The configuration is
+    So the environment of ``ray start`` on a node overrides the configuration. The configuration is
     the same for all nodes.
 
     Args:
@@ -173,9 +173,7 @@ def cache_directory() -> Path:
 
 
 def build_environment() -> dict[str, str]:
-    """Return the environment of a compiler: that of this process, without the flags of an outer
-    make.
-    """
+    """Return this process's environment without the flags of an outer make, for a compiler."""
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}
 
 
@@ -214,13 +212,13 @@ def prepare_ray_environment(*, is_local: bool) -> None:
     """Before Ray starts, set variables whose defaults are unsuitable; the user's own values stay.
 
     Args:
-        is_local: whether this package starts Ray, or has started it. A cluster that somebody else
-            has started keeps its own settings.
+        is_local: whether this package starts Ray, or has started it. A cluster that was started in
+            another way keeps its own settings.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Calls to a lost head node fail after this many seconds instead of a minute.
+    # Calls to a lost head node fail after this number of seconds instead of a minute.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
@@ -237,14 +235,15 @@ def prepare_ray_environment(*, is_local: bool) -> None:
 
 
 def disable_backend_autoload() -> None:
-    """Stop torch from importing torch_npu by itself: the emulator's libraries are loaded before."""
+    """Stop torch from importing torch_npu by itself: the emulator's libraries must be loaded first.
+    """
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def emulated_environment(
     libraries: Path, packages: Path, programs: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment in which a program finds the emulated NPU, whatever it imports first.
+    """Return an environment in which a program finds the emulated NPU, for any order of imports.
 
     Args:
         libraries: folder of the emulated CANN.

@@ -1,4 +1,4 @@
-"""The whole exception tree.
+"""All exceptions of this package, as a tree.
 
 DistAclGraphError
   ConfigError             a key, its value, what is allowed
@@ -34,10 +34,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-FailureCause = Literal["streams", "memory", "operator", "timeout"]  # cause of a device's refusal
-# Causes of a stopped device, in order: an abort; a link; perhaps a peer; failed retries of HCCL;
-# suspect memory; faulty memory (uce), which may be known to belong to the KV cache alone (uce_kv)
-# or to certain tensors (uce_tensor); memory that lost several bits at once; a kernel.
+FailureCause = Literal["streams", "memory", "operator", "timeout"]  # why a device refused a call
+# Causes of a stopped device, in the order of the names: an abort; a link; perhaps a peer; failed
+# retries of HCCL; suspect memory; faulty memory (uce), which may be known to belong to the KV cache
+# alone (uce_kv) or to certain tensors (uce_tensor); memory that lost several bits at once; a
+# kernel.
 DeviceFault = Literal[
     "stopped",
     "link",
@@ -170,7 +171,7 @@ class MissingTensorError(ModelError):
 
 
 class RequestError(DistAclGraphError):
-    """A request that cannot be served in this form.
+    """A request has a mistake, so it cannot be served.
 
     Attributes:
         param: the request field at fault, in OpenAI's spelling, or None.
@@ -223,7 +224,7 @@ class EngineDeadError(EngineUnavailableError):
 
 
 class RayDiedError(EngineDeadError):
-    """The Ray that was started for a deployment has died, and the deployment with it."""
+    """The Ray that was started for a deployment has died, so the deployment has died, too."""
 
 
 class QueueFullError(EngineUnavailableError):

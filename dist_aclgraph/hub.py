@@ -1,4 +1,4 @@
-"""Models by their names on a hub: Hugging Face, a mirror of it, or ModelScope.
+"""Finds models by their names on a hub: Hugging Face, a mirror of Hugging Face, or ModelScope.
 
 The hubs' clients load files into their own caches, and read these environment variables:
 HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HOME; MODELSCOPE_ENDPOINT,
@@ -24,10 +24,10 @@ UNUSED = ("[!0-9]*/*", "*/*.safetensors", "consolidated*")
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """Return the configuration with the directory of its model, loaded if ``model`` is a hub name.
+    """Return the configuration with its model's directory; load the model if it is on a hub.
 
-    A local directory of that name takes precedence over the hub. Clients of the API use the
-    hub name of the model.
+    A local directory with the name ``model`` takes precedence over the hub. Clients of the API use
+    the hub name of the model.
 
     Args:
         weights: whether the files of weights are needed, too.
@@ -55,7 +55,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     try:
         try:
             directory = Path(load())
-        except ConnectionError:  # only Hugging Face's client then looks into its cache by itself
+        except ConnectionError:  # ModelScope's client does not try its cache by itself
             directory = Path(load(local_files_only=True))
     except Exception as e:  # an error of a client, or of a library that it uses
         reason = " ".join(str(e).split())

@@ -1,4 +1,4 @@
-"""Several arrays of numbers in one transfer: the offset of each array."""
+"""Computes the offset of each array if one transfer carries several arrays of numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-# elements of 4 bytes: 512 bytes, which vector units read at once; operators need 32
+# 128 elements of 4 bytes are 512 bytes, which vector units read at once; operators need 32 bytes
 ALIGNMENT = 128
 
 

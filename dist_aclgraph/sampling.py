@@ -1,4 +1,4 @@
-"""SamplingParams: the choice of the next token and the end of a request. Validated once, here."""
+"""The parameters for choosing tokens and ending a request. Only this module validates them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 16384
 MAX_STRUCTURE_CHARS = 1 << 16
-# Unlimited white space is valid JSON; some models then write it until the answer is full.
+# Unlimited white space is valid JSON, and some models would write white space until the limit of
+# tokens.
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
 
@@ -33,12 +34,12 @@ class StructuredOutputs:
         json: a JSON schema, as text or as an object; keys of an object stay in their order.
         regex: a regular expression that the whole answer matches.
         choice: texts, one of which is the answer.
-        grammar: a grammar in the language of Lark, or in that of GBNF ("::=").
+        grammar: a grammar in the language of Lark or of GBNF ("::=").
         json_object: whether the answer is any JSON object.
         lark: a grammar of llguidance with its extensions; made of tools.
         whitespace_pattern: a regular expression of white space in JSON; None means at most eight
             blanks or newlines in a row.
-        disable_any_whitespace: whether JSON is written without any choice of white space.
+        disable_any_whitespace: whether the grammar of JSON leaves no choice of white space.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -93,7 +94,7 @@ class StructuredOutputs:
 
     @property
     def json_options(self) -> dict[str, Any]:
-        """How llguidance reads a JSON schema: its key ``x-guidance``."""
+        """The value of a JSON schema's key ``x-guidance``: how llguidance reads the schema."""
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.whitespace_pattern or JSON_SPACE}
@@ -101,17 +102,17 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """What limits the form of an output, in terms of the model's vocabulary.
+    """The limits on an output's form, in tokens of the model's vocabulary.
 
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
         salt: compiled grammars are shared only between requests with the same salt.
         end_ids: tokens that end the output; they are forbidden in reasoning before a grammar.
-        think_begin, think_end: tokens around the reasoning, which the grammar does not concern; -1
+        think_begin, think_end: tokens around the reasoning, to which the grammar does not apply; -1
             without reasoning.
         is_thinking: whether the output begins within the reasoning. Otherwise ``think_begin`` may
             be its first token.
-        max_thought: largest number of tokens of reasoning; -1 sets no limit.
+        max_thought: maximum number of tokens of reasoning; -1 sets no limit.
     """
 
     grammar: str = ""
@@ -128,7 +129,7 @@ class SamplingParams:
     """Parameters of one request; limits follow the OpenAI API and vLLM's extensions.
 
     Attributes:
-        n: number of answers of `LLM` to the prompt; answer j uses the seed ``seed + j``.
+        n: number of outputs of `LLM` for the prompt; output j uses the seed ``seed + j``.
         max_tokens: largest number of tokens to generate; with None, only the context limits the
             number.
         temperature: [0, 2]; below 1e-5 means greedy; values from 1e-5 to 0.01 are raised to 0.01.
@@ -141,9 +142,10 @@ class SamplingParams:
         repetition_penalty: > 0, divides (or multiplies) logits of tokens seen in prompt or output.
         seed: random numbers depend only on seed and position; None draws a random seed.
         logprobs: number of alternatives reported per token; None reports nothing.
-        prompt_logprobs: the same for the tokens of the prompt; the first token has no logprobs.
+        prompt_logprobs: number of alternatives reported per prompt token; the first token has no
+            logprobs.
         stop: strings that end the text.
-        include_stop_str_in_output: true: the text ends after the stop string; false: before it.
+        include_stop_str_in_output: whether the text contains the stop string that ended it.
         stop_token_ids: ids that end the output, in addition to the model's end tokens.
         ignore_eos: continue after the model's end token.
         min_tokens: the first min_tokens tokens contain no end token. A stop string that ends within
@@ -153,7 +155,8 @@ class SamplingParams:
         bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
         skip_special_tokens: whether the text omits special tokens.
         structured_outputs: the form that the answer must have.
-        thinking_tokens: largest number of tokens of reasoning; then the reasoning is ended.
+        thinking_tokens: maximum number of tokens of reasoning; after this number, the reasoning is
+            ended.
         structure: the form of the output; made of other parameters (``text/structure.py``).
         returns_embedding: the answer is the hidden state after the prompt's last token, and not
             text; ``LLM.embed`` sets it.

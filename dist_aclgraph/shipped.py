@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-INSIDE = PACKAGE / "shipped"  # setup.py copies them there when it makes a wheel
+INSIDE = PACKAGE / "shipped"  # setup.py copies the files to this folder when it makes a wheel
 
 
 def is_installed() -> bool:

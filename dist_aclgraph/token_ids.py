@@ -14,7 +14,7 @@ def check_token_ids(ids: Sequence[int] | IntArray, vocab_size: int, param: str) 
     """Check that all ids are ids of the model's tokens.
 
     Args:
-        param: the field of the request that contains them.
+        param: the field of the request that contains the ids.
 
     Raises:
         InvalidParameterError: an id is not valid; the message contains the first such id, and the

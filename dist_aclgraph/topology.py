@@ -1,7 +1,7 @@
 """Ranks, coordinates and groups: pure arithmetic, which no other module repeats.
 
 Ranks are laid out [dp, pcp, tp]; tp is the fastest axis. Ranks that meet in any collective form a
-lockstep group: one scheduler, one graph plan, one failure domain.
+lockstep group. A lockstep group has one scheduler and one graph plan, and is one failure domain.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
-ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens reach their experts
-MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # room for usual routing only
+ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens are sent to experts
+MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # has room for usual routing only
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
-# Messages that people read name world ranks; within a lockstep group, ranks count from 0.
+# Messages for people contain world ranks. Within a lockstep group, ranks count from 0.
 WorldRank = NewType("WorldRank", int)
 GroupRank = NewType("GroupRank", int)
-NO_RANK = WorldRank(-1)  # the worker has no rank yet, or the rank is not known
+NO_RANK = WorldRank(-1)  # the worker has no rank yet, or its rank is not known
 Ranks = tuple[int, ...]
 ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens of each rank
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """Return None: the rule for models without experts, and for models with all experts in each TP
-    group.
+    """Return None, because no tokens are exchanged if the model has no experts, or if each TP group
+    has all experts.
     """
     return None
 
@@ -44,7 +44,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """The sizes of all parallel axes. They do not depend on nodes, devices or HCCL.
+    """The sizes of all parallel axes, which do not depend on nodes, devices or HCCL.
 
     ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of ranks in several whole
     data-parallel ranks; it divides the number of all ranks. ``dcp`` ranks share a request's KV
@@ -112,7 +112,7 @@ class ParallelLayout:
         return (coordinates.dp * self.pcp + coordinates.pcp) * self.tp + coordinates.tp
 
     def groups(self, kind: GroupKind) -> tuple[Ranks, ...]:
-        """Return all groups of a kind: a partition of the ranks, ordered by the first member.
+        """Return all groups of a kind, ordered by first member. Each rank is in one group.
 
         A rank's index within its group is its rank in this group, e.g. ``tp_rank``.
         """
@@ -134,11 +134,12 @@ class ParallelLayout:
 
     @cached_property
     def domains(self) -> tuple[Ranks, ...]:
-        """The communication domains: distinct rank sets of two or more that meet in collectives.
+        """The communication domains: distinct sets of two or more ranks that meet in collectives.
 
-        Two named groups of the same ranks share one communicator, and use its streams once. MC2 has
-        a separate communicator, listed after all others. Copies of a dense model never communicate
-        with each other. If experts are spread over copies, the copies communicate in the EP domain.
+        Two named groups of the same ranks share one communicator, so its streams are counted once.
+        MC2 has a separate communicator, listed after all others. Copies of a dense model never
+        communicate with each other. If experts are spread over copies, the copies communicate in
+        the EP domain.
         """
         kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
         sets = {tuple(sorted(group)) for kind in kinds for group in self.groups(kind)}

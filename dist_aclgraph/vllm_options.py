@@ -1,4 +1,4 @@
-"""vLLM's options that describe a deployment, and our configuration keys for these options.
+"""Maps vLLM's options that describe a deployment to our configuration keys.
 
 ``dist-aclgraph serve MODEL --tensor-parallel-size 2`` and ``LLM(MODEL, tensor_parallel_size=2)``
 read the same table. An option without a counterpart is refused; the error names the nearest option.
@@ -24,8 +24,8 @@ class Option:
     Attributes:
         key: our configuration key, which gets the option's value.
         kind: type of the value: bool for a switch, dict and list for JSON.
-        words: values with other names in our configuration; None leaves the key out.
-        short: additional names on the command line.
+        words: our names of values that vLLM names differently; None leaves the key out.
+        short: short names on the command line.
         note: the difference between the option and the key.
     """
 
@@ -131,7 +131,7 @@ METHODS = ("mtp", "deepseek_mtp")  # methods of drafting
 
 
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys with the values of the options; an option that is None is left out.
+    """Return our keys with the values of the options. Options with the value None are left out.
 
     ``enable_expert_parallel`` adds no key, because the value of its key depends on the whole
     configuration.
@@ -142,7 +142,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := options.keys() - OPTIONS.keys():
         raise ConfigError(refusal(min(unknown)))
     keys: dict[str, Any] = {}
-    for name, option in OPTIONS.items():  # the order matters: enforce_eager is before a mode
+    for name, option in OPTIONS.items():  # keep the order: enforce_eager comes before a mode
         value = options.get(name)
         if value is None or name == EXPERT_PARALLEL:
             continue

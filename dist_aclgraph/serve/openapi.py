@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies from the structs that read them; replies and errors by hand."""
+"""Makes the OpenAPI document. Schemas of bodies come from structs, and others from this file."""
 
 from __future__ import annotations
 
@@ -148,15 +148,15 @@ def document(
     """Return the OpenAPI document.
 
     Args:
-        endpoints: endpoint functions by method and path; a path's description is its endpoint's
-            docstring.
+        endpoints: endpoint functions by method and path. An endpoint's docstring is its path's
+            description.
         is_strict: whether unknown request fields are refused.
-        open_paths: the paths that need no key; None if there are no keys.
+        open_paths: the paths that need no key; None if the service has no keys.
     """
     paths: Json = {}
     for method, endpoints_of in endpoints.items():
         for path, endpoint in endpoints_of.items():
-            plain = path.replace(":path", "")  # Starlette's converter
+            plain = path.replace(":path", "")  # removes Starlette's converter
             paths[plain] = {method: _operation(plain, endpoint)}
             if open_paths is not None and path in open_paths:
                 paths[plain][method]["security"] = []

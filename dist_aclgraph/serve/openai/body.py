@@ -1,5 +1,4 @@
-"""Reads request bodies within limits, and decodes the bodies into typed structs. Every fault is a
-4xx.
+"""Reads request bodies within limits, and decodes them into typed structs. A fault is a 4xx.
 
 msgspec checks types while it decodes, and stops at the first error; nothing is built from invalid
 input. Fields that may have any number of items stay ``Raw``, which costs only a scan. The items of
@@ -144,9 +143,7 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
         """
 
     def kind_of_part(self, kind: type[B]) -> type[B]:
-        """Return the class for decoding a part; this class is strict if this body's class is
-        strict.
-        """
+        """Return the class for decoding a part, which is strict if this body's class is strict."""
         return strict(kind) if self.__struct_config__.forbid_unknown_fields else kind
 
 

@@ -1,5 +1,4 @@
-"""Converts events of an answer to parts of chat completion objects: content, reasoning, tool calls.
-"""
+"""Converts events of an answer to content, reasoning and tool calls of chat completion objects."""
 
 from __future__ import annotations
 

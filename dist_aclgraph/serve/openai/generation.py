@@ -202,7 +202,7 @@ class Generation:
         if limit_s is None:
             return
         passed_s = 0.0
-        if self.journal.is_resumed:  # use the wall clock, which is the same for the previous process
+        if self.journal.is_resumed:  # the wall clock continues across processes
             passed_s = time.time() - self.journal.chance.created_s
 
         def overrun() -> None:

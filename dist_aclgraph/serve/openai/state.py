@@ -187,9 +187,7 @@ class ApiState:
     def check_prompt_logprobs(
         self, asked: int | None, prompts: Sequence[list[int]], num_choices: int
     ) -> None:
-        """Raise if the request asks for too many prompt log-probabilities, which each choice
-        repeats.
-        """
+        """Raise if the request asks for too many prompt log-probabilities, over all choices."""
         if asked is None:
             return
         count = (asked + 1) * sum(map(len, prompts)) * num_choices

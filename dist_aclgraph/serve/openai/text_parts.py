@@ -1,5 +1,4 @@
-"""Reads texts that consist of parts, and makes messages for chat templates, for APIs except chat.
-"""
+"""Reads texts in parts, and makes messages for chat templates, for the APIs other than chat."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Requests with many prompts and short answers: a portion of the prompts runs at a time.
+"""Runs requests that have many prompts and short answers, in portions of their prompts.
 
-These requests have no journal. If the process that answers is lost, another process answers the
-request from its beginning.
+These requests have no journal. If the process that handles a request is lost, another process
+handles the request from its beginning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dist_aclgraph.serve.openai.reply import gather
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Chance, Journal
 
-# Number of prompts that run or wait on engines at once, so that one request leaves room for others.
+# Number of one request's prompts that run or wait on engines at once. The limit leaves room for
+# other requests.
 PORTION = 64
 
 
@@ -33,7 +34,7 @@ async def answer_prompts(
     pieces: list[ChoicePiece] = []
     for start in range(0, len(prompts), PORTION):
         part = prompts[start : start + PORTION]
-        # Later portions belong to an accepted request: they always get slots, and the limit of time
+        # Later portions belong to an accepted request, so they always get slots. The time limit
         # begins with the first portion.
         journal = Journal(chance, is_resumed=start > 0)
         generation = Generation(state, part, [params] * len(part), 1, "", journal)

@@ -1,4 +1,4 @@
-"""The input of POST /v1/responses: items of a conversation, as messages for chat templates."""
+"""Converts the input of POST /v1/responses, which has items, to messages for chat templates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant")
 _NOTHING = (b"", b"null", b"[]")
-# A function's namespace and name, by the name that the model gets.
+# The keys are functions' names for the model. The values are namespace and name of the function.
 Namespaces: TypeAlias = Mapping[str, tuple[str, str]]
 
 
@@ -39,7 +39,8 @@ class _Item(Body, kw_only=True):
     output: Raw = Raw()
 
     def __post_init__(self) -> None:
-        # Decoding stops at the first wrong item, so that a hostile array is not built.
+        # Raise during decoding, which stops at the first wrong item, so that a hostile array is not
+        # built.
         if self.type == "item_reference":
             raise ValueError("no response is stored; send the item itself")
         if self.type is None and self.role is None:
@@ -52,7 +53,7 @@ class _Item(Body, kw_only=True):
 
 
 def name_in(namespace: str, name: str) -> str:
-    """Return the name that the model gets for a function of a namespace."""
+    """Return the name of a function in a namespace, as the model gets it."""
     return f"{namespace}__{name}"
 
 
@@ -60,7 +61,7 @@ def read_input(raw: Raw, instructions: str | None) -> list[dict[str, Any]]:
     """Return the messages of a request's input.
 
     The instructions and the system messages at the beginning become one system message, because
-    many templates allow only one.
+    many templates allow only one system message.
 
     Raises:
         InvalidParameterError: an item is wrong, or there are too many items.
@@ -89,7 +90,7 @@ def read_input(raw: Raw, instructions: str | None) -> list[dict[str, Any]]:
 
 @dataclass
 class _Conversation:
-    """Puts reasoning, text and calls of one turn together into one message of the assistant."""
+    """Combines the reasoning, text and calls of a turn in one message of the assistant."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     _reasoning: str = ""

@@ -1,4 +1,4 @@
-"""An answer as the items of a response, with the events of a stream that build them."""
+"""Converts an answer to the items of a response, and to the events of a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 class OutputItems:
     """Builds the items of one answer, in the order in which the model writes them.
 
-    Every method that yields events yields them without their sequence numbers.
+    Events are yielded without sequence numbers.
 
     Attributes:
         items: the items that are complete.
@@ -44,7 +44,7 @@ class OutputItems:
         """Add events of one piece.
 
         Args:
-            logprobs: log-probabilities of the piece; they are those of its last content.
+            logprobs: log-probabilities of the piece, which belong to its last content.
         """
         found = list(events)
         last = max((i for i, e in enumerate(found) if isinstance(e, Content)), default=-1)
@@ -65,7 +65,7 @@ class OutputItems:
                 yield from self.close()
 
     def close(self, status: str = "completed") -> Iterator[Json]:
-        """Complete the open item, if there is one."""
+        """Complete the open item, if there is an open item."""
         item = self._open
         if item is None:
             return
@@ -94,7 +94,7 @@ class OutputItems:
         self._open = None
 
     def end(self, status: str) -> Iterator[Json]:
-        """Complete the answer; a complete answer has a message or a call."""
+        """Complete the answer. If it has neither a message nor a call, add an empty message."""
         yield from self.close(status)
         if status == "completed" and all(item["type"] == "reasoning" for item in self.items):
             yield from self._begin_text("message")

@@ -25,7 +25,7 @@ from dist_aclgraph.serve.responses.types import ResponsesRequest
 from dist_aclgraph.serve.resume.journal import Chance
 
 Json = dict[str, Any]
-# A comment, which clients skip: the generation continues, but nothing can be shown yet.
+# A comment, which clients skip. It is sent if the generation continues without visible output.
 NOTHING_YET = b": \n\n"
 
 
@@ -49,7 +49,7 @@ async def responses(state: ApiState, request: Request) -> Response:
 
 
 class _ResponseReply(Shape):
-    """Shapes pieces into a response object."""
+    """Converts pieces to a response object."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _ResponseReply(Shape):
         self._wants_logprobs = body.wants_logprobs
         self._common = _common(state, body, asked, chance)
         self._items = items
-        self._logprobs: list[Json] = []  # of tokens whose text is not shown yet
+        self._logprobs: list[Json] = []  # log-probabilities of tokens whose text is not shown yet
         self._num_frames = 0
         self._status = "in_progress"
 
@@ -162,7 +162,7 @@ def _common(state: ApiState, body: ResponsesRequest, asked: Conversation, chance
 
 
 def _or(given: Raw, default: Any) -> Any:
-    """Return what the client sent, on one line, because a line break would end a frame's data."""
+    """Return the client's value on one line, because a line break would end a frame's data."""
     if bytes(given) in (b"", b"null"):
         return default
     return Raw(msgspec.json.format(bytes(given), indent=-1))

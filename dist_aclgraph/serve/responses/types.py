@@ -35,8 +35,8 @@ from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, r
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
-LOGPROBS = "message.output_text.logprobs"  # the entry of ``include`` that asks for them
-# Types of tools that a provider runs itself begin so.
+LOGPROBS = "message.output_text.logprobs"  # entry of ``include`` for log-probabilities
+# Beginnings of the types of tools that a provider runs itself.
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp")
 MAX_INCLUDED = 64
 MAX_METADATA_BYTES = 16 << 10  # each event with a response contains them
@@ -106,7 +106,7 @@ class ResponsesRequest(Body, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     chat_template_kwargs: Annotated[Raw, schemas.VARIABLES] = ABSENT
-    # Refused if they have a value.
+    # A value in one of these fields is refused.
     previous_response_id: str | None = None
     conversation: Annotated[Raw, schemas.NO_VALUE] = ABSENT
     prompt: Annotated[Raw, schemas.NO_VALUE] = ABSENT
@@ -151,11 +151,11 @@ class ResponsesRequest(Body, kw_only=True):
     def asked(
         self, tools: ToolUse | None, defaults: Mapping[str, Any], context_len: int
     ) -> Conversation:
-        """Return what the request asks for.
+        """Return the conversation that the request asks to continue.
 
         Args:
             tools: the request's own tools, from ``read_tools``.
-            defaults: sampling parameters for those that the request omits.
+            defaults: values of sampling parameters that the request omits.
         """
         given = {
             "temperature": self.temperature,
@@ -195,7 +195,7 @@ class ResponsesRequest(Body, kw_only=True):
 
     @property
     def text_format(self) -> Raw:
-        """The form of the text as the client sent it; empty without a form."""
+        """The form of the text, as the client sent it; empty if the request has no form."""
         if bytes(self.text) in _NOTHING:
             return Raw()
         found: _Text = decode(self.text, _Text, "text")
@@ -217,11 +217,11 @@ class ResponsesRequest(Body, kw_only=True):
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
     def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
-        """Return the tools that the answer may call, the functions of namespaces, and the places of
-        tools that are left out.
+        """Return three things: the tools that the answer may call, the functions of namespaces, and
+        the places of tools that are left out.
 
-        A tool that a provider runs itself, such as ``web_search``, is left out: the model does not
-        learn of it. A strict service refuses it.
+        A tool that a provider runs itself, such as ``web_search``, is left out, and the model does
+        not see this tool. A strict service refuses the tool.
 
         Raises:
             InvalidParameterError: a tool is wrong, or is of a type that is not offered.

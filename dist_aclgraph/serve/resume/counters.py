@@ -1,4 +1,4 @@
-"""Counters of a TCP connection: how many bytes have been read, and how many have been sent."""
+"""Reads how many bytes of a TCP connection have been read, and how many have been sent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class Counters(NamedTuple):
     """The kernel's counts of a connection. Only the difference of two counts has a meaning.
 
     Attributes:
-        num_read: bytes that have been read from the connection; its end may count as one byte.
-        num_sent: bytes that were given to the kernel, without bytes that wait in this process.
+        num_read: bytes that have been read from the connection; the connection's end may count as
+            one byte.
+        num_sent: bytes that the kernel has got for sending; bytes that wait in this process are not
+            counted.
         is_open: whether neither side has ended the connection.
     """
 
@@ -42,7 +44,8 @@ def read_counters(connection: int) -> Counters:
         while True:
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
             state, num_acked, num_received = found = _COUNTS.unpack_from(info)
-            # A byte that moves between the three calls would be counted twice or not at all.
+            # Accept the counts only if nothing has changed during the three calls. Otherwise a byte
+            # could be counted twice or not at all.
             if found == before:
                 return Counters(
                     num_received - num_unread, num_acked + num_unacked, state == _ESTABLISHED

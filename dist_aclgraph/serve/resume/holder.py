@@ -1,4 +1,4 @@
-"""Two processes hold connections and journals, so that these outlive the death of a process.
+"""Lets two processes hold each connection and its journal, so that both outlive one process.
 
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. That process
 (``HolderLink``) sends the supervisor the descriptors of each connection and of its journal, and
@@ -24,15 +24,15 @@ from dist_aclgraph.serve.resume.memory import is_void
 
 NUM_DESCRIPTORS = 2
 MESSAGE_BYTES = 64 << 10
-MAX_ENDED = 4096  # maximum number in one message
+MAX_ENDED = 4096  # maximum number of ended connections in one message
 
 
 class HolderMessage(msgspec.Struct, frozen=True):
     """A process's report about its connections; each connection has a number.
 
     Attributes:
-        begun: number of a new connection, whose two descriptors are sent with the message; 0 for
-            none.
+        begun: number of a new connection, whose two descriptors are sent with the message; 0 if
+            there is no new connection.
     """
 
     ended: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The link's end in the process that answers requests; for one thread.
+    """The end of the link in the process that answers requests; for one thread.
 
     Attributes:
         left: connections that the previous process has left, by number.
@@ -78,7 +78,7 @@ class HolderLink:
         return self.link is not None and self._num_held < self.max_held
 
     def begin(self, connection: int, journal: int) -> int | None:
-        """Let the supervisor hold a connection; return its number, None if that is impossible."""
+        """Let the supervisor hold a connection; return its number, None if this is impossible."""
         if not self.has_room:
             return None
         number = next(self._numbers)
@@ -113,7 +113,7 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The link's end in the supervisor. Owns the descriptors that it holds."""
+    """The end of the link in the supervisor. Owns the descriptors that it holds."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}
@@ -123,7 +123,7 @@ class ConnectionHolder:
         return len(self._held)
 
     def open(self) -> socket.socket:
-        """Return the other end of a new link, for a process that is forked next.
+        """Return the other end of a new link, for the next process that is forked.
 
         The signal SIGIO tells this process that a message has arrived; SIGIO must not end it.
         """
@@ -137,7 +137,7 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """Return the link, in a process that was forked. After that, this object holds nothing."""
+        """Return the link, in the forked process. After that, this object owns no descriptors."""
         self._close_link()
         left, self._held = self._held, {}
         return HolderLink(others, left)
@@ -183,7 +183,7 @@ class ConnectionHolder:
         self._held.clear()
 
     def _lose(self) -> None:
-        """Apply an ended process's last messages; end the connections whose journals are void."""
+        """Apply the last messages of an ended process; end connections that have a void journal."""
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):

@@ -1,4 +1,4 @@
-"""Journal: everything that another process needs to continue the answer to a request.
+"""The journal contains all that another process needs to continue the answer to a request.
 
 An answer is a function of the request, of random values, and of the deltas. The journal's memory
 has the request as it arrived (``memory.py``). The random values are written when the request is
@@ -19,11 +19,11 @@ from dist_aclgraph.steps.delta import FinishReason, RequestDelta
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 
 JOURNAL = "dist_aclgraph.journal"  # an extension that our server offers in the request's scope
-RESUMED = "dist_aclgraph.resumed"  # likewise, present if another process has accepted the request
+RESUMED = "dist_aclgraph.resumed"  # extension of a request that another process has accepted
 
 
 class Chance(msgspec.Struct, frozen=True):
-    """The random parts of an answer; they are drawn once."""
+    """The random parts of an answer, which are drawn once."""
 
     name: str  # name of the reply, without its prefix
     created_s: int
@@ -46,7 +46,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """A record after the first one: the content of one delta for one choice."""
+    """A record after the first record: the content of one delta for one choice."""
 
     index: int  # index of the choice
     token_ids: bytes
@@ -114,7 +114,7 @@ class Journal:
         self._on_end = on_end
 
     def take_entries(self) -> tuple[Entry, ...]:
-        """Return a previous process's entries, and forget them, because they may be large."""
+        """Return a previous process's entries, and free them, because they may be large."""
         entries, self._entries = self._entries, ()
         return entries
 

@@ -1,4 +1,4 @@
-"""JournalMemory: the journal of one connection, in memory that outlives the process that writes it.
+"""Stores the journal of one connection in memory that outlives the process that writes it.
 
 | offset | content |
 | --- | --- |
@@ -8,8 +8,8 @@
 | ``RECORDS_AT`` | the records; each record follows its length |
 
 The kernel reads a connection directly into the request's part of this memory, so this memory
-contains every byte that was read. The kernel also tells the number of bytes of the request
-(``counters.py``): the bytes read from the connection until now, minus the bytes read until the
+contains every byte that was read. The kernel also counts the bytes read from the connection
+(``counters.py``). The size of the request is this count minus the count at the time when the
 journal was cleared.
 
 A process may be killed between any two instructions. Each change therefore takes effect by storing
@@ -28,13 +28,13 @@ REQUEST_BYTES = RECORD_BYTES = 8 << 20  # an answer that needs more cannot outli
 REQUEST_AT = mmap.PAGESIZE
 RECORDS_AT = REQUEST_AT + REQUEST_BYTES
 SIZE = RECORDS_AT + RECORD_BYTES
-STAYING_BYTES = 16 << 10  # if a journal used more, its memory is given back when it is cleared
+STAYING_BYTES = 16 << 10  # memory above this size is given back when a journal is cleared
 _LENGTH = struct.Struct("=I")
 _WORD = struct.Struct("=Q")
 _VOID = 0
 _SLOT_WORDS = 4
 # The words of a slot: number of bytes that had been read from the connection when the journal was
-# cleared; number of bytes that had been sent by then; offset of the next record; number of
+# cleared; number of bytes that had been sent at the same time; offset of the next record; number of
 # processes that died with the request.
 _NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES = range(_SLOT_WORDS)
 
@@ -125,7 +125,7 @@ class JournalMemory:
         return self._words[at]
 
     def void(self) -> None:
-        """Mark the journal: no process may continue from it until it is cleared. Idempotent."""
+        """Mark the journal as void, so that no process continues from it until it is cleared."""
         if not self.is_void:
             self.is_void = True
             self._words[0] = _VOID
@@ -162,7 +162,7 @@ class JournalMemory:
         self._records_end = self._words[at + _RECORDS_END]
 
     def _give_back(self) -> None:
-        """Give memory back to the system; after that it reads as zeros."""
+        """Give memory back to the system; later reads return zeros."""
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE, REQUEST_AT, SIZE - REQUEST_AT)
 

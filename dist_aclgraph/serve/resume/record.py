@@ -1,4 +1,4 @@
-"""ConnectionRecord: everything that another process needs to continue one connection."""
+"""A connection's record has all that another process needs to continue the connection."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
 MAX_LOSSES = 3  # if 3 processes died with the same request, the request may be the cause
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Buffer for the bytes of connections that are not held.
+# Buffer for the bytes of connections that no other process holds.
 _scratch = memoryview(bytearray(READ_BYTES))
 
 
 class ResumedRequest(NamedTuple):
-    """What a previous process has done for a request.
+    """A previous process's work for a request.
 
     Attributes:
         journal: journal of the answer; None if the request was not accepted.
@@ -46,7 +46,8 @@ class ConnectionRecord:
 
     Attributes:
         is_spent: whether a request in the journal has been answered.
-        num_omitted: bytes of the answer that a previous process has sent and we must leave out.
+        num_omitted: bytes of the answer that a previous process has sent, and that this process
+            must not send.
     """
 
     def __init__(self, link: HolderLink | None) -> None:
@@ -168,7 +169,7 @@ class ConnectionRecord:
     # -- requests --------------------------------------------------------------------------------
 
     def take_resumed(self) -> ResumedRequest | None:
-        """Return what a previous process did for the first request; None for all later requests."""
+        """Return the previous process's work for the first request; None for all later requests."""
         resumed, self._resumed = self._resumed, None
         return resumed
 
