@@ -10,7 +10,7 @@ from tests.checkpoints import make_reference
 
 @pytest.fixture(scope="session")
 def checkpoint(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four heads, two KV heads, three layers."""
+    """A checkpoint with four heads, two KV heads and three layers."""
     directory = tmp_path_factory.mktemp("qwen3")
     make_reference("Qwen3ForCausalLM", directory)
     return directory

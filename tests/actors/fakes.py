@@ -23,18 +23,18 @@ class FakeRank:
 
 @dataclass
 class FakeRanks:
-    """A lockstep group whose ranks capture at one stream a graph, and fail where told to.
+    """A lockstep group whose ranks use one stream per graph, and fail at the configured actions.
 
     Attributes:
-        streams: of each rank.
-        failures: by (rank, graph), the cause that a capture fails with; of ``unprepared``, the
-            warm-up before it.
-        digests: by (rank, graph), of ranks that capture something of their own.
-        holds_another_plan: a rank that adopts something else.
-        leaks: a rank that does not get a stream back.
-        breaks: a rank whose device refuses this action.
-        keeps_bytes: a rank that holds more bytes behind a release than before.
-        counts: whether the devices count what graphs take.
+        streams: number of streams of each rank.
+        failures: cause with which the capture of a graph fails on a rank; in ``unprepared``, with
+            which the warm-up fails.
+        digests: digest that a rank reports for a graph, if it differs from the other ranks' digest.
+        holds_another_plan: a rank that adopts another plan.
+        leaks: a rank that does not free streams.
+        breaks: a rank, and the action that its device refuses.
+        keeps_bytes: a rank that uses more bytes after a release than before the capture.
+        counts: whether the devices count free streams.
     """
 
     streams: tuple[int, ...] = (100, 100)

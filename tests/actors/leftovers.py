@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-NPUS = 8.0  # of the session's cluster
+NPUS = 8.0  # NPUs of the session's cluster
 WAIT_S = 60.0
 
 
@@ -24,7 +24,7 @@ def free_npus() -> float:
 
 
 def assert_all_npus_are_free(npus: float = NPUS) -> None:
-    """Wait until as many NPUs are free as there are, or as were before a test."""
+    """Wait until this number of NPUs is free; by default, all NPUs."""
     wait_until(lambda: free_npus() >= npus, f"of {npus:g} NPUs some are still held")
 
 

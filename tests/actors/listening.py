@@ -1,4 +1,4 @@
-"""Where processes listen, as the kernel says."""
+"""Reads from the kernel where processes listen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def listening(pids: set[int]) -> set[tuple[str, int]]:
-    """Addresses and ports that these processes listen at, over TCP."""
+    """Return the addresses and TCP ports at which these processes listen."""
     inodes = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,4 +1,4 @@
-"""The ranks of a group as plain objects of this process: no Ray, no HCCL, the device is real."""
+"""The ranks of a group as objects of this process, with a device, but without Ray and HCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LEN = 128
 
 @dataclass
 class LocalRanks:
-    """Workers that are groups of their own, one after another on one device."""
+    """Workers of groups of one rank, which use the same device one after the other."""
 
     workers: list[Worker]
 

@@ -1,4 +1,4 @@
-"""An engine's loop over workers without a model, and clients of it: no Ray, no device."""
+"""An engine's loop with workers that have no model, and its clients, without Ray and devices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.unit.scheduler.fake_worker import FakeWorker
 TOKEN, EPOCH, WAIT_S, STEP_S = "secret", 1, 10.0, 60.0
 NUM_BLOCKS, BLOCK = 32, 16
 NODE = "node"
-VOCAB = 1000  # above all ids of tests
+VOCAB = 1000  # higher than all token ids of tests
 
 
 class Group:
@@ -57,14 +57,16 @@ class Group:
 
     Args:
         fail_at: the step at which rank 0 reports an error.
-        dp, tp: data-parallel ranks, and ranks of each; more than one share experts.
-        num_drafts: draft tokens of each request, of which one is right.
-        lose_at: the step at which the last rank's tokens find no room on their way.
-        stall_at, stall_s: the step that takes long, and how long.
-        link_s, max_unread_bytes, turn_s: limits of clients, and of the loop's host work.
-        clients_host: where clients of other nodes come in.
+        dp, tp: number of data-parallel ranks, and of ranks in each. With several ranks, experts are
+            shared.
+        num_drafts: number of draft tokens of each request; one draft token is accepted.
+        lose_at: the step in which there is no room for the last rank's tokens at their experts.
+        stall_at, stall_s: the step that takes long, and its duration.
+        link_s, max_unread_bytes, turn_s: limits for clients, and for the loop's work on the host.
+        clients_host: address for clients on other nodes.
         is_held: whether the engine may serve.
-        fault_at: the step at which a device of rank 0 stops by a link; others wait for it.
+        fault_at: the step in which rank 0's device stops because of a link; other ranks wait for
+            this device.
         stop: stops the devices of all ranks.
     """
 
@@ -209,7 +211,7 @@ class RawClient:
         self._socket.send_multipart(frames)
 
     def receive(self) -> Any:
-        """Return the next message that is no pulse."""
+        """Return the next message that is not a heartbeat."""
         while True:
             assert self._socket.poll(WAIT_S * 1000), "no answer"
             message = from_engine_decoder.decode(self._socket.recv())

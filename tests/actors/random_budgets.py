@@ -1,6 +1,6 @@
-"""Plans for random numbers of free streams on one rank, held against the device's own count.
+"""Compares plans for random numbers of free streams on one rank with the device's own count.
 
-A process of its own, as the emulator's settings hold for the life of a process:
+This program runs in a separate process, because the emulator's settings cannot change in a process:
 ``python -m tests.actors.random_budgets CHECKPOINT ACCOUNTING SEED ROUNDS``.
 """
 
@@ -51,8 +51,9 @@ def make_round(base: Config, mode: str, model: str, chosen: random.Random) -> Co
 def play(ranks: LocalRanks, config: Config, free: int) -> str:
     """Negotiate and capture with ``free`` stream ids; return the outcome in one word.
 
-    The law: what the models that count streams negotiate is captured completely; whatever a plan
-    became, one more bucket of a family that it cut short does not fit; and all streams come back.
+    There are three laws. A plan from a model that counts streams is captured completely. If the
+    plan has fewer buckets of a family than asked, one more bucket does not fit. After the release,
+    all streams are free again.
     """
     workload = Workload.from_config(config, read_model_facts(config.model))
     model = make_budget_model(config.graph.budget_model, workload)
@@ -95,7 +96,7 @@ def check_one_more(
     plan: GraphPlan,
     reserve: int,
 ) -> str:
-    """Capture one more of every family that the plan cut short for want of streams."""
+    """Capture another bucket of every family that lost buckets for lack of streams."""
     kept = {family.name: family.buckets for family in plan.families}
     short = "failed" in plan.reasons[-1]
     found = "all"

@@ -1,4 +1,4 @@
-"""The workers of a lockstep group as processes that this one has forked, without Ray."""
+"""Runs the workers of a lockstep group in forked processes, without Ray."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from dist_aclgraph.steps.step import (
 from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.forks import begin, forks
 
-ANSWER_S = 120.0  # until a rank counts as stuck in any call
-END_S = 10.0  # until one that was told to leave is killed
+ANSWER_S = 120.0  # seconds until a rank counts as stuck in a call
+END_S = 10.0  # seconds until a process that should leave is killed
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class RankStep:
     """The result of a step on one rank.
 
     Attributes:
-        num_collectives: that ran on its device.
-        counted: by the device since the step before ended: waits of the host, launches that the AI
-            CPU ran, and launches with unaligned views.
-        slow: the operators of these launches.
+        num_collectives: number of collectives that ran on the rank's device.
+        counted: what the device counted since the end of the previous step: waits of the host,
+            launches on the AI CPU, and launches with unaligned views.
+        slow: names of the operators in these launches.
     """
 
     result: StepResult
@@ -58,7 +58,7 @@ _COUNTED = ("host_syncs", "ai_cpu", "unaligned_views")
 
 
 class RankProcesses(WorkerGroup):
-    """Calls workers over pipes, and sends them steps as an engine does."""
+    """Calls workers over pipes, and sends steps to workers like an engine."""
 
     def call(
         self,
@@ -70,8 +70,8 @@ class RankProcesses(WorkerGroup):
         """Call a method on all workers and return their answers in rank order.
 
         Raises:
-            AssertionError: a rank did not answer, or is gone.
-            Exception: what a worker raised; the others are not waited for.
+            AssertionError: a rank did not answer, or its process has ended.
+            Exception: the error of a worker; the call does not wait for the other workers.
         """
         for index, pipe in enumerate(self.workers):
             pipe.send((method, arguments(index) if arguments else ()))
@@ -91,7 +91,7 @@ class RankProcesses(WorkerGroup):
         return [answers[index] for index in range(len(self.workers))]
 
     def join(self, rendezvous: str, timeout_s: float) -> list[str]:
-        """Open all devices and make the ranks one HCCL world; return the devices in words."""
+        """Open all devices, and join the ranks in one HCCL world; return the devices as text."""
         return self.call(
             "join",
             "JOINING",
@@ -100,7 +100,7 @@ class RankProcesses(WorkerGroup):
         )
 
     def step(self, plan: StepPlan) -> list[RankStep]:
-        """Let all ranks run a step alone; return what each of them did."""
+        """Let all ranks run a step with no other step in flight; return each rank's result."""
         message = encoder.encode(plan)
         done = []
         for answer, *counted in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
@@ -110,12 +110,12 @@ class RankProcesses(WorkerGroup):
         return done
 
     def launch(self, plan: StepPlan) -> list[StepResult]:
-        """Let all ranks queue a step; return their results of the one before, if it has ended."""
+        """Let all ranks queue a step; return the results of the previous step if it has ended."""
         message = encoder.encode(plan)
         return self._results("launch", (message,))
 
     def pause(self) -> list[StepResult]:
-        """Let all ranks finish the step in flight; return their results of it."""
+        """Let all ranks finish the step in flight; return its results."""
         return self._results("pause", ())
 
     def _results(self, method: str, arguments: tuple[Any, ...]) -> list[StepResult]:
@@ -127,7 +127,7 @@ class RankProcesses(WorkerGroup):
 
 @contextmanager
 def rank_processes(config: Config) -> Iterator[RankProcesses]:
-    """Start every rank of ``config`` as one group whose workers have met, and end them."""
+    """Within this context, processes run for all ranks of ``config``, which are one group."""
     size = config.parallel.world_size
     context = forks()
     pipes, processes = [], []
@@ -144,7 +144,7 @@ def rank_processes(config: Config) -> Iterator[RankProcesses]:
         for rank, process in enumerate(processes)
     ]
     try:
-        nothing: Any = None  # no controller places them
+        nothing: Any = None  # no controller places these workers
         ranks = tuple(map(WorldRank, range(size)))
         yield RankProcesses(ranks, pipes, request=nothing, bundles=nothing, infos=infos)
         for pipe in pipes:
@@ -158,7 +158,7 @@ def rank_processes(config: Config) -> Iterator[RankProcesses]:
 
 @contextmanager
 def rendezvous() -> Iterator[str]:
-    """Where the ranks of one HCCL world meet."""
+    """Yield the URL of the file by which the ranks of one HCCL world meet."""
     with tempfile.TemporaryDirectory() as directory:
         yield f"file://{Path(directory) / 'rendezvous'}"
 
@@ -191,7 +191,7 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         assert isinstance(plan, StepPlan)
         before = emulator.counters()["collectives"]
         result = worker.execute(plan)
-        # Its drafts come behind its results. A question is no synchronize that would be counted.
+        # Drafts are computed after the results. A query does not count as a wait of the host.
         while not runtime().current_stream().query():
             time.sleep(QUERY_S)
         now = emulator.counters()
@@ -212,12 +212,12 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         return [encoder.encode(worker._running.runner.finish())]
 
     def kv_bytes() -> int:
-        """Bytes of the decoder's caches."""
+        """Return the number of bytes of the decoder's caches."""
         caches = [vars(cache).values() for cache in worker._running.runner._caches]
         return sum(tensor.nbytes for tensors in caches for tensor in tensors)
 
     def serve(address: ChannelAddress) -> None:
-        """Run the step loop, and calls beside it; none comes back from here."""
+        """Run the step loop, and answer calls on another thread. Never returns."""
         threading.Thread(target=_answer, args=(worker, pipe), daemon=True).start()
         worker.run_loop(address)
         os._exit(0)

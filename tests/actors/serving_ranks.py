@@ -1,4 +1,4 @@
-"""An engine's loop over real workers, which are processes without Ray; and a client of it."""
+"""An engine's loop with real workers in processes without Ray, and a client of this loop."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ NODE, TOKEN, WAIT_S, LOOK_S = "node", "secret", 60.0, 0.1
 
 @dataclass
 class ServingRanks:
-    """Attributes:
-    loop: of the engine.
-    """
+    """Attributes: loop: the engine's loop."""
 
     loop: EngineLoop
     client: EngineClient
@@ -57,7 +55,7 @@ class _Captured:
 
 @contextmanager
 def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
-    """Start all ranks of ``config``, which are one group, and serve with them."""
+    """Within this context, all ranks of ``config``, which are one group, serve."""
     with lockstep(config) as group:
         ranks = group.ranks
         group.scheduler.epoch = 1
@@ -105,7 +103,7 @@ def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
 def _stop(
     ranks: RankProcesses, timeout_s: float, check: Callable[[], None]
 ) -> dict[GroupRank, str]:
-    """Have all ranks stop their devices, as an engine has by Ray."""
+    """Let all ranks stop their devices, as an engine does over Ray."""
     for pipe in ranks.workers:
         pipe.send(("stop_device", (timeout_s,)))
     silent: dict[GroupRank, str] = {}
@@ -125,7 +123,7 @@ def _stop(
 
 
 def _watch(ranks: RankProcesses, loop: EngineLoop, is_over: threading.Event) -> None:
-    """Tell the loop of a rank that dies, as the controller does."""
+    """Report a rank that dies to the loop, as the controller does."""
     pids = [info.pid for info in ranks.infos]
     while not is_over.wait(LOOK_S):
         alive = {process.pid for process in active_children()}

@@ -1,4 +1,4 @@
-"""Peers that do not belong to the deployment: with wrong keys, or with junk."""
+"""Peers that do not belong to the deployment: they have wrong keys, or send junk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_JUNK = int(os.environ.get("DIST_ACLGRAPH_JUNK", "2000"))
 
 
 def with_fresh_keys(endpoint: Endpoint) -> Endpoint:
-    """The keys of a stranger that knows the server's public key."""
+    """Return keys of a peer that knows only the server's public key."""
     assert endpoint.keys is not None
     public, secret = zmq.curve_keypair()
     return replace(
@@ -44,7 +44,7 @@ Stranger = Callable[[Endpoint], Endpoint]
 
 
 def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
-    """Return why a client is refused, which it learns in bounded time; so do its requests."""
+    """Return why a client is refused. Client and requests must fail within a time limit."""
     client = EngineClient([Address(NODE, endpoint)], token, node_id=NODE, link_s=WAIT_S)
     try:
         wait_until(lambda: bool(client.losses()), "the client learns nothing")
@@ -56,8 +56,8 @@ def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
 
 
 def send_raw(url: str, count: int) -> int:
-    """Send bytes that are not ZMTP, over one connection after another; return how many were
-    accepted.
+    """Send blocks of bytes that are not ZMTP, over one connection after another; return the number
+    of blocks.
     """
     host, port = url.removeprefix("tcp://").split(":")
     taken = 0
@@ -67,13 +67,13 @@ def send_raw(url: str, count: int) -> int:
                 for _ in range(100):
                     raw.sendall(os.urandom(64))
                     taken += 1
-            except OSError:  # closed by the engine, as it should
+            except OSError:  # the engine has closed the connection, as it should
                 taken += 1
     return taken
 
 
 def send_frames(endpoint: Endpoint, kind: int, count: int) -> None:
-    """Send junk frames, as many as go out."""
+    """Try to send ``count`` junk frames."""
     own: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = own.socket(kind)
     endpoint.connect(peer)
@@ -81,5 +81,5 @@ def send_frames(endpoint: Endpoint, kind: int, count: int) -> None:
         try:
             peer.send(b"\x81\xa4type\xa4\xff\xfe%d" % i, zmq.NOBLOCK)
         except zmq.Again:
-            time.sleep(0.001)  # strangers get nothing through
+            time.sleep(0.001)  # the queue of a peer without valid keys is full
     own.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""Requests that run one after the other, while groups come and go."""
+"""Streams of requests that run while groups are added and removed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ GRAPH = {"sizes": [4, 12]}
 
 @dataclass
 class Streams:
-    """A number of streams, each of which sends one request after another, with prompts in turn.
+    """Several streams. Each stream sends one request after another, with alternating prompts.
 
     Attributes:
-        ended: by prompt.
+        ended: the index of the prompt, and the answer, of each completed request.
     """
 
     service: Serving
@@ -46,7 +46,7 @@ class Streams:
 
 @contextmanager
 def streams(service: Serving, count: int = NUM_STREAMS) -> Iterator[Streams]:
-    """Streams that run until the block ends; each is waited for."""
+    """Within this context, streams run; at its end, all streams end."""
     found = Streams(service)
     threads = [threading.Thread(target=found.run, args=[i], daemon=True) for i in range(count)]
     for thread in threads:

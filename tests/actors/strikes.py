@@ -1,4 +1,4 @@
-"""Faults that strike a deployment in the middle of its requests."""
+"""Faults that happen to a deployment while its requests run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def arm(file: Path, words: str) -> None:
 
 
 def strike(file: Path, words: str) -> None:
-    """Arm a fault, and wait until a device has failed by it."""
+    """Arm a fault, and wait until a device has failed because of the fault."""
     arm(file, words)
     wait_until(lambda: not file.exists(), "the fault has struck nobody")

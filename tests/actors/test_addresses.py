@@ -1,4 +1,4 @@
-"""Which peers reach a socket of an engine: on its node, on another, with keys and without."""
+"""Only peers with valid keys, or on the engine's node, reach a socket of an engine."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_stranger_is_no_worker(
     address = sender.address_for(ELSEWHERE)
     plans, results = context.socket(zmq.SUB), context.socket(zmq.PUSH)
     plans.setsockopt(zmq.SUBSCRIBE, b"")
-    results.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a connection that is not there yet
+    results.setsockopt(zmq.IMMEDIATE, 1)  # frames do not wait for a missing connection
     stranger(address.plans).connect(plans)
     stranger(address.results).connect(results)
 

@@ -1,4 +1,4 @@
-"""Groups that requests want, in a cluster that is full."""
+"""Tests how groups are added for the load if the cluster has no free NPUs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.serve.conftest import CONFIG
 
 UP_S = 5.0
 AUTOSCALE = {"serve.autoscale.max_groups": 3, "serve.autoscale.up_s": UP_S}
-BUSY = (1, 1000)  # requests that run, and that wait
+BUSY = (1, 1000)  # numbers of running and of waiting requests
 
 
 @dataclass
 class ScaledGroups(Groups):
-    """Groups of which Upkeep asks for more."""
+    """Groups that Upkeep scales up."""
 
     now_s: float = 0.0
     tries_s: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class ScaledGroups(Groups):
         self.start()
 
     def upkeep(self) -> Upkeep:
-        """Return one that sees busy groups, and whose changes end at once."""
+        """Return an upkeep that sees busy groups, and whose changes end at once."""
 
         def begin(work: Callable[[], None]) -> BegunChange:
             work()
@@ -68,7 +68,8 @@ class CrowdedGroups(ServingGroups):
     """Groups of a cluster without a free NPU.
 
     Attributes:
-        looks: how long each look for room may wait, and whether other changes are refused then.
+        looks: for each check of room: its time limit, and whether other changes were refused at
+            that time.
     """
 
     def __init__(self) -> None:
@@ -148,6 +149,6 @@ def test_a_lost_group_is_given_back_when_so_many_are_wanted_as_are_left(
     assert stopped == [lost]
     assert crowded.groups == [serves]
     assert crowded.num_missing == 0
-    # Clients hear that it is no more.
+    # Clients get a list without the lost group.
     [groups] = serves.engine.set_groups.remote.call_args.args
     assert len(groups.groups) == 1

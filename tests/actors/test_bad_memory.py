@@ -1,4 +1,4 @@
-"""Memory turns bad under many streams: its contents are computed again, and no request is lost."""
+"""Memory fails under many streams: its contents are computed again, and no request is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.deployments import Serving, greedy_params, make_deployment_config, se
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 STREAMS, TOKENS, ANSWER_S = 12, 200, 240.0
-# Keys of a layer, in the first block; a weight; HCCL's own memory.
+# Faulty memory: keys of a layer in the first block; a weight; HCCL's own memory.
 KV = "fault_op=aclnnFusedInferAttentionScoreV3 fault_operand=1 fault_offset=65536"
 WEIGHT = "fault_op=aclnnMm fault_operand=1"
 LIBRARY = "fault_op=HcclAllReduce"
@@ -25,14 +25,14 @@ def make_config(checkpoint: Path, arms: Path) -> Any:
     return make_deployment_config(
         checkpoint,
         parallel={"tp": 2},
-        kv={"num_blocks": 1 + 2 * STREAMS, "block_size": 128},  # all are needed
+        kv={"num_blocks": 1 + 2 * STREAMS, "block_size": 128},  # the streams need all blocks
         device={"emulator": {"strict": False, "fault": {"file": str(arms)}}},
         recovery={"resume_s": 20.0},
     )
 
 
 def run_all(service: Serving, prefix: str, strike: Any = lambda: None) -> list[list[int]]:
-    """Run all streams, and strike while they run; return the tokens."""
+    """Run all streams, call ``strike`` while they run, and return the tokens."""
     answers = [
         service.submit(f"{prefix}{index}", prompt, greedy_params(TOKENS))
         for index, prompt in enumerate(make_prompts([20] * STREAMS))
@@ -62,7 +62,8 @@ def test_what_lay_in_bad_memory_says_what_is_done_again(checkpoint: Path, tmp_pa
         assert metrics["num_preemptions"] == STREAMS
         assert (service.client.num_resumed, worker_pids(service)) == (0, before)
 
-        # The group is lost, and all its processes join another one; one of them loads again.
+        # The group is lost. All its processes join another group, and one process loads its weights
+        # again.
         assert run_all(service, "weight", lambda: turn_bad(WEIGHT)) == wanted
         assert service.client.num_resumed == STREAMS
         assert worker_pids(service) == before

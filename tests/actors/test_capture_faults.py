@@ -1,4 +1,4 @@
-"""Faults in the middle of a capture, on one rank of two, and how the deployment reacts."""
+"""A fault in a capture on one of two ranks costs one bucket, or ends the start with the cause."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.lockstep import Lockstep, lockstep
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 SIZES = (1, 2, 4, 8, 12)
-LAYERS = 3  # of the checkpoint; each records one aclnnSwiGlu
+LAYERS = 3  # layers of the checkpoint; each layer records one aclnnSwiGlu
 MIXED_SIZES = (4, 8, 16)
-STREAMS_BEFORE = 36  # of a rank, when it offers
-STREAMS_PER_GRAPH = 4  # of a decode graph of two ranks: two lanes, and a domain at two
-SMALLEST_SEGMENT = 2 << 20  # that torch's allocator takes from the device
+STREAMS_BEFORE = 36  # free streams of a rank at its offer
+STREAMS_PER_GRAPH = 4  # a decode graph of two ranks: two for lanes, two for a domain
+SMALLEST_SEGMENT = 2 << 20  # smallest size that torch's allocator requests
 CAPTURE_S, STOP_S = 8.0, 2.0
-STALL_S = 100.0  # after which what waits for a stalled rank would come back
+STALL_S = 100.0  # duration of a stall; a wait for the stalled rank would take as long
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,8 @@ def make_faulty_config(
 ) -> Config:
     graph = {
         "mode": mode,
-        # No probes and no reserve: the first captures are the plan's own, and nothing is held back.
+        # Without probes and reserve, the first captures are those of the plan, which may use all
+        # streams.
         "budget_model": "legacy-0.11",
         "reserve_streams": 0,
         "sizes": SIZES,
@@ -91,7 +92,7 @@ def test_a_rank_out_of_streams_in_its_third_bucket_leaves_two_on_all(checkpoint:
 
 @pytest.mark.slow
 def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoint: Path) -> None:
-    # The second allocation: some of the bucket's pieces exist by then, and hold memory.
+    # At the second allocation, some of the bucket's pieces exist already, and use memory.
     fault = {"op": "alloc", "call": 2}
     config = make_faulty_config(checkpoint, "FULL_AND_PIECEWISE", fault, max_tokens=512)
     with lockstep(config) as group:
@@ -102,7 +103,7 @@ def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoin
     (rollback,) = report["rollbacks"]
     assert "piecewise mixed 512 was undone on all ranks: rank 1 failed (memory)" in rollback
     assert report["ranks"][0]["streams"]["measured"] == report["ranks"][1]["streams"]["measured"]
-    # The streams of the undone bucket are back: smaller buckets fit in the smallest segment.
+    # The memory of the undone bucket is free again: smaller buckets fit in the smallest segment.
     assert report["pool_bytes"] == SMALLEST_SEGMENT
 
 
@@ -120,8 +121,8 @@ def test_an_operator_that_fails_while_captured_costs_that_bucket_alone(checkpoin
 
 
 def fail_to_start(config: Config) -> tuple[WorkerError, float, float]:
-    """Return the error of a start, the seconds to it from when captures were seen to have begun,
-    which may be late, and those from the beginning of the start.
+    """Return the error of a failed start, the time from captures to the error, and the time of the
+    start. The first time may be too short, because the begin of captures may be reported late.
     """
     start_s = began_s = time.monotonic()
 
@@ -163,7 +164,7 @@ def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoin
 def test_a_rank_that_dies_in_a_capture_ends_the_start_at_once(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 5, "kind": "die"}
 
-    # The start fails at once, not at the limit.
+    # The start must fail long before the time limit.
     error, *_ = fail_to_start(make_faulty_config(checkpoint, fault=fault, capture_s=600.0))
 
     assert (error.rank, error.phase) == (1, "CAPTURING")

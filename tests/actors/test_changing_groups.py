@@ -1,7 +1,7 @@
-"""Groups that come, drain, die, hang and are replaced while others serve.
+"""Groups are added, drained and replaced, die and hang, while other groups serve.
 
-A recovered deployment is as good as new, so that most tests share one of two groups: each leaves
-two groups that serve.
+Most tests share a deployment of two groups. Each of these tests leaves two serving groups, because
+a recovered deployment is as good as a new deployment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.deployments import Serving, greedy_params, make_deployment_config, se
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 LONG = 400
-START_S = 240.0  # of a group, beside others that serve
+START_S = 240.0  # time limit for the start of a group while other groups serve
 ALL_SERVE = {"serving": 2, "draining": 0, "lost": 0}
 
 
@@ -50,8 +50,8 @@ class Pair:
     """Two groups.
 
     Attributes:
-        configs: the groups run one of them.
-        weights, away: the file of the weights, and where tests hide it.
+        configs: two configurations; the groups run one of these.
+        weights, away: path of the weights, and the path to which tests move this file to hide it.
         wanted: the tokens of ``PROMPTS``.
     """
 
@@ -63,7 +63,7 @@ class Pair:
 
     @property
     def next_config(self) -> Config:
-        """The configuration that the groups do not run."""
+        """The one of ``configs`` that the groups do not run."""
         running = self.service.report()["num_blocks"]
         [other] = [config for config in self.configs if config.kv.num_blocks != running]
         return other
@@ -107,7 +107,7 @@ def shared(
 
 @pytest.fixture
 def pair(shared: Pair) -> Iterator[Pair]:
-    """The two groups, which both serve."""
+    """Return the two groups when both serve."""
     wait_until(shared.all_serve, "the test before has left a group that does not serve", START_S)
     yield shared
     if shared.away.exists():
@@ -133,7 +133,7 @@ def test_an_engine_that_hangs_loses_no_request_and_its_group_is_replaced(pair: P
     assert client.num_losses()["silent"] == num_silent + 1
     assert_all_equal(found, pair.wanted)
     assert_processes_are_gone([engine])
-    assert pids_of(pair.service) == workers  # it keeps its weights
+    assert pids_of(pair.service) == workers  # the workers keep their weights
 
 
 def test_groups_are_added_and_drain_side_by_side_under_streams(pair: Pair) -> None:
@@ -187,7 +187,7 @@ def test_groups_that_do_not_come_up_change_nothing(pair: Pair) -> None:
     pair.assert_answers("unchanged")
 
 
-@pytest.mark.slow  # a roll under requests is in the one that ends early
+@pytest.mark.slow  # the test of a roll that ends early also rolls under requests
 def test_another_configuration_replaces_the_old_one_without_a_failed_request(pair: Pair) -> None:
     service, other = pair.service, pair.next_config
     old, names = pids_of(service), names_of(service)
@@ -235,7 +235,7 @@ def test_a_dead_group_loses_no_request_and_its_replacement_is_tried_again_when_i
 
 @pytest.mark.slow
 def test_the_death_of_all_groups_at_once_loses_no_request(pair: Pair) -> None:
-    """One group loses its worker, the other its engine: no group is left to announce new ones."""
+    """A worker and all engines die, so no engine is left that could announce new groups."""
     service, names = pair.service, names_of(pair.service)
     outage_s = service.client.outage_seconds()
     workers, engines = pids_of(service), pair.engine_pids()
@@ -300,7 +300,7 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
     config = make_deployment_config(
         checkpoint, parallel={"dp": 2}, graph=GRAPH, recovery={"restarts_per_hour": 0}
     )
-    free = free_npus()  # the shared groups may be there
+    free = free_npus()  # the shared groups may use NPUs
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
         with streams(service, 8) as found:
@@ -314,7 +314,7 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
             service.client.raise_if_dead()
             service.deployment.raise_if_dead()
 
-            # Its place is taken by a new one, under a name of its own.
+            # A new group with another name replaces the lost group.
             service.deployment.scale(2)
 
             wait_until(lambda: names_of(service) == {"0", "2"}, "the dead group is still there")
@@ -331,7 +331,7 @@ def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
 
-        with streams(service, 32) as found:  # more than one group has rows for
+        with streams(service, 32) as found:  # more requests than one group has rows
             wait_until(lambda: service.client.capacity().serving == 2, "no other group", 120)
 
         wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)

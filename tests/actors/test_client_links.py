@@ -1,4 +1,4 @@
-"""Requests whose engine, client, or connection between both fails."""
+"""Requests fail, or continue, if the engine, the client or the connection fails."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def owns_nothing(group: Group) -> bool:
 
 
 class HeldReader(Answer):
-    """Holds the client's I/O thread at its next delta, from ``hold`` on until ``let_go``."""
+    """After ``hold``, blocks the client's I/O thread at the next delta until ``let_go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
 ) -> None:
     group = make_group(max_model_len=1024, num_blocks=200, link_s=NEVER_S)
     client = make_client(group.address, link_s=NEVER_S)
-    reader, *others = submit_many(client, 60, 400)  # four run at a time: 6,000 messages
+    reader, *others = submit_many(client, 60, 400)  # four run at a time: there are 6,000 messages
     wait_until(lambda: group.scheduler.num_requests == 60, "not all requests are there")
     reader.hold()
 
@@ -169,7 +169,7 @@ def test_a_step_longer_than_any_silence_harms_nobody(
 
 
 def _serve_pulses(address: str, received: Any) -> None:
-    """An engine that takes requests and answers beats, until it is killed."""
+    """Run an engine that accepts requests and replies to heartbeats, until it is killed."""
     router = zmq.Context().socket(zmq.ROUTER)
     router.bind(address)
     while True:

@@ -1,7 +1,7 @@
-"""Law: however the context of requests is shared between ranks, graphs give the tokens of eager
-steps, and both those of one rank that has all of it.
+"""Law: for any way of sharing requests' contexts between ranks, steps with graphs and eager steps
+give the same tokens as a single rank.
 
-Ranks stay alive over all examples of a deployment; deployments are drawn, too, by seeds.
+All examples of a deployment use the same processes. Deployments are drawn at random, from seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.unit.scheduler.requests import submit
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 NUM_BLOCKS = 64
 NUM_SEEDS = 20 if laws.is_full() else 2
-STEM = make_prompts([80], seed=9)[0]  # with which many prompts begin
+STEM = make_prompts([80], seed=9)[0]  # the beginning of many prompts
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Setting:
     """A deployment.
 
     Attributes:
-        ranks: tp, pcp, dcp.
-        drafts: None for grouped-query attention, which has no module for them.
+        ranks: sizes of tp, pcp and dcp.
+        drafts: number of draft tokens; None for a model with grouped-query attention, which cannot
+            draft.
     """
 
     ranks: tuple[int, int, int]
@@ -49,7 +50,7 @@ class Setting:
 
     @classmethod
     def drawn(cls, seed: int) -> Setting:
-        """Draw all but layout and drafts, which go round: 20 seeds have each with each."""
+        """Draw a setting. 20 consecutive seeds have all combinations of layouts and drafts."""
         layouts, drafts = [(2, 1, 2), (1, 2, 2), (2, 2, 4), (1, 2, 1)], [3, None, 1, 2, 0]
         rng = random.Random(seed)
         block_size = rng.choice([16, 32])
@@ -79,7 +80,7 @@ def one_key_head(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(npu: Any, one_key_head: Path) -> dict[Path, ModelRunner]:
-    """One rank for each model, without drafts."""
+    """Return a runner on one rank, without drafts, for each model."""
     return {path: make_runner(npu, path, MAX_SEQS) for path in (DEMO, one_key_head)}
 
 
@@ -92,7 +93,7 @@ class Deployment:
     def play(
         self, arrivals: list[Arrival], num_blocks: int | None, *, is_eager: bool
     ) -> dict[str, list[int]]:
-        """Play arrivals as ``run`` does for one rank; return each request's tokens."""
+        """Play arrivals on all ranks, as ``run`` does on one rank; return each request's tokens."""
         self.group.restart(num_blocks=num_blocks, is_eager=is_eager)
         scheduler = self.group.scheduler
         tokens: dict[str, list[int]] = {}
@@ -119,14 +120,14 @@ class Deployment:
         return tokens
 
     def check(self, arrivals: list[Arrival], num_blocks: int | None = None) -> None:
-        """Play arrivals three times, and compare."""
+        """Compare the tokens of one rank, of eager steps and of steps with graphs."""
         wanted, _ = run(self.alone, EAGER, arrivals, 60)
         eager = self.play(arrivals, num_blocks, is_eager=True)
         replayed = self.play(arrivals, num_blocks, is_eager=False)
         assert replayed == eager
         for index, arrival in enumerate(arrivals):
             tokens, all_of_them = eager[str(index)], wanted[str(index)]
-            if arrival.abort_at is not None:  # drafts were faster, or it came later to its blocks
+            if arrival.abort_at is not None:  # at the abort, requests may have more or fewer tokens
                 length = min(len(tokens), len(all_of_them))
                 tokens, all_of_them = tokens[:length], all_of_them[:length]
             assert tokens == all_of_them
@@ -162,7 +163,7 @@ def deployment(
 
 @st.composite
 def arrivals_of(draw: st.DrawFn, setting: Setting) -> list[Arrival]:
-    """Requests that begin alike, many of them about as long as some turns of the shards."""
+    """Draw requests with common beginnings, and many lengths near multiples of the interleave."""
     turns = st.builds(
         lambda count, more: max(1, min(100, count * setting.interleave + more)),
         st.integers(1, 3 * setting.shards),
@@ -192,7 +193,8 @@ def test_graphs_and_eager_steps_give_the_tokens_of_one_rank(
 ) -> None:
     setting = deployment.setting
     arrivals = data.draw(arrivals_of(setting))
-    # As many as the longest request needs, and few more: some are preempted.
+    # There are only a few more blocks than the longest request needs, so some requests are
+    # preempted.
     smallest = 2 + -(-(MAX_LEN + 4) // (setting.block_size * setting.shards))
     deployment.check(arrivals, data.draw(st.integers(smallest, smallest + 8)))
 

@@ -1,4 +1,4 @@
-"""The states that a controller enters while other threads change them."""
+"""A controller enters correct states while other threads change its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TO_SERVING = (
 
 @pytest.fixture
 def controller() -> Controller:
-    """Return one that serves, without groups."""
+    """Return a serving controller without groups."""
     controller = Controller(load_config(CONFIG), "test", Term(0, ""))
     for state in TO_SERVING:
         controller._enter(state)
@@ -27,7 +27,7 @@ def controller() -> Controller:
 
 
 class ShutDownMeanwhile(logging.Handler):
-    """Shuts a controller down as soon as it says that no group serves."""
+    """Shuts a controller down as soon as the controller logs that no group serves."""
 
     def __init__(self, controller: Controller) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ LIMIT_S = 180.0
 
 
 class Controller:
-    """One that serves at once."""
+    """A controller that serves at once."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class Controller:
 
 
 class FullDisk:
-    """Starts controllers, the first ``num_failures`` of them in vain."""
+    """Starts controllers; the first ``num_failures`` starts fail."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures

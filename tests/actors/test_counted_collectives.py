@@ -1,4 +1,4 @@
-"""A worker that measures reports the bytes that the ranks of a step sent each other."""
+"""A worker that measures reports the bytes that the ranks sent to each other in a step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_step_tells_its_collectives_and_their_bytes(npu: Any, tmp_path: Path) 
     assert [graph is None for graph, _ in steps] == [True, False, False]
     for graph, done in steps:
         num_tokens = len(PROMPT) if graph is None else 1
-        # An all-reduce behind the embedding, each attention and each feed-forward part brings half
-        # of the sums twice.
+        # There is one all-reduce after the embedding, and after each attention and feed-forward
+        # part. Each all-reduce receives half of the sums twice.
         reduced = (2 * LAYERS + 1) * num_tokens * HIDDEN * FLOAT_BYTES
         for rank in done:
             assert rank.result.counted["collectives"] == rank.num_collectives > 2 * LAYERS

@@ -1,4 +1,4 @@
-"""NPUs of a deployment whose owner and controller are dead."""
+"""The NPUs of a deployment are freed if its owner and its controller are dead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Idle:
 
 @pytest.fixture
 def made(ray_cluster: None) -> Iterator[list[PlacementGroup]]:
-    """Placement groups, to be given back behind a test, beside a controller that lives."""
+    """Yield a list of placement groups to remove after the test; another controller runs."""
     controller = ray.remote(num_cpus=0)(Idle).options(name=LIVING, namespace=NAMESPACE).remote()
     found: list[PlacementGroup] = []
     yield found

@@ -1,4 +1,4 @@
-"""The demo configurations decode without host waits, AI CPU operators and unaligned views."""
+"""The demo configurations decode without extra host waits, AI CPU operators and unaligned views."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dist_aclgraph.sampling import SamplingParams
 from tests.lockstep import lockstep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# Those that run here: of the others, the weights are not there.
+# The weights of other configurations are not in the repository.
 DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
 
 
@@ -31,7 +31,7 @@ def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str)
                 decoding.append(ranks)
 
     assert len(decoding) > 3
-    # Of the ranks that run the same requests, the first reports the sampled tokens.
+    # If several ranks run the same requests, the first of these ranks reports the sampled tokens.
     ranks_per_batch = config.parallel.tp * config.parallel.pcp
     for index, step in enumerate(decoding[0]):
         assert bool(step.result.token_ids) == (index % ranks_per_batch == 0)

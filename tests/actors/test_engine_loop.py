@@ -170,7 +170,7 @@ def test_stopping_ends_the_loop_while_requests_run(tmp_path: Path) -> None:
 
 
 def serve_twelve(client: EngineClient) -> None:
-    """Have requests of 3 tokens served side by side, each with 20 tokens of output."""
+    """Check the outputs of 12 simultaneous requests, with 3 prompt and 20 output tokens."""
     answers = [Answer() for _ in range(12)]
     prompts = [[i, i + 1, i + 2] for i in range(len(answers))]
     for i, answer in enumerate(answers):

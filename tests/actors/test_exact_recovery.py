@@ -1,4 +1,4 @@
-"""In bfloat16 a worker's death changes no token of any stream, where continuations are exact."""
+"""If continuations are exact, a worker's death changes no token of a stream, even in bfloat16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = make_prompts([20, 7, 33, 12] * (STREAMS // 4))
 
 
 def params_of(index: int) -> SamplingParams:
-    """Every other stream is greedy, the others have seeds; some have penalties."""
+    """Return greedy parameters for even streams, and seeds for odd streams; some have penalties."""
     return SamplingParams(
         max_tokens=TOKENS,
         ignore_eos=True,
@@ -53,7 +53,7 @@ def test_all_streams_go_on_with_the_tokens_that_they_would_have_had(checkpoint: 
         wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))
         report = service.report()
         assert list(report["plan"]["families"].values()) == [[ROWS]]
-        assert report["eager_steps"] == {"prefill": STREAMS}  # a prompt a step, and nothing else
+        assert report["eager_steps"] == {"prefill": STREAMS}  # one step for each prompt
 
         answers = submit_all(service, "struck")
         wait_until(lambda: sum(len(answer.tokens) > 40 for answer in answers) >= ROWS, "none runs")

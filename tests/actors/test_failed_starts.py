@@ -1,4 +1,4 @@
-"""Deployments that cannot start say why, by type, and leave nothing behind."""
+"""A deployment that cannot start raises a typed error, and leaves no process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
 def start(config: Config) -> None:
-    """Start a deployment that should fail, and stop it at once if it does not."""
+    """Start a deployment whose start should fail; stop it at once if it starts."""
     deployment.start(config).shut_down()
 
 
 def start_ranks(config: Config) -> None:
-    """The same without Ray, for refusals of ranks and of the negotiation."""
+    """Start the ranks without Ray, for errors of the ranks or of the negotiation."""
     with lockstep(config):
         pass
 
@@ -80,7 +80,7 @@ def test_an_operator_that_fails_at_start_is_reported_for_its_rank(checkpoint: Pa
         timeouts={"negotiate_s": 20.0, "step_s": 5.0, "stop_s": 2.0},
     )
 
-    # The device tells of it at a later call: 507015, an operator failed.
+    # The device reports the failure at a later call, as 507015: an operator failed.
     with pytest.raises(WorkerError, match=r"aclnnSwiGlu|507015") as caught:
         start(config)
 
@@ -118,7 +118,7 @@ def test_weights_that_a_device_does_not_hold_are_refused_before_they_are_read(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 200_000}
-    (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights at all
+    (tmp_path / "config.json").write_text(json.dumps(config))  # there are no weights
     emulator = {"strict": False, "memory_mb": 64}
 
     with pytest.raises(

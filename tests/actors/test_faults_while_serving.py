@@ -1,4 +1,4 @@
-"""A worker dies, fails or stalls in the middle of requests: what their clients receive."""
+"""If a worker dies, fails or stalls while requests run, clients get errors with its rank."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from tests.deployments import (
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 LONG = 400
-# A failed group is neither resumed nor replaced: requests end when no group is left.
+# A failed group is neither resumed nor replaced, so requests end when no group is left.
 NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}
 
 
 @dataclass
 class Busy:
-    """A deployment in the middle of requests, and its processes.
+    """A deployment with running requests, and its processes.
 
     Attributes:
-        pids: of the workers, by rank.
+        pids: process ids of the workers, by rank.
     """
 
     service: Serving
@@ -52,7 +52,7 @@ class Busy:
         os.kill(self.pids[rank], signal.SIGKILL)
 
     def sibling(self, name: str) -> int:
-        """The only actor of a class, which Ray has started beside the workers."""
+        """Return the process id of the only actor of a class, which has the workers' parent."""
         parent = int(Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
         # The kernel keeps 15 characters of a name.
         [pid] = [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]
@@ -66,7 +66,7 @@ def submit_some(service: Serving, count: int = 4) -> list[Answer]:
 
 @contextmanager
 def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[Busy]:
-    """Within the block requests run, each with its first tokens; after it all NPUs are free."""
+    """Within this context, requests run and have first tokens; later, all NPUs are free."""
     overrides = {"recovery": NO_RECOVERY, **overrides}
     with serving(make_deployment_config(checkpoint, **overrides)) as service:
         pids, answers = worker_pids(service), submit_some(service, num_requests)
@@ -113,7 +113,7 @@ def test_a_killed_worker_ends_requests_with_its_rank_and_leaves_no_process(
         wait_until(lambda: not serves(run.service), "the controller does not know")
         with pytest.raises(EngineDeadError, match="rank 1"):
             run.service.deployment.raise_if_dead()
-        # A request after the death ends at once, with the cause.
+        # A request after the death fails at once, with the cause.
         with pytest.raises(EngineDeadError, match="rank 1"):
             submit_some(run.service, 1)
         assert_processes_are_gone(run.pids)
@@ -152,7 +152,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [4.0, 600.0])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
-    """By the step's deadline, or by the heartbeat where that comes first."""
+    """The step's time limit, or the missing heartbeat if it is noticed earlier, names the rank."""
     with busy(
         checkpoint,
         parallel={"tp": 2},

@@ -1,4 +1,4 @@
-"""Workers that are forked from one process: what they have, what they share, and what if not."""
+"""Workers are forked from one server, or start as usual if forking is impossible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
 CONFIG = load_config("configs/tiny-qwen3.yaml")
 
-# What stands in for Ray's own program: says what it was started with.
+# This program runs in place of Ray's own program. It prints its arguments and its environment.
 PROGRAM = """
 import json, os, sys
 found = {
@@ -57,7 +57,7 @@ sys.exit(0)
 
 
 class Starter:
-    """Starts programs as Ray does, by a command in place of Python."""
+    """Starts programs like Ray, with a command in place of Python."""
 
     def __init__(self, command: str, folder: Path) -> None:
         self.command = command
@@ -68,7 +68,7 @@ class Starter:
         self._count = 0
 
     def start(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Path:
-        """Return the file that the program writes to."""
+        """Start the program; return the file with its output."""
         self._count += 1
         out = self._folder / f"out{self._count}"
         line = f"exec {self.command} {shlex.join([str(self._program), *arguments])}"
@@ -83,7 +83,7 @@ class Starter:
         return out
 
     def run(self, *arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return the program's output."""
+        """Run the program; return its output."""
         out = self.start(*arguments, environment=environment)
         wait_until(lambda: out.read_text().endswith("}\n"), "the program has ended", 120)
         found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
@@ -153,7 +153,7 @@ def test_without_a_server_a_program_loads_for_itself(tmp_path: Path) -> None:
 def test_nothing_is_forked_from_a_process_with_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a library started one when it is loaded."""
+    """A library that starts a thread while it is imported prevents forks."""
     (tmp_path / "sitecustomize.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -187,7 +187,7 @@ def test_the_server_leaves_with_who_started_it(tmp_path: Path) -> None:
 
 
 def server_of(starter: ForkingStarter) -> str:
-    """Return the path of the server that a starter names."""
+    """Return the path of the server in a starter's command."""
     command = starter.command(CONFIG)
     assert command is not None
     return shlex.split(command)[-1]
@@ -219,7 +219,7 @@ def test_what_loads_something_else_has_a_server_of_its_own() -> None:
 
 
 def sent(starter: ForkingStarter) -> ForkingStarter:
-    """Return the starter that another process gets."""
+    """Return the copy of a starter that another process would get."""
     found = pickle.loads(pickle.dumps(starter))
     assert isinstance(found, ForkingStarter)
     return found
@@ -248,7 +248,7 @@ def test_a_forked_process_leaves_the_server_to_its_parent() -> None:
     with closing(ForkingStarter()) as owner:
         path = server_of(owner)
         child = os.fork()
-        if child == 0:  # as the owner of a deployment does, under its supervisor
+        if child == 0:  # like the owner of a deployment, which its supervisor forks
             owner.disown()
             is_same = server_of(owner) == path
             owner.close()
@@ -303,7 +303,7 @@ def test_of_a_process_id_that_means_another_nothing_is_ended() -> None:
 
 
 def test_a_process_of_another_job_of_ray_loads_for_itself(forks: Starter) -> None:
-    """Ray's native part reads its job once, when it is loaded."""
+    """Ray's native part reads the id of its job only once, when it is loaded."""
     assert forks.run(environment={"RAY_JOB_ID": "01000000"})["has_loaded"]
     assert not forks.run(environment={"RAY_JOB_ID": "02000000"})["has_loaded"]
 
@@ -327,7 +327,7 @@ def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
             client.sendall(json.dumps(request).encode())
         os.kill(server.address.pid, signal.SIGCONT)
 
-        starter.run()  # forked behind the other one, had that been forked
+        starter.run()  # if the late client were forked, it would be forked before this program
 
         assert (tmp_path / "late").read_bytes() == b""
 

@@ -1,4 +1,4 @@
-"""Changing graphs while serving: one at a time, at good moments, all ranks or none."""
+"""While a group serves, graphs are changed one by one, in quiet steps, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Serving:
             before = len(self.ranks.moves)
             self.changes.advance()
             moves = [move for move, _ in self.ranks.moves[before:]]
-            # A second failure brings back the graph that was released for the first.
+            # A second capture restores the graph that was released before a failed capture.
             assert moves.count("capture") <= (2 if moves[:1] == ["release"] else 1)
         graph, _ = self.dispatcher.dispatch(batch, batch, 1)
         for state in self.ranks.states:
@@ -88,7 +88,7 @@ def test_a_new_plan_is_reached_by_one_capture_at_a_time() -> None:
     assert not serving.changes.is_changing
     assert len(changed) == 3
     assert changed[1] - changed[0] >= STEPS_BETWEEN
-    # Until its own graph is there, a batch replays the one that it replayed before.
+    # Until its new graph exists, a batch replays its previous graph.
     assert serving.dispatcher.misses == {}
 
 
@@ -192,7 +192,7 @@ def test_a_graph_of_the_plan_never_makes_room_for_a_lazy_one() -> None:
     serving = Serving(FakeRanks(), make_plan(32), lazy=make_lazy())
     plan = make_plan(16, 32, version=2)
     for _ in range(STEPS_BETWEEN):
-        serving.dispatcher.dispatch(12, 12, 1)  # 16 would pay as a lazy graph
+        serving.dispatcher.dispatch(12, 12, 1)  # size 16 would be worth a lazy graph
     serving.changes.change_plan(plan, (Capture(decode_graph(16)),))
 
     for batch in (12, 5):

@@ -1,4 +1,4 @@
-"""A place that is held while somebody asks, on a clock that stands still until it is moved."""
+"""A lease is held while questions arrive. The tests' clock moves only by calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
 
 @dataclass
 class Holder:
-    """A process with a lease: time passes for it in small turns, or at once while it is stopped."""
+    """A process with a lease. Time passes in small intervals, or at once while it is stopped."""
 
     now_s: float = 0.0
     asked: int = 0
@@ -43,7 +43,7 @@ class Holder:
         self.lease.renew(self.asked)
 
     def run(self, seconds: float) -> bool:
-        """Return whether the lease was over by then."""
+        """Let time pass; return whether the lease ended in this time."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += self.lease.look_s
@@ -104,7 +104,7 @@ def test_who_was_stopped_holds_nothing_until_it_is_asked_anew() -> None:
     holder.stand_still(1.5 * LIMIT_S)
 
     assert not holder.lease.is_held()
-    holder.ask()  # it may have waited here since before
+    holder.ask()  # this question may have been sent before the stop
     assert not holder.lease.is_held()
     holder.ask()
     assert holder.lease.is_held()
@@ -130,7 +130,7 @@ def test_who_was_stopped_and_is_not_asked_ends() -> None:
 
 
 def _keep(leaseholder: Engine | Worker, asks: Any, goes_on: Any) -> None:
-    """Ask an actor for signs of life while ``asks`` is set."""
+    """Ask an actor for heartbeats while ``asks`` is set."""
     for number in itertools.count(1):
         if asks.is_set():
             leaseholder.ping(number)
@@ -144,7 +144,7 @@ def _keep_engine(asks: Any, goes_on: Any) -> None:
 
 
 def _keep_worker(asks: Any, goes_on: Any) -> None:
-    """A worker that is in its loop, and waits for steps."""
+    """Run a worker that waits for steps in its loop, and ask it for heartbeats."""
     worker = Worker(CONFIG, 1)
     worker._stage = Mock(spec=RunningRank, joined=Mock())
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Ranks leave their group: in the order in which HCCL takes a communicator's end."""
+"""Ranks that leave their group free graphs before communicators, as HCCL requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who counts as silent: a peer that gives no sign, and not one that nobody listened to."""
+"""A peer without heartbeats counts as silent, but only for the time in which somebody listened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BEAT_S = beat_s(LIMIT_S)
 
 
 class Clock:
-    """A clock that stands still between two turns of a listener."""
+    """A clock that does not move between two calls of ``listen``."""
 
     now_s = 1000.0
 
@@ -19,7 +19,7 @@ class Clock:
         return self.now_s
 
     def is_silent_after(self, listener: Silence | SharedHeartbeat, seconds: float) -> bool:
-        """Listen for so long; return whether the peer counted as silent by then."""
+        """Listen for this time; return whether the peer counted as silent."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += BEAT_S
@@ -54,7 +54,7 @@ def test_a_listener_that_was_stopped_blames_nobody_for_it() -> None:
 
 
 def test_a_process_that_beats_is_not_silent(heartbeat: SharedHeartbeat) -> None:
-    for _ in range(300):  # more than the byte has values
+    for _ in range(300):  # more beats than the byte has values
         heartbeat.beat()
         assert not clock.is_silent_after(heartbeat, LIMIT_S / 2)
 

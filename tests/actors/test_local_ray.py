@@ -1,4 +1,4 @@
-"""A Ray that we start: which peers reach it, and what happens when one of its processes dies."""
+"""A Ray that we start accepts only peers with our token, and notices dead processes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run a driver; yield it and its first output. Its descendants are ended."""
+    """Run a driver; yield the driver and its first output. At the end, kill its descendants."""
     driver = start(script, *arguments)
     try:
         assert driver.stdout is not None
@@ -135,7 +135,7 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
         ]
         assert friend.wait(100) == 0
         needed_s = time.monotonic() - began_s
-        for stranger in strangers:  # as long as the friend needed, once more
+        for stranger in strangers:  # wait again for the time that the friend needed
             with suppress(subprocess.TimeoutExpired):
                 left_s = began_s + 2 * needed_s - time.monotonic()
                 assert stranger.wait(max(0.0, left_s)) != 0
@@ -146,7 +146,7 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
 
 
 def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Try to run code on a Ray, which is to leave the file ``done``."""
+    """Try to run code on a Ray; the code would create the file ``done``."""
     known = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}", str(done)],
@@ -157,10 +157,10 @@ def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Pope
 
 
 def own_addresses() -> set[str]:
-    """This machine's addresses beside loopback; there may be none."""
+    """Return this machine's addresses without loopback; there may be none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
+            probe.connect(("192.0.2.1", 9))  # sends no packet
         except OSError:
             return set()
         return {probe.getsockname()[0]} - {"127.0.0.1"}
@@ -168,7 +168,7 @@ def own_addresses() -> set[str]:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files of drivers; its name is short, as Ray's sockets lie in it."""
+    """Yield a folder for drivers' temporary files, with a short name because of Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
@@ -198,7 +198,7 @@ def test_a_daemon_that_dies_ends_everything_with_one_sentence(
 @pytest.mark.parametrize("how", ["--ray", "RAY_ADDRESS"])
 def test_where_no_ray_listens_is_said_in_one_sentence(how: str) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # no process listens at this port
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         environment = {name: v for name, v in os.environ.items() if name != "RAY_ADDRESS"}
 
@@ -229,7 +229,7 @@ def test_ray_prints_nothing_on_stdout_while_it_is_joined(
     said = {"lines": ["A worker died"], "pid": "raylet", "is_err": False, "ip": "127.0.0.1"}
     for name in ("init", "shutdown"):
         monkeypatch.setattr(ray, name, lambda *_, **__: None)
-    # Other tests of this process may be in a cluster.
+    # Other tests of this process may have joined a cluster.
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_worker, "_worker_logs_enabled", True)
 
@@ -280,7 +280,7 @@ os.waitpid(leader, 0)
 
 
 def test_the_last_process_of_a_group_may_start_ray() -> None:
-    """As a process that a script left in the background, whose process group nobody holds."""
+    """A script's background process may be the only process in its group."""
     ended = subprocess.run(
         [sys.executable, "-c", LAST_OF_ITS_GROUP], capture_output=True, text=True, timeout=WAIT_S
     )

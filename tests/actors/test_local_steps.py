@@ -1,4 +1,4 @@
-"""Unix sockets between an engine and its node's workers: order, limits, strangers, deaths."""
+"""Steps over Unix sockets keep their order and limits; strangers and deaths do no harm."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_stranger_is_no_worker_and_harms_none(peers: LocalPeers, words: bytes)
         stranger.connect(peers.address.path)
         stranger.sendall(words)
         until(peers, lambda: len(peers._peers) == 2)
-        peers.wait(0)  # now its words are read
+        peers.wait(0)  # this call reads the stranger's bytes
         peers.send(b"plan")
         stranger.setblocking(False)
         try:
@@ -184,7 +184,7 @@ def test_a_worker_that_stands_still_keeps_nobody_waiting_and_is_cut_off_in_the_e
 
 
 def die(address: SocketFile, has_answered: int) -> None:
-    """A worker's process that answers a number of times and then ends in the middle of a frame."""
+    """Run a worker that answers some messages, and then dies after a part of a frame."""
     worker = LocalEngine(address)
     for _ in range(has_answered):
         worker.send(worker.receive())
@@ -210,7 +210,7 @@ def test_the_death_of_a_worker_is_known_at_once_and_its_torn_frame_is_none(
 
 
 def lead(path: str, addresses) -> None:
-    """An engine's process that is gone once a worker has come."""
+    """Run an engine that dies as soon as a worker has connected."""
     peers = LocalPeers(path)
     addresses.send(peers.address)
     while not peers.num_workers:

@@ -1,5 +1,5 @@
-"""Real ranks that share experts, and contexts, through thousands of random steps: nothing hangs,
-nothing is lost, and all ranks meet in as many collectives.
+"""Real ranks that share experts and contexts run thousands of random steps. No step hangs, no
+request is lost, and all ranks run the same number of collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 def config(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
-    # Half of the blocks that all requests need at once, so that some requests are preempted.
+    # There are half as many blocks as all requests need, so that some requests are preempted.
     num_blocks, mixed = (14, (16, 32)) if request.param is EXPERTS else (5, (4, 16))
     directory = tmp_path_factory.mktemp("deepseek")
     make_reference("DeepseekV3ForCausalLM", directory, num_hidden_layers=2)
@@ -42,7 +42,7 @@ def config(
             "model": str(directory),
             "dtype": "float32",
             "max_model_len": MAX_LEN,
-            # Room so narrow that some steps are run again.
+            # Experts have so little room that some steps are run again.
             "parallel": {**request.param, "exchange": "all_to_all", "expert_capacity": 1.0},
             "speculative": {"num_tokens": DRAFTS},
             "graph": {
@@ -80,7 +80,7 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
         found = [step.num_collectives for step in done]
         counts, num_ranks = set(found), len(found) // len(plan.batches)
         is_full = plan.graph is not None and plan.graph.mode == "FULL"
-        # Ranks of other batches read caches, and split prompts, by themselves.
+        # Ranks of different batches read caches and split prompts independently.
         by_batch = [
             set(found[first : first + num_ranks]) for first in range(0, len(found), num_ranks)
         ]
@@ -123,11 +123,11 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
     assert len(graphs) == 5
     assert shapes == {*graphs, None}, "all graphs and eager steps"
     assert idle_steps > 0
-    # Ranks that share prompts run fewer tokens each: there is room for all.
+    # Ranks that share prompts run fewer tokens each, so experts have room for all tokens.
     assert scheduler.num_reruns > 0 or group.shares_contexts
-    # A graph's collectives do not depend on what it runs.
+    # The number of a graph's collectives does not depend on its batch.
     assert all(len(counts) == 1 for counts in collectives.values())
-    # Equal prompts have equal first tokens, in any batch.
+    # Equal prompts have equal output tokens in any batch.
     for index in range(len(PROMPTS)):
         answers = sorted((tokens[name] for name in prompts if prompts[name] == index), key=len)
         for answer in answers:

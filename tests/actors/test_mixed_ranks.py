@@ -1,4 +1,4 @@
-"""One plan for two ranks that differ, and the predicted and paid streams of every rank."""
+"""Two different ranks get one plan, and use the predicted number of streams."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.checkpoints import make_prompts
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
 
-STREAMS_BEFORE = 36  # of a rank of two, when it offers
-# What the tighter rank may give, by mode: less than all sizes take.
+STREAMS_BEFORE = 36  # free streams of one of two ranks at its offer
+# Free streams of the rank with fewer streams, by mode. All sizes together need more streams.
 FREE = {"FULL_DECODE_ONLY": 18, "PIECEWISE": 55, "FULL": 18, "FULL_AND_PIECEWISE": 55}
-DECODE, PIECES = 4, 16  # streams of a bucket on a rank of two, three layers
+DECODE, PIECES = 4, 16  # streams of a bucket on one of two ranks, with three layers
 PRICES = {
     "full decode": DECODE,
     "full mixed": DECODE,
@@ -91,7 +91,7 @@ def test_the_rank_with_less_memory_sizes_the_cache_of_both(checkpoint: Path) -> 
         assert_serves(group)
         report = group.report()
 
-    assert streams_of(report["plan"]) == 8  # of the ten that rank 1 may give
+    assert streams_of(report["plan"]) == 8  # rank 1 has ten streams
     spec = KVCacheSpec(num_layers=3, elements_per_token=128, block_size=128, dtype="float32")
     poor, rich = (rank["ledger"]["offered_bytes"] for rank in report["ranks"])
     fraction, most = config.kv.memory_fraction, config.kv.max_bytes

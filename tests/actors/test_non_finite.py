@@ -1,4 +1,4 @@
-"""A token whose embedding is NaN, on real ranks: its requests fail, and all others are right."""
+"""Requests with a token whose embedding is NaN fail, and all other requests are correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS, TOKENS, ANSWER_S, BAD = (20, 33, 60, 90), 12, 120.0, VOCAB - 1
 
 @pytest.fixture(params=[0, slow(2)])
 def damaged(request: Any, checkpoint: Path, tmp_path: Path) -> tuple[Path, int]:
-    """A checkpoint with a row of NaN in its embedding, and how many tokens are drafted."""
+    """Return a checkpoint with a row of NaN in its embedding, and the number of draft tokens."""
     directory = copy_of(checkpoint, tmp_path)
     if request.param:
         add_next_token_module(directory)
@@ -39,7 +39,8 @@ def test_nan_ends_its_own_request_and_leaves_no_trace_in_blocks_or_prefix_cache(
     config = make_deployment_config(
         directory,
         parallel={"tp": 2},
-        # Chunks, so that blocks are full before any logits are computed; and few blocks.
+        # Prompts are split, so that blocks are full before logits are computed. There are few
+        # blocks.
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 32},
         kv={"num_blocks": 14, "block_size": 32},
         speculative={"num_tokens": num_drafts},

@@ -1,4 +1,4 @@
-"""How an ingress asks the owner of its deployment, with and without an answer."""
+"""An ingress asks the owner of its deployment, and gets an answer or no answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class Answers:
-    """The answers of an owner; its outlook waits until the test lets it go."""
+    """The answers of an owner. ``outlook`` waits until the test sets ``may_answer``."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The demands on Ray and the placement of ranks: laws that hold for any answer of Ray."""
+"""Laws of requests to Ray and of the order of ranks, for any placement that Ray may choose."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ clusters = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(lambda npus: 
 def place(
     request: BundleRequest, nodes: list[Node], groups: int, draw: st.DrawFn
 ) -> list[list[Landed]] | None:
-    """Ray's freedom: any nodes with room, one node for STRICT_PACK, and any of their NPUs.
+    """Draw a placement that Ray may choose: any nodes with room, and any free NPUs of these nodes.
 
-    None where there is no room for a bundle.
+    With STRICT_PACK, a group is on one node. Returns None if there is no room for a bundle.
     """
     free = {
         node.node_id: list(range(node.npus))
@@ -92,7 +92,7 @@ def test_every_rank_has_an_npu_and_no_tensor_parallel_group_spans_nodes(
         order = rank_order(landed)
         assert sorted(order) == list(range(len(ranks)))
         where = [landed[i] for i in order]
-        assert where == sorted(where)  # neighbours by node, and side by side on each
+        assert where == sorted(where)  # sorted by node, then by NPU
         for first in range(0, len(ranks), layout.tp):
             assert len({node for node, _ in where[first : first + layout.tp]}) == 1
         taken.update(node for node, _ in where)
@@ -119,7 +119,7 @@ def test_a_group_is_asked_for_on_one_node_where_all_groups_find_one(
 
 @st.composite
 def used_clusters(draw: st.DrawFn) -> tuple[list[Node], list[Node]]:
-    """Nodes of two racks, and the same nodes with their free NPUs."""
+    """Draw nodes of two racks, and the same nodes with only their free NPUs."""
     racks = [{"rack": draw(st.sampled_from(["r1", "r2"]))} for _ in range(draw(st.integers(1, 5)))]
     nodes = [Node(f"{i:08}", "", draw(st.integers(0, 9)), rack) for i, rack in enumerate(racks)]
     return nodes, [replace(node, npus=draw(st.integers(0, node.npus))) for node in nodes]
@@ -280,7 +280,7 @@ def test_tensor_parallel_groups_stay_on_a_node_unless_the_configuration_says_so(
 def test_the_node_that_leads_a_group_is_that_of_its_first_rank(
     layout: ParallelLayout, nodes: list[Node], data: st.DataObject
 ) -> None:
-    """There its engine starts, and its ranks meet."""
+    """The group's engine starts on this node, and the ranks meet there."""
     landed = [
         (data.draw(st.sampled_from(nodes)).node_id, (npu,)) for npu in range(layout.world_size)
     ]

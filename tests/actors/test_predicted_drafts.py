@@ -1,4 +1,4 @@
-"""A bucket with drafts takes the streams that were predicted before anything was captured."""
+"""A bucket with drafts uses the number of streams that was predicted before the capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where processes are forked, and where Ray starts them in its own way."""
+"""Processes are forked on machines with few cores; elsewhere Ray starts them in its own way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.device import kind as device_kind
 
 TP = 4
-NUM_PROCESSES = TP + 1  # and the engine
+NUM_PROCESSES = TP + 1  # the workers and the engine
 
 
 def config_of(kind: str) -> Config:
@@ -32,7 +32,7 @@ def give_cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @pytest.fixture
 def npu_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with an NPU, as far as its devices say."""
+    """Let this machine look like a machine with an NPU."""
     (tmp_path / "davinci0").touch()
     monkeypatch.setattr(device_kind, "DEV", tmp_path)
 

@@ -1,4 +1,4 @@
-"""The progress that users see while a controller works, even if it answers late."""
+"""Users see the progress of a controller, even if it answers late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK_S = 1.0
 
 
 class Controller:
-    """One that works for a while, and says how far it is or does not."""
+    """A controller that works for a while, and reports its progress after a delay."""
 
     def __init__(self, answer_s: float) -> None:
         self._answer_s = answer_s

@@ -1,4 +1,4 @@
-"""Ranks whose models differ: found out before anything is replayed."""
+"""Ranks with different models are noticed before the first replay."""
 
 from __future__ import annotations
 

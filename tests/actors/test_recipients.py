@@ -1,4 +1,4 @@
-"""Clients receive a step in columns; each request gets the same deltas as alone."""
+"""Clients receive a step's outputs in columns. Each request gets its own deltas."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_client_gets_its_own_requests_whole(data: st.DataObject) -> None:
         request = make_request(f"r{index}", index % 3)
         number = 1000 - index
         request.key = recipients.add(request.request_id, links[owner], number)
-        if owner < 0:  # aborted while the step ran
+        if owner < 0:  # the request was aborted while the step ran
             recipients.remove(request.request_id)
         else:
             names[owner][number] = request.request_id

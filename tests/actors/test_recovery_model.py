@@ -1,7 +1,7 @@
-"""Recovery as a model: after any deaths at any time, a deployment serves or ends with an error.
+"""A model of recovery: after any deaths at any time, a deployment serves or ends with an error.
 
-Upkeep, its budget and the client's outage are the real ones; groups are names, and time is a
-number.
+Upkeep, its budget, and the client's outage are the real classes. Groups are only numbers, and time
+is a variable.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Group:
 
 @dataclass
 class Groups:
-    """The groups of a deployment as Upkeep sees them, and the fate of those that it starts."""
+    """The groups of a deployment, as Upkeep sees them. Fields decide whether starts succeed."""
 
     num_wanted: int
     config: Any
     on_open: Callable[[], None] = lambda: None
     groups: list[Group] = field(default_factory=list)
     watched: list[Group] = field(default_factory=list)
-    trouble: str = ""  # of the watch itself
+    trouble: str = ""  # why the watch itself does not work
     has_room: bool = True
     comes_up: bool = True
     started: int = 0
@@ -63,7 +63,7 @@ class Groups:
         group = Group(self.started)
         self.started += 1
         self.groups.append(group)
-        self.on_open()  # clients and the driver ask at any time
+        self.on_open()  # clients and the driver may ask at this moment
         self.watched.append(group)
         return group
 
@@ -80,7 +80,7 @@ class Groups:
         return self.num_wanted - len(self.taking)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
-        """Nothing is left of a lost group here."""
+        """Do nothing, because lost groups have no processes in this model."""
 
     def find_place(self) -> None:
         if not self.has_room:
@@ -97,17 +97,17 @@ class Groups:
             self.groups.remove(group)
 
     def failure(self) -> str:
-        """As GroupWatch: it knows the groups that it watches."""
+        """Return the same as ``GroupWatch.failure``, for the watched groups."""
         is_served = any(not group.lost_because for group in self.watched)
         return "" if is_served else "rank 0 in SERVING: the process died"
 
     def look(self, now_s: float) -> None:
-        """No traffic is watched."""
+        """Do nothing, because there is no traffic."""
 
 
 @dataclass
 class BegunChange:
-    """A change that ends when the model says so."""
+    """A change that ends when the model calls ``end``."""
 
     work: Callable[[], None]
     is_over: bool = False
@@ -122,7 +122,7 @@ class BegunChange:
 
 @dataclass
 class Client:
-    """Routes requests as EngineClient does, by the real Outage and the real token logs."""
+    """Routes requests like EngineClient, with the real Outage and the real OpenRequest."""
 
     groups: Groups
     outage: Outage
@@ -155,7 +155,7 @@ class Client:
                 self.place(request, now_s)
 
     def step(self) -> None:
-        """Each running request gets a token, and ends with its last one."""
+        """Give each running request a token; end requests that have all tokens."""
         for number, requests in self.running.items():
             for request in requests:
                 request.note(RequestDelta(request.request_id, pack_ints([1])))
@@ -181,7 +181,7 @@ class Client:
 
 
 class RecoveryModel(RuleBasedStateMachine):
-    """Deaths, starts and looks in any order."""
+    """Makes deaths, starts and checks happen in any order."""
 
     @initialize(num_groups=st.integers(1, 3), per_hour=st.integers(1, 4))
     def start(self, num_groups: int, per_hour: int) -> None:
@@ -202,7 +202,7 @@ class RecoveryModel(RuleBasedStateMachine):
         return self.changes[-1]
 
     def see_service(self, serves: bool) -> None:
-        """As the controller does."""
+        """Change the state in the same way as the controller."""
         wanted = State.SERVING if serves else State.RECOVERING
         if self.state is not wanted:
             self.state = advance(self.state, wanted)
@@ -259,7 +259,7 @@ class RecoveryModel(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_stays_so_within_the_hour(self) -> None:
-        """A client that was told that no group comes must not be told otherwise a moment later."""
+        """If a client has heard that no group will start, this must stay true for some time."""
         if self.is_over:
             self.upkeep.look()
             assert self.is_over
@@ -274,7 +274,7 @@ class RecoveryModel(RuleBasedStateMachine):
         assert not (self.groups.serves and self.upkeep.failure)
 
     def teardown(self) -> None:
-        """After the last death all groups serve, or the deployment has ended with an error."""
+        """Check that after the last death all groups serve, or that the deployment has failed."""
         if not hasattr(self, "upkeep"):
             return
         self.groups.comes_up = self.groups.has_room = True

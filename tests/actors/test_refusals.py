@@ -1,4 +1,4 @@
-"""A refusal by the model's own files comes at once: no Ray, no worker, no emulator."""
+"""Errors in a model's files are raised at once, before Ray, a worker or the emulator starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CHECKPOINT = Path(__file__).parents[2] / "models" / "tiny-qwen3"
 
 @pytest.fixture(autouse=True)
 def no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that asks for Ray nevertheless gets another error."""
+    """Let a start that calls Ray by mistake fail with another error."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
 
 
 def start(config: Config) -> None:
-    """Start a deployment that should fail, and stop it at once if it does not."""
+    """Start a deployment whose start should fail; stop it at once if it starts."""
     deployment.start(config).shut_down()
 
 

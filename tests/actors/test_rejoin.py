@@ -1,4 +1,4 @@
-"""A process of a group dies: the others keep process, device and weights, and go on in another."""
+"""If a process of a group dies, the other workers join another group with their weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
 
 
 def strike(service: Serving, prefix: str, pid: int, number: int) -> list[list[int]]:
-    """Run all streams and signal a process while they run; return the tokens."""
+    """Run all streams, signal a process while they run, and return the tokens."""
     answers = submit_all(service, prefix)
     wait_until(lambda: all(len(answer.tokens) > 5 for answer in answers), "none runs")
     os.kill(pid, number)
@@ -84,7 +84,7 @@ def test_survivors_of_a_killed_worker_go_on_with_all_streams(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpoint: Path) -> None:
-    """Right behind a rejoined group's start, another death is not trusted to its survivors."""
+    """If a rejoined group dies soon after its start, its survivors are not used again."""
     config = make_deployment_config(checkpoint, parallel={"tp": 2})
     with serving(config) as service:
         wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))
@@ -107,7 +107,7 @@ def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpo
 def test_where_survivors_make_no_group_another_one_is_built(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """No process finds weights to load, neither beside survivors nor in a whole new group."""
+    """The file of weights is missing, so new workers fail, with survivors or in a new group."""
     directory = copy_of(checkpoint, tmp_path)
     weights, away = directory / "model.safetensors", tmp_path / "away"
     config = make_deployment_config(directory, parallel={"tp": 2})

@@ -1,4 +1,4 @@
-"""The engine's end of steps on other nodes: which workers are counted."""
+"""The engine's end of the channel to other nodes counts the connected workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connect(peers: RemotePeers) -> Iterator[Connect]:
 
         def connect() -> RemoteEngine:
             engine = RemoteEngine(peers.address_for("other node"))
-            stack.callback(engine.close)  # again, if a test has closed it already
+            stack.callback(engine.close)  # a second call does no harm
             return engine
 
         yield connect

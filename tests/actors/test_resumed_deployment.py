@@ -1,4 +1,4 @@
-"""A link fails under a deployment with many streams: it pauses, or its group is replaced."""
+"""If a link fails under many streams, the group pauses and continues, or is replaced."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_config(checkpoint: Path, arms: Path, **second: Any) -> Any:
         checkpoint,
         parallel={"tp": 2},
         scheduler={"max_num_seqs": STREAMS},
-        kv={"num_blocks": 1 + STREAMS, "block_size": 128},  # one for each stream: it is full
+        kv={"num_blocks": 1 + STREAMS, "block_size": 128},  # one block per stream
         device={"emulator": {"strict": False, **faults}},
         timeouts={"step_s": 60.0, "stop_s": 2.0},
         recovery={"resume_s": 20.0},
@@ -51,7 +51,7 @@ def submit_all(service: Serving, prefix: str) -> list[Answer]:
 
 
 def strike(arms: Path, answers: list[Answer]) -> None:
-    """Let a link fail under all streams; return when it has."""
+    """Let a link fail while all streams run; return after the failure."""
     assert all(answer.began.wait(ANSWER_S) for answer in answers)
     draft = arms.with_suffix(".draft")
     draft.write_text("fault_op=HcclAllReduce fault_kind=link")

@@ -1,4 +1,4 @@
-"""A device or a link fails, all processes live: the group comes back with its KV and graphs."""
+"""After a fault of a device or a link, a group resumes with its KV and its graphs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.slow import slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
-# Calls of an operator behind a start, its probes and warm-ups, and in the middle of the requests.
+# An operator's call of this number is after the start and in the middle of the requests.
 MIDDLE = 300
 
 
 def make_config(
     checkpoint: Path, *faults: dict[str, Any], queues: bool = False, **overrides: Any
 ) -> Config:
-    """``queues``: operators pass through torch_npu's task queue."""
+    """Return a configuration. With ``queues``, operators pass through torch_npu's task queue."""
     names = ("fault", "second_fault")
     emulated = {"strict": False, **dict(zip(names, faults, strict=False))}
     sections = {
@@ -41,7 +41,7 @@ def make_config(
 
 
 def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
-    """Half of them greedy, some with penalties, others by their seeds, with log-probabilities."""
+    """Submit greedy requests, requests with penalties, and requests with seeds and logprobs."""
     params = [
         greedy_params(TOKENS),
         greedy_params(TOKENS, repetition_penalty=1.3),
@@ -57,7 +57,7 @@ def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
 
 @dataclass(frozen=True)
 class Sound:
-    """A run without a fault."""
+    """The results of a run without a fault."""
 
     checkpoint: Path
     drafts: int
@@ -112,7 +112,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
         assert service.loop.metrics()["resumptions"] == {"link": 1}
 
 
-# Prompts are computed in the first calls.
+# The first calls compute prompts.
 @pytest.mark.parametrize("call", [20, slow(31), slow(41), 100])
 def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: int) -> None:
     fault = {"op": "aclnnSwiGlu", "call": call, "rank": 1, "kind": "fail"}
@@ -137,7 +137,7 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
         assert service.loop.metrics()["resumptions"] == {"operator": 1}
 
 
-# Keys of a layer: the page lies in a block that a request has from its first token on.
+# Keys of a layer. The page is in a block that a request uses from its first token on.
 BAD_KV = {
     "op": "aclnnFusedInferAttentionScoreV3",
     "call": MIDDLE // 3,
@@ -168,10 +168,10 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
     ("faults", "reason"),
     [
         ([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
-        # HCCL's own memory, and that of a weight.
+        # HCCL's own memory, and then the memory of a weight.
         ([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
-        # The same operator once more, in the step that runs again.
+        # The same operator fails again, in the step that runs again.
         (
             [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
             "rank 1 in SERVING: step .*507015",

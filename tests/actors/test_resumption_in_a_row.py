@@ -1,4 +1,4 @@
-"""How often a group comes back by itself, in a row and in all."""
+"""The number of resumptions of a group is limited in a row, but not in total."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LINK = DeviceFaultError("a link is gone", 1, "SERVING", "link")
 
 @pytest.fixture
 def resumption() -> Resumption:
-    """Of a group whose devices stop, and whose ranks come back, whenever they are told to."""
+    """Return the resumption of a group whose devices always stop, and whose ranks always resume."""
     channel = Mock()
     channel.receive_resumed.return_value = {}
     return Resumption(channel, (WorldRank(0), WorldRank(1)), lambda timeout_s, check: {}, 60.0)
 
 
 def come_back(resumption: Resumption, epoch: int, num_steps: int) -> None:
-    """Fail in this epoch, and run a number of steps after that."""
+    """Let the group fail and resume in this epoch; then run this number of steps."""
     assert resumption.run(LINK, epoch, lambda: None) == Comeback(epoch + 1, keeps_kv=True)
     for _ in range(num_steps):
         resumption.note_step()

@@ -1,4 +1,4 @@
-"""The demo whose ranks share contexts answers as the one whose ranks do not."""
+"""The demo with shared contexts gives the same outputs as the demo without shared contexts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 QUESTIONS = {
     "Count from 3 to 9.": 8,
     "Tell me a story about a fox in the forest.": 53,
-}  # and tokens
+}  # prompts, with numbers of output tokens
 
 
 def answers(name: str) -> list[str]:
     config = load_config(CONFIGS / f"{name}.yaml")
     tokenizer = Tokenizer(config.model)
     prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
-    assert max(map(len, prompts)) > MAX_WHOLE_QUERIES  # so that one of them is split
+    assert max(map(len, prompts)) > MAX_WHOLE_QUERIES  # so that one prompt is split
     with lockstep(config) as group:
         found = [
             group.submit(text, prompt, greedy_params(count))

@@ -19,7 +19,7 @@ from tests.serve.conftest import CONFIG
 
 
 class Workers(FakeRanks):
-    """Ranks that report the streams of their graphs."""
+    """Workers that report the streams of their graphs."""
 
     def call(self, method: str, *args: Any) -> list[int]:
         assert method == "pool_bytes"

@@ -1,4 +1,4 @@
-"""A rank that runs out of something in the middle of capture: the plan shrinks, all ranks agree."""
+"""If a rank runs out of streams or memory during capture, the plan of all ranks shrinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_short_config(checkpoint: Path, **device: Any) -> Any:
     return make_deployment_config(
         checkpoint,
         parallel={"tp": 2},
-        # An old formula that prices too low, and no reserve: capture must find the truth.
+        # An old formula predicts too few streams, and there is no reserve, so captures fail.
         graph={
             "budget_model": "legacy-0.11",
             "reserve_streams": 0,

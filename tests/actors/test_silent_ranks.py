@@ -1,4 +1,4 @@
-"""Which rank a group blames when several ranks do not answer."""
+"""If several ranks do not answer, a group blames the rank that is stuck on its host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASLEEP_S = 60.0
 
 
 class SilentWorker:
-    """Answers no command; says where it stands, unless it is stuck as a whole."""
+    """Answers no commands. Reports its status, unless ``waits`` is None."""
 
     def __init__(self, waits: bool | None) -> None:
         self._waits = waits

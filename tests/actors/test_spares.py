@@ -1,4 +1,4 @@
-"""Places that are held free for groups that lose theirs."""
+"""NPUs are reserved for groups that lose their NPUs."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_directories_of_dead_owners_are_swept(temporary: Path) -> None:
 
 
 def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary: Path) -> None:
-    mine = RunDirectory()  # as one of another container: its name says nothing of processes
+    mine = RunDirectory()  # may be of another container, so its name has no process id
     foreign = temporary / "dist-aclgraph-notes"
     foreign.mkdir()
 

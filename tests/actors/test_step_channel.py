@@ -40,11 +40,11 @@ def make_plan(step: int = 1, epoch: int = EPOCH) -> StepPlan:
 
 
 class Channel:
-    """A sender, and receivers on threads that run ``serve`` until they are told to leave."""
+    """A sender, and receivers on threads that run ``serve`` until the sender closes."""
 
     def __init__(self, place: Place, num_workers: int, serve: Serve) -> None:
         self.sender = StepSender(range(4, 4 + num_workers), place)
-        # A place that peers on other nodes reach is tried by such a one.
+        # If peers on other nodes can reach the place, test it as a peer on another node.
         self.node_id = NODE if place.host is None else "other node"
         self.threads = [
             threading.Thread(target=self._work, args=(rank, serve), daemon=True)

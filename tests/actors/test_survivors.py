@@ -1,4 +1,4 @@
-"""Which processes of a lost group may join another group, and which are ended."""
+"""Sound processes of a lost group may join another group; other processes are ended."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
 class LoopWorker:
-    """The answers of ``Worker`` after the loss of its group.
+    """A worker that answers like ``Worker`` after the loss of its group.
 
     Args:
-        fails: which of its methods does, with what.
+        fails: the error of each method that fails, by the method's name.
     """
 
     def __init__(self, fails: dict[str, Exception]) -> None:
@@ -57,7 +57,7 @@ class LoopWorker:
 
     @ray.method(concurrency_group="control")
     def dismiss(self) -> None:
-        """The loop is over."""
+        """Do nothing, because the loop has ended."""
 
     def run_loop(self) -> None:
         self._answer("run_loop")
@@ -141,7 +141,7 @@ def test_a_dead_process_is_found_where_nobody_has_told_of_it(make_group: MakeGro
 def test_survivors_end_a_process_that_hangs(make_group: MakeGroup) -> None:
     group = make_group({}, {})
     stopped = group.workers.infos[1].pid
-    group.lost_ranks.add(1)  # as it does not answer
+    group.lost_ranks.add(1)  # because this rank does not answer
     os.kill(stopped, signal.SIGSTOP)
 
     assert gather_survivors(group)

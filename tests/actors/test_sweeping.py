@@ -1,4 +1,4 @@
-"""Folders left behind by processes that ended without cleaning up."""
+"""Folders of processes that ended without removing the folders are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which watches over traffic there are, as groups come and go."""
+"""Traffic watches are added and removed together with groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks after groups that no engine can hold up."""
+"""No engine can delay the regular work of a deployment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_WORKERS: Any = None
 
 
 class Engine:
-    """Answers a query, or sleeps."""
+    """An engine that answers, or sleeps if it is stuck."""
 
     def __init__(self, *, is_stuck: bool) -> None:
         self._is_stuck = is_stuck

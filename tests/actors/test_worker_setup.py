@@ -1,4 +1,4 @@
-"""The command that starts in a worker's process, compared with that of Ray's own program."""
+"""Compares the command that our setup program starts with the command of Ray's own program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behind which failures of its step loop a worker's weights are trusted."""
+"""Only some failures of the step loop leave a worker's weights usable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 
 
 class Channel:
-    """Brings one pause, and then the engine's goodbye."""
+    """Receives one pause, and then the end of the step loop."""
 
     def __init__(self, is_engine_dead: bool) -> None:
         self._messages: list[Any] = [Pause(1)]
@@ -50,7 +50,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
         bad_memory: tuple[MemoryRange, ...] = (),
         held: Sequence[list[MemoryRange]] = (),
     ) -> Worker:
-        """``held``: what torch's allocator has, whenever it is asked."""
+        """``held`` has the memory of torch's allocator for each query of this memory."""
         worker = Worker(make_config({"model": "unused"}), epoch=1)
         rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
         rank.joined.npu.fault_of.return_value = fault
@@ -102,7 +102,7 @@ BAD, ELSEWHERE = MemoryRange(4096, 8192), MemoryRange(8192, 12288)
     ("located", "held", "is_trusted"),
     [
         ("uce_kv", [[ELSEWHERE]], True),
-        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # behind the weights
+        ("uce_tensor", [[ELSEWHERE, BAD], [ELSEWHERE]], True),  # freed together with the weights
         ("uce_tensor", [[BAD], [BAD]], False),
         ("uce", [], False),
     ],
@@ -139,7 +139,7 @@ def test_an_engine_that_is_gone_when_it_is_answered_says_nothing_of_the_device(
 
 
 class Answered:
-    """Sends one step and keeps the answer; the error comes after the answer."""
+    """Receives one step, and records all sent messages."""
 
     def __init__(self, plan: StepPlan) -> None:
         self._plans: list[StepPlan] = [plan]
@@ -161,7 +161,7 @@ class Answered:
 def test_an_error_behind_the_last_answer_is_none_of_the_step_that_was_answered(
     make_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine has done with that step, and would not look at its error."""
+    """The engine ignores errors of answered steps, so the error must name a later step."""
     worker = make_worker(None, "link")
     plan = StepPlan(1, 7, worker._plan.version, None, ())
     channel = Answered(plan)
@@ -185,6 +185,6 @@ def test_a_worker_that_has_left_its_group_has_a_new_lease_for_the_next(make_work
 
     assert leaves(worker)
 
-    # The old one never ends this process again; the new one may.
+    # Only the new lease may end this process.
     assert before.is_given_back
     assert not worker._lease.is_given_back
