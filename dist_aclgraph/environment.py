@@ -235,8 +235,7 @@ def prepare_ray_environment(*, is_local: bool) -> None:
 
 
 def disable_backend_autoload() -> None:
-    """Stop torch from importing torch_npu by itself, so that the emulator's libraries come first.
-    """
+    """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 

@@ -1,4 +1,4 @@
-"""``dist-aclgraph scale`` and ``roll`` on a service that another process runs, under streams."""
+"""``dist-aclgraph scale`` and ``roll`` change another process's service while streams run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.serve.conftest import CONFIG
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 480.0
-PAUSE_S = 0.3  # between two requests: groups that start need the processors as well
+PAUSE_S = 0.3  # seconds between two requests, because starting groups need CPU time
 OVERRIDES = (
     "dtype=float32",
     "device.emulator.strict=false",
@@ -42,14 +42,14 @@ BODY = {
 
 @dataclass
 class Service:
-    """A service in a process of its own, and where it said that it runs."""
+    """A service in another process, with the addresses that it has printed."""
 
     url: str
     ray_address: str
     deployment: str
 
     def command(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """Run ``dist-aclgraph`` on its deployment: others may run on this machine."""
+        """Run ``dist-aclgraph`` on this service's deployment, as others may run on this machine."""
         return subprocess.run(
             [*COMMAND, *map(str, arguments), f"--deployment={self.deployment}",
              f"--ray={self.ray_address}"],
@@ -63,7 +63,7 @@ class Service:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """Of one group."""
+    """Yield a service of one group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

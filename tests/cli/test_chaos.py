@@ -1,4 +1,4 @@
-"""The rig of ``make chaos``: a fault that it carries out, and an end that leaves nothing."""
+"""``make chaos`` carries out faults, and leaves no process and no file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COMMAND = [sys.executable, "-u", "-m", "tools.chaos", "--seed=1", "--only=kill_w
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A folder for all temporary files; its name is short, as sockets lie in it."""
+    """Yield a folder for all temporary files, with a short name because of its sockets."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Let processes obey SIGINT, which they inherit as ignored behind a shell's ``&``."""
+    """Let child processes react to SIGINT, which a shell's ``&`` makes them ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -50,7 +50,7 @@ def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def started_in(folder: Path) -> list[int]:
-    """Return processes whose temporary files are in a folder of this one."""
+    """Return the processes whose temporary files are in this folder."""
     found = [processes.with_variable("TMPDIR", str(path)) for path in folder.glob("chaos-*/s-*")]
     return sorted(set().union(*found))
 

@@ -117,7 +117,7 @@ def test_a_model_and_options_are_printed_and_saved_as_a_configuration(tmp_path):
 
     result = call("serve", str(model), *options, "--save", str(saved))
 
-    assert result.exit_code == 2  # three ranks cannot share the model
+    assert result.exit_code == 2  # the model cannot be split over three ranks
     text = saved.read_text()
     assert f"The configuration:\n\n{text}" in result.stderr
     config = load_config(saved)

@@ -1,4 +1,4 @@
-"""A service whose own processes are killed comes back, and loses only what no process can keep."""
+"""If processes of a service are killed, the service recovers, and streams continue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_busy(service: Service) -> bool:
 
 
 def fork_servers(service: Service) -> set[int]:
-    """Return the service's fork servers; none if each process has a core."""
+    """Return the service's fork servers; empty if there is a core for each process."""
     return {
         pid
         for pid in processes.children(service.process.pid)
@@ -44,7 +44,7 @@ def fork_servers(service: Service) -> set[int]:
 
 
 def end(service: Service) -> int:
-    """Return the exit code of a service that ends; nothing of it is left then."""
+    """Wait for the end of a service and all its processes; return the exit code."""
     code = service.process.wait(WAIT_S)
     wait_until(lambda: not service.all(), "a process is left", WAIT_S)
     service._reading.join(WAIT_S)
@@ -59,7 +59,7 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
 
         def strike() -> None:
             kill(service, INGRESS)
-            # A client that connects now waits, and is not refused.
+            # A client that connects during the outage waits, and is not refused.
             meanwhile.append(service.http.get("/health").status_code)
 
         streams = service.ask_all(600, strike)
@@ -110,7 +110,7 @@ def test_a_signal_while_the_deployment_comes_back_ends_everything(npu: object) -
     with serving("serve.drain_s=1") as service:
         struck = service.pids(OWNER) + service.pids("ray::")
         kill(service, RAYLET)
-        # Another one has begun.
+        # Wait until the start of another owner.
         wait_until(lambda: "again" in "".join(service.said), "it does not come back", WAIT_S)
         wait_until(lambda: bool(service.pids(RAYLET)), "no Ray is started", WAIT_S)
 

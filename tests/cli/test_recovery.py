@@ -1,4 +1,4 @@
-"""A service of one group whose processes are killed: that costs time, not requests."""
+"""If processes of a service with one group are killed, this costs time, but no request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = httpx.Limits(max_connections=4 * STREAMS)
 
 @dataclass
 class Stream:
-    """The answer to one question, as it comes."""
+    """The streamed answer to one request."""
 
     text: str = ""
     error: str = ""
@@ -47,7 +47,7 @@ class Stream:
 
 
 class Service:
-    """A service of one group in a process of its own, with variables of its environment."""
+    """A service of one group in another process, with additional environment variables."""
 
     def __init__(self, *overrides: str, **variables: str) -> None:
         with socket.socket() as probe:
@@ -82,16 +82,16 @@ class Service:
         wait_until(is_ready, "it is not ready", WAIT_S)
 
     def all(self) -> set[int]:
-        """Return its processes that live, the one that came first included."""
+        """Return all living processes of the service, with the first process."""
         # Forked processes have other parents, but inherit the environment.
         return processes.with_variable(MARK, self._mark) & processes.living()
 
     def pids(self, name: str) -> list[int]:
-        """Return its processes whose names begin so."""
+        """Return the service's processes whose names begin with ``name``."""
         return sorted(pid for pid in self.all() if processes.name_of(pid).startswith(name))
 
     def strike(self, kind: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to a process of a kind of actors; return its id."""
+        """Send a signal to a process of this kind of actor; return the process id."""
         [*_, pid] = self.pids(f"ray::{kind}")
         os.kill(pid, number)
         return pid
@@ -114,7 +114,7 @@ class Service:
             stream.error = repr(e)
 
     def ask_all(self, count: int, meanwhile: Callable[[], None] = lambda: None) -> list[Stream]:
-        """Run all streams at once; call back when each has begun."""
+        """Run all streams at once; call ``meanwhile`` when all streams have begun."""
         streams = [Stream() for _ in range(STREAMS)]
         threads = [
             threading.Thread(target=self.ask, args=[i, stream, count], daemon=True)
@@ -214,7 +214,7 @@ def test_a_controller_that_dies_or_hangs_takes_its_groups_along_and_no_request(n
             assert not processes.name_of(struck), "it is still there"
 
         metrics = service.http.get("/metrics").text
-        assert 'engine="2000"' in metrics  # the first of the third controller
+        assert 'engine="2000"' in metrics  # the first group of the third controller
         service.strike("Controller")
         assert service.process.wait(WAIT_S) == 1
         service._reading.join(WAIT_S)

@@ -1,4 +1,4 @@
-"""``dist-aclgraph serve`` from its first second to its last, over a deployment that obeys."""
+"""``dist-aclgraph serve`` starts, serves and stops, with a deployment that the tests control."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 60.0
 
 
 class Obedient(FakeDeployment):
-    """Starts when it is let, dies when it is told, stops when it may."""
+    """A deployment whose start, failure and stop are controlled by a test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,9 +53,7 @@ class Obedient(FakeDeployment):
 
 
 class Command:
-    """The actions of clients and of an operator run in a thread; the command needs the main
-    thread.
-    """
+    """Runs the command in the main thread, and the actions of clients in another thread."""
 
     def __init__(self, **overrides: object) -> None:
         with socket.socket() as probe:
@@ -105,7 +103,7 @@ class Command:
 
 @pytest.fixture(autouse=True)
 def signals_of_the_test():
-    """The last signal of a test may come when the command has ended."""
+    """Ignore SIGTERM, because the last signal of a test may arrive after the command's end."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     yield
     time.sleep(0)
@@ -119,7 +117,7 @@ def test_without_keeping_answers_it_serves_from_one_process():
     def meanwhile() -> None:
         command.wait_for(200)
         command.seen["serving"] = command.post()
-        assert processes.children(os.getpid()) <= before  # those of other tests may end
+        assert processes.children(os.getpid()) <= before  # processes of other tests may end
 
     command.run(meanwhile, serve)
 
@@ -185,7 +183,7 @@ def test_a_signal_before_anything_is_served_is_told_by_the_exit_code():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.5)
 
-    command.deployment.shut_down()  # it never starts, so that nothing stops it
+    command.deployment.shut_down()  # this deployment never starts, so the command does not stop it
     with pytest.raises(SystemExit) as e:
         command.run(meanwhile)
 

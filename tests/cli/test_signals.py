@@ -1,4 +1,4 @@
-"""Signals that are remembered: they may come wherever the process that waits for them stands."""
+"""Signals are recorded, at whatever point of a wait they arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dist_aclgraph.cli.signals import Signals
 
 WAIT_S = 60.0
 
-# A timer's signal comes a little later each time: at any step of a wait.
+# The timer's signal arrives a little later each time, so it arrives at each step of a wait.
 UNDER_FIRE = """
 import signal
 from dist_aclgraph.cli.signals import Signals

@@ -1,4 +1,4 @@
-"""The first process of a service, over an owner and an ingress that do nothing but wait."""
+"""The supervisor of a service, with an owner and an ingress that only wait."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, END_STAR
 """
 
 
-# The owner's end takes LATE_S, in which it gives no sign.
+# The owner needs LATE_S to end, and has no heartbeat in this time.
 ENDS_LATE = """
 plainly = own
 def own(signals, heartbeat):
@@ -66,13 +66,14 @@ def own(signals, heartbeat):
 
 
 class Service:
-    """A service that leads its process group, as under a shell or a container."""
+    """A service that leads its process group, as in a shell or a container."""
 
     def __init__(self, parts: str = "") -> None:
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PARTS + parts + RUN],
-            # Threads of OpenBLAS take signals, and end at a fork, but not at one that a test fakes.
+            # Threads of OpenBLAS would get signals. They end at a fork, but not at a fork that a
+            # test fakes.
             env={**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,7 +95,7 @@ class Service:
         return found[0]
 
     def kill(self, name: str) -> int:
-        """Kill a process once it has begun, and another is in its place; return its id."""
+        """Wait until a process runs, kill it, and wait for its end; return its id."""
         pid = self.pid(name)
         os.kill(pid, signal.SIGKILL)
         assert_processes_are_gone([pid])
@@ -105,7 +106,7 @@ class Service:
         return sorted(self.process.stdout.readline().strip() for _ in range(count))
 
     def end(self) -> tuple[int, str, str]:
-        """Return exit code and words of a service that ends; nothing of it is left then."""
+        """Wait for the end of a service and all its processes; return exit code and output."""
         said, wrong = self.process.communicate(timeout=WAIT_S)
         wait_until(lambda: not self.all(), "a process is left", WAIT_S)
         return self.process.returncode, said, wrong
@@ -313,7 +314,7 @@ def own(signals, heartbeat):
     ingress = service.pid(INGRESS)
     sleepers: list[int] = []
 
-    def are_there() -> bool:  # one may be about to call exec
+    def are_there() -> bool:  # a process may not have called exec yet
         sleepers[:] = [pid for pid in service.all() if processes.name_of(pid) == "sleep"]
         return len(sleepers) == 2
 
@@ -361,7 +362,7 @@ def serve_http(life, beat, keeper):
     starts = [float(line.split()[1]) for line in said.splitlines() if "listens" in line]
     assert ended == 1
     assert len(starts) == 3
-    assert starts[2] - starts[0] >= FIRST_PAUSE_S  # only the first replacement comes at once
+    assert starts[2] - starts[0] >= FIRST_PAUSE_S  # only the first replacement starts at once
     assert wrong.count("the process that serves HTTP was killed by SIGKILL") == 3
 
 
@@ -508,7 +509,7 @@ def test_an_owner_that_does_not_end_is_killed(start: Start) -> None:
 
 
 def test_children_from_before_are_left_alone(start: Start) -> None:
-    """As of a shell that has become the service."""
+    """A shell that has become the service by exec may have had children."""
     service = start(
         """
 helper = subprocess.Popen(["sleep", "600"])
@@ -559,7 +560,7 @@ def test_a_signal_while_another_owner_starts_ends_everything(
         service.process.terminate()
 
     ended, _, _ = service.end()
-    # Of another owner, or of the killed one where the signal was the first to be heard of.
+    # The exit code of another owner, or of the killed owner if the signal was noticed first.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 

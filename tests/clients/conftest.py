@@ -1,6 +1,6 @@
-"""Programs of others, unmodified, against a service on an emulated NPU: ``make test-clients``.
+"""Unmodified programs of other projects use a service on an emulated NPU (``make test-clients``).
 
-The Python programs have an environment of their own. A program that is not there is a test skipped.
+The Python programs have a separate environment. If a program is not installed, its test is skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = "tiny-qwen3"
 COUNT = "Count from 3 to 9."
 COUNTED = "3 4 5 6 7 8 9"  # the model's answer to COUNT
 START_S, RUN_S, STOP_S = 120.0, 240.0, 60.0
-# No program may ask for anything but the service.
+# Programs may send requests to the service only.
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -42,7 +42,7 @@ OFFLINE = {
 
 @dataclass
 class Service:
-    """A running ``dist-aclgraph serve``; ``api`` is the base URL that OpenAI's clients take."""
+    """A running ``dist-aclgraph serve``; ``api`` is the base URL for OpenAI's clients."""
 
     port: int
 
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 
 def wait_for(url: str, process: subprocess.Popen[Any], seconds: float = START_S) -> None:
-    """Return once the URL answers 200."""
+    """Wait until a request to the URL gets status 200."""
     until_s = time.monotonic() + seconds
     while True:
         with contextlib.suppress(httpx.TransportError):
@@ -75,7 +75,7 @@ def wait_for(url: str, process: subprocess.Popen[Any], seconds: float = START_S)
 
 @contextlib.contextmanager
 def running(command: list[str], url: str, log: Path) -> Iterator[None]:
-    """Run a server within this block, which begins once the URL answers."""
+    """Run a server within this context, which begins when the URL gets status 200."""
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
@@ -109,7 +109,7 @@ def service(tmp_path_factory) -> Iterator[Service]:
 
 
 def program(name: str) -> str:
-    """Return the path of a program of the system, or skip the test."""
+    """Return the path of a program of this machine; skip the test if it is missing."""
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -117,7 +117,7 @@ def program(name: str) -> str:
 
 
 def client_program(name: str) -> str:
-    """Return the path of a program of the clients' environment, or skip the test."""
+    """Return the path of a program in the clients' environment; skip the test if it is missing."""
     path = CLIENTS / name
     if not path.exists():
         pytest.skip(f"{name} is not in {CLIENTS.parent.name}; make setup-clients")
@@ -125,7 +125,7 @@ def client_program(name: str) -> str:
 
 
 def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
-    """Run a program to its end, and return its output."""
+    """Run a program until it ends; return its output."""
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""The Agents SDK of OpenAI, which uses /v1/responses."""
+"""The Agents SDK of OpenAI, which uses /v1/responses, works with the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page of another origin in chromium, which ``serve.allowed_origins`` lets use the API."""
+"""In chromium, a page of another origin may use the API if ``serve.allowed_origins`` allows it."""
 
 from __future__ import annotations
 

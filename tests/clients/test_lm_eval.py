@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: a task that generates, and a multiple choice by log-probabilities."""
+"""lm-evaluation-harness runs a task that generates text, and a multiple choice with logprobs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 def evaluate(folder, service, kind, documents, rest, model, *options):
-    """Run a task of these documents; return its results and its samples."""
+    """Run a task with these documents; return its results and its samples."""
     data = folder / "documents.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents))
     (folder / "own.yaml").write_text(TASK.format(task="own", data=data, kind=kind) + rest)
@@ -65,7 +65,7 @@ def test_a_multiple_choice_has_the_log_probabilities_of_transformers(
         tmp_path, service, "multiple_choice", DOCUMENTS, CHOICE, "local-completions"
     )
 
-    # transformers would load torch_npu, which wants a CANN in this process.
+    # transformers would import torch_npu, which needs CANN in this process.
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)

@@ -1,4 +1,4 @@
-"""nginx, HAProxy and Caddy in front of the service, in their ordinary forms."""
+"""nginx, HAProxy and Caddy work in front of the service with common configurations."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def test_a_proxy_passes_answers_and_streams(service, tmp_path, name):
     assert reply.json()["choices"][0]["message"]["content"] == COUNTED
     assert head.status_code == 200
     assert last == "data: [DONE]"
-    assert times[-1] - times[0] > 0.1  # the proxy does not wait for the end
+    assert times[-1] - times[0] > 0.1  # the proxy does not hold back the stream until its end
     assert refused.status_code == 404

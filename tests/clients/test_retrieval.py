@@ -1,4 +1,4 @@
-"""Embeddings and reranking, by langchain-openai, litellm and the openai client."""
+"""langchain-openai, litellm and the openai client get embeddings and scores."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_litellm_reranks(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("reranker"), *keys) as service:
         found = run_python("litellm", RERANK, URL=service.url)
 
-    # Weights of zeros find both answers equally probable, so that the order stays.
+    # With weights of zeros, both answers are equally probable, so the order does not change.
     assert found == [[0, 0.5, TEXTS[0]], [1, 0.5, TEXTS[1]]]

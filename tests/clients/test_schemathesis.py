@@ -1,4 +1,4 @@
-"""Schemathesis: the service keeps the promises of its OpenAPI document."""
+"""Schemathesis checks that the service conforms to its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_no_promise_of_the_document_is_broken(service, tmp_path):
         *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
         *("--phases", "examples,coverage,fuzzing", "--max-examples", "15", "--seed", "1"),
         *("--generation-deterministic", "--request-timeout", "30"),
-        cwd=tmp_path,  # it keeps a cache in its folder
+        cwd=tmp_path,  # it writes a cache into its working directory
     )
 
     found = re.search(r"(\d+) generated, (\d+) passed", output)

@@ -1,4 +1,4 @@
-"""Tools and answers of a form, by langchain-openai, litellm and the openai client."""
+"""langchain-openai, litellm and the openai client get tool calls and structured answers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_langchain_binds_tools_and_gets_objects(agent):
 
     assert found["calls"] == found["streamed"] == [["get_weather", {"city": "Tokyo"}]]
     assert found["schema"] == found["mode"] == IDA
-    assert found["function"] == ["age", "name"]  # the model has not learned this tool
+    assert found["function"] == ["age", "name"]  # the model was not trained for this tool
 
 
 def test_litellm_passes_tools_and_schemas(agent):

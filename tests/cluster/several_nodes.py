@@ -1,7 +1,7 @@
-"""Ray clusters of several nodes on this machine, and programs that run at the head of one.
+"""Starts Ray clusters of several nodes on this machine, and programs at the head of a cluster.
 
-Ray's own utility starts a raylet for each node. They share a kernel, and differ only in their ids
-and loopback addresses: messages between them go over TCP.
+Ray's own utility starts a raylet for each node. The nodes share a kernel, and have different ids
+and loopback addresses. Messages between nodes use TCP.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ cluster.shutdown()
 
 
 class Program:
-    """A Python program that answers in lines ``ready {json}``, and ends when its input does.
+    """A Python program that prints answers as ``ready {json}``, and ends when its input ends.
 
     Args:
-        popen: what starts it, on this machine or in a node of it.
+        popen: function that starts the program, on this machine or on a simulated node.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Program:
         return self._process.pid
 
     def read(self) -> Any:
-        """Return the next line of the program."""
+        """Return the JSON value of the program's next answer."""
         assert self._process.stdout is not None
         lines = []
         for line in self._process.stdout:
@@ -139,13 +139,13 @@ class Program:
         raise AssertionError("".join(lines))
 
     def write(self, value: Any) -> None:
-        """Give the program a line of JSON."""
+        """Send a line of JSON to the program."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let it end by itself, or end it and all that it has started."""
+        """Let the program end; after a limit, kill it and all processes that it has started."""
         started = _descendants(self.pid)
         try:
             self._process.communicate(timeout=END_S)
@@ -155,7 +155,7 @@ class Program:
 
 
 def _start(options: list[dict[str, Any]], attempts: int = ATTEMPTS) -> tuple[Program, Any]:
-    """Start a cluster; again where its head was not up in the half minute that Ray gives it."""
+    """Start a cluster; try again if the head was not ready within Ray's 30 seconds."""
     program = Program(_CLUSTER, json.dumps(options))
     try:
         return program, program.read()
@@ -170,7 +170,7 @@ class Nodes:
     """A Ray cluster. Owns its processes.
 
     Attributes:
-        address: of Ray.
+        address: address of Ray.
     """
 
     def __init__(self, options: list[dict[str, Any]]) -> None:
@@ -180,12 +180,12 @@ class Nodes:
 
     @property
     def actors(self) -> set[int]:
-        """Processes that its raylets have started."""
+        """Processes that the cluster's raylets have started."""
         found = [processes.with_variable("RAY_RAYLET_PID", str(pid)) for pid in self._raylets]
         return set().union(*found)
 
     def kill(self, node_ip: str) -> None:
-        """Have a node die: its raylet, with which all that it has started leaves."""
+        """Let a node die: kill its raylet; the processes that the raylet has started then end."""
         self.signal(node_ip, signal.SIGKILL)
 
     def signal(self, node_ip: str, number: signal.Signals) -> None:
@@ -216,6 +216,6 @@ def _descendants(pid: int) -> set[int]:
 
 
 def on_one_node(config: Config, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Return the tokens that ranks of this machine give, without Ray."""
+    """Return the tokens of ranks on this machine, without Ray."""
     with lockstep(config) as group:
         return [answer.tokens for answer in group.generate(prompts, greedy_params(count))]

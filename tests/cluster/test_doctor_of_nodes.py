@@ -1,4 +1,4 @@
-"""``dist-aclgraph doctor --cluster`` on nodes of this machine; one of them stops answering."""
+"""``dist-aclgraph doctor --cluster`` checks simulated nodes, even if a node stops answering."""
 
 from __future__ import annotations
 

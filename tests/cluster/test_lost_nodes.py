@@ -1,4 +1,4 @@
-"""A node dies under load: its group goes to the place that was held free, and loses no request."""
+"""If a node dies under load, its group moves to the spare NPUs, and no request is lost."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def wait_for_missing(program: Program) -> None:
 
 
 def wait_for_groups(program: Program, dead: str) -> dict[str, int]:
-    """Return the node and process of each group, once both serve and none of the dead node's.
+    """Return node and process of each group, when both groups serve on other nodes than ``dead``.
 
-    A client may know of the death, and have all its answers, before the controller knows of it.
+    A client may notice the death, and have all its answers, before the controller notices it.
     """
     until_s = time.monotonic() + WAIT_S
     while True:
@@ -111,8 +111,8 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
-        # Fewer nodes are left than there were groups. A group whose worker dies keeps its place, as
-        # soon as no demand waits for an NPU of the dead node.
+        # There are now fewer nodes than groups. A group whose worker dies keeps its NPUs as soon as
+        # no request waits for an NPU of the dead node.
         dies, stays = now
         nodes.kill(dies)
         wait_for_missing(program)

@@ -1,4 +1,4 @@
-"""The owner of a deployment on a joined cluster dies: another one takes its place."""
+"""If the owner of a deployment on a joined cluster dies, another owner replaces it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def ours(nodes: Nodes) -> dict[int, str]:
-    """Return the processes of our actors, with their names."""
+    """Return the names of our actors' processes, by process id."""
     found = {pid: processes.name_of(pid) for pid in nodes.actors}
     return {pid: name for pid, name in found.items() if name.startswith(ACTORS)}
 

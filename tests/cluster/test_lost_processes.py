@@ -1,4 +1,4 @@
-"""Processes of a group over two nodes die, while it holds all NPUs that there are."""
+"""Processes of a group on two nodes die while the group uses all NPUs of the cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def strike(program: Program, pid: int) -> Any:
-    """Kill a process under load; return the tokens."""
+    """Kill a process while requests run; return the tokens."""
     program.write(("generate", PROMPTS, NUM_TOKENS))
     time.sleep(1.0)
     os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""Three hosts that share nothing but a network: the scripts of cluster/ start Ray on each.
+"""The scripts of cluster/ start Ray on three hosts, which share only a network.
 
-The head has no NPUs; clients are there. Ranks of different hosts meet over the emulator's sockets.
+The head has no NPUs; clients run on the head. Ranks on different hosts communicate over the
+emulator's sockets.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ pytestmark = [
 
 PORT = 8123
 START_S = 240.0
-PRIVATE = "/mnt"  # Ray's files of all nodes have the same names, which the head has given
-LISTEN = "0A"  # a state in /proc/net/tcp
+PRIVATE = "/mnt"  # Ray uses the head's file names on all nodes
+LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
 CLIENT = """
 import json, sys
 import openai
@@ -81,9 +82,10 @@ class Hosts:
         }
 
     def start(self, node: Node, script: str, *arguments: str, **variables: str) -> None:
-        """Start Ray on a node, and wait until the head knows it.
+        """Start Ray on a node, and wait until the head knows the node.
 
-        Ray gives a node half a minute to come up, which a busy machine may exceed: then again.
+        Ray allows a node 30 seconds for its start. A busy machine may need longer; then the start
+        is tried again.
         """
         self._count += 1
         until_s = time.monotonic() + START_S
@@ -115,7 +117,7 @@ class Hosts:
             text=True,
         )
         said, _ = asked.communicate(timeout=START_S)
-        found = re.search(r"^up (\d+)$", said, re.MULTILINE)  # Ray says other things, too
+        found = re.search(r"^up (\d+)$", said, re.MULTILINE)  # Ray prints other lines, too
         return int(found[1]) if found else 0
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
@@ -145,7 +147,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def listening(node: Node) -> set[tuple[str, int]]:
-    """Return where the processes of a node listen."""
+    """Return the addresses and ports at which processes of a node listen."""
     lines = node.run(["cat", "/proc/net/tcp"], 30).stdout.splitlines()[1:]
     found = set()
     for fields in map(str.split, lines):
@@ -180,7 +182,7 @@ def test_a_group_over_two_hosts_gives_the_tokens_of_one(hosts: Hosts) -> None:
 def test_a_group_over_two_hosts_comes_back_from_a_link_that_failed(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    arms = tmp_path / "arms"  # which all hosts see
+    arms = tmp_path / "arms"  # all hosts share this file
     settings = {**OVER_NODES, "device.emulator.fault.file": str(arms), "recovery.resume_s": 60}
     config = load_config("configs/tiny-deepseek.yaml", OVER_NODES)
 

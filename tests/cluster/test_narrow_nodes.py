@@ -1,4 +1,4 @@
-"""Nodes on which less is left than a group takes, and NPUs where no group of ours may be."""
+"""Some nodes have fewer free NPUs than a group needs, and some NPUs may not be used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_no_group_can_take_is_no_room(nodes: Nodes) -> None:
         assert "a group takes 1 times 2 on one node" in refused
         assert time.monotonic() - begun_s < 60
 
-        # There is no place for a new group before an old one has gone.
+        # There are no NPUs for a new group until an old group has ended.
         assert ask(program, "roll", {"kv.num_blocks": 77}) == 77
 
         now, missing, *_ = ask(program, "where")

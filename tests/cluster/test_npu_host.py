@@ -1,7 +1,7 @@
-"""The commands on a host that looks as if it had NPUs: device nodes, a driver, and a CANN.
+"""Commands run on a host that looks like a host with NPUs: it has device nodes, a driver and CANN.
 
-The host is a mount namespace. Its CANN has the emulator's libraries, so that all code takes the way
-of real NPUs, up to the libraries of CANN.
+The host is a mount namespace. Its CANN contains the emulator's libraries, so all other code runs as
+on real NPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SET_ENV = """
 export ASCEND_HOME_PATH=/usr/local/Ascend/cann ASCEND_OPP_PATH=/usr/local/Ascend/cann/opp
 export LD_LIBRARY_PATH={libraries} EMULATED_NPU="{settings}"
 """
-# Arguments: an empty folder, the number of NPUs, CANN's set-up script, and a command.
+# The script's arguments are an empty folder, the number of NPUs, CANN's set-up script, and a
+# command.
 HOST = """
 set -e
 folder=$1 npus=$2 set_env=$3; shift 3
@@ -70,7 +71,7 @@ def chip(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def on_host(tmp_path: Path, chip: str) -> Run:
-    """Runs a command of ours on a host with NPUs of this chip."""
+    """Return a function that runs ``dist-aclgraph`` on a host with NPUs of this chip."""
     npus, expansion = CHIPS[chip]
     settings = f"devices={npus} soc={chip} cann=9.1.0 hbm_mb=62420 hccl_expansion={expansion}"
     set_env = tmp_path / "set_env.sh"

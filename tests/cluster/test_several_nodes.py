@@ -1,4 +1,4 @@
-"""Deployments over the nodes of a Ray cluster whose head, where clients are, has no NPUs."""
+"""Deployments run on several nodes of a Ray cluster. The head has the clients, but no NPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STREAM_TOKENS = 400
 
 
 class Deployed:
-    """A deployment that a program at the head has started, and asks."""
+    """A deployment that a program at the head starts and uses."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -94,7 +94,7 @@ def service(nodes: Nodes, overrides: dict[str, Any]) -> Iterator[tuple[Any, open
 
 
 def test_groups_on_a_node_each_answer_the_openai_client_at_the_head(nodes: Nodes) -> None:
-    """The first test: it gives the NPUs back, which the deployment of the others keeps."""
+    """This test must be first, because the other tests share a deployment that keeps the NPUs."""
     with service(nodes, {**APART, "cluster.ports": "23200-23240"}) as (where, client):
         answers = [
             client.completions.create(
@@ -141,7 +141,7 @@ def test_no_channel_listens_at_a_wildcard(nodes: Nodes, spanning: Deployed) -> N
 
     found = {(host, port) for host, port in listening(nodes.actors) if port in PORTS}
 
-    assert len(found) == 4  # plans, results, clients, and where the ranks met
+    assert len(found) == 4  # for plans, results and clients, and to join the HCCL world
     assert {host for host, _ in found} == {leader}
 
 

@@ -1,4 +1,4 @@
-"""The scripts that start Ray on a node, with a ``ray`` that writes down how it was called."""
+"""The scripts that start Ray on a node call ``ray`` with the right arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLUSTER = Path(__file__).parents[2] / "cluster"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A repository with its scripts and a ``ray`` of its own; CANN is not installed."""
+    """Return a copy of the scripts, with a ``ray`` that prints its arguments and without CANN."""
     shutil.copytree(CLUSTER, tmp_path / "cluster")
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The queries of the Grafana board, against the samples of /metrics."""
+"""Compares the queries of the Grafana board with the samples of /metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def board() -> dict[str, Any]:
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
-    """Return the labels of every sample name in an answer of /metrics."""
+    """Return the labels of every sample name in a response of /metrics."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -28,7 +28,7 @@ def labels_of(text: str) -> dict[str, set[str]]:
 
 
 def unknown(known: dict[str, set[str]]) -> list[str]:
-    """Return each metric and label that the board names, and that there is not.
+    """Return each metric and label that the board uses and that does not exist.
 
     Args:
         known: see ``labels_of``.
@@ -54,7 +54,7 @@ def unknown(known: dict[str, set[str]]) -> list[str]:
 
 
 def queried_variables() -> Iterator[tuple[str, str]]:
-    """Yield metric and label of each variable that is filled by ``label_values``."""
+    """Yield metric and label of each variable of the board that uses ``label_values``."""
     for variable in board()["templating"]["list"]:
         if variable["type"] == "query":
             name, label = re.findall(r"label_values\((\w+), (\w+)\)", variable["definition"])[0]
@@ -62,10 +62,10 @@ def queried_variables() -> Iterator[tuple[str, str]]:
 
 
 def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
-    """Return the labels that the result of an expression has.
+    """Return the labels of an expression's result.
 
     Raises:
-        KeyError: it asks for a metric or a label that there is not; says which.
+        KeyError: the expression uses a metric or label that does not exist; the message names it.
     """
     match type(expression).__name__:
         case "VectorSelector":

@@ -1,4 +1,4 @@
-"""The status page as a browser shows it: Debian's chromium, driven by playwright."""
+"""Shows the status page in Debian's chromium, which playwright controls."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.serve.scrape import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SHOWN_MS = 60_000
-NOTHING = "\u2013"  # stands where there is no sample
+NOTHING = "\u2013"  # shown in place of a missing sample
 
-# Contrast as WCAG 2 defines it, of every visible text against its background.
+# Computes the contrast of every visible text and its background, as WCAG 2 defines contrast.
 FAINT_TEXTS = """() => {
   const parse = (color) => color.match(/[\\d.]+/g).map(Number);
   const luminance = (rgb) => {
@@ -53,7 +53,7 @@ SAMPLES = """() => [...document.querySelectorAll("[data-sample]")].map(
 
 @contextlib.contextmanager
 def open_browser() -> Iterator[Any]:
-    """A headless browser; skips the test where there is none."""
+    """Yield a headless browser; skip the test if no browser is installed."""
     if CHROMIUM is None:
         pytest.skip("no browser is here; on Debian: apt-get install chromium")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -67,7 +67,7 @@ def open_browser() -> Iterator[Any]:
 
 
 class StatusPage:
-    """The page in a tab of its own, and the requests of the tab."""
+    """The status page in a new tab, and the requests of this tab."""
 
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self._context = browser.new_context(**context)
@@ -84,27 +84,27 @@ class StatusPage:
             self.complaints.append(message.text)
 
     def wait_for_numbers(self, polls: int = 1) -> None:
-        """Wait until the page has shown ``polls`` more answers."""
+        """Wait until the page has shown the numbers of ``polls`` more polls."""
         shown = int(self.tab.evaluate("document.body.dataset.shown || 0"))
         self.wait_for(f"Number(document.body.dataset.shown || 0) >= {shown + polls}")
 
     def wait_for(self, expression: str) -> None:
-        """Wait until an expression holds; the page's policy forbids playwright's way."""
+        """Wait until an expression is true; the page's CSP forbids playwright's own function."""
         deadline_s = time.monotonic() + SHOWN_MS / 1000
         while not self.tab.evaluate(expression):
             assert time.monotonic() < deadline_s, expression
             self.tab.wait_for_timeout(50)
 
     def samples(self) -> dict[Path, tuple[str, str]]:
-        """Return unit and text of every number that names a sample of /metrics."""
+        """Return unit and text of every number on the page, by its sample in /metrics."""
         return {tuple(path): (unit, text) for path, unit, text in self.tab.evaluate(SAMPLES)}
 
     def faint_texts(self) -> dict[str, Any]:
-        """Return how many texts are seen, and those with too little contrast."""
+        """Return the number of visible texts, and the texts with too little contrast."""
         return dict(json.loads(json.dumps(self.tab.evaluate(FAINT_TEXTS))))
 
     def overflow_px(self) -> int:
-        """Return by how much the page is wider than the window."""
+        """Return how many pixels the page is wider than the window."""
         root = "document.documentElement"
         return int(self.tab.evaluate(f"{root}.scrollWidth - {root}.clientWidth"))
 
@@ -113,11 +113,11 @@ class StatusPage:
 
 
 def value_of(unit: str, text: str) -> float:
-    """Return the number that a text shows, as /metrics would have it."""
+    """Return the number in a text, in the unit of /metrics."""
     number = float(text.split(" ")[0].replace(",", ""))
     return number * {"count": 1, "percent": 0.01, "mebibytes": 1 << 20}[unit]
 
 
 def rounding_of(unit: str) -> float:
-    """Return by how much a text may differ from its value."""
+    """Return the largest difference between a text and its value, because of rounding."""
     return {"count": 1e-9, "percent": 0.00051, "mebibytes": 0.051 * (1 << 20)}[unit]

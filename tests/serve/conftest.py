@@ -41,8 +41,8 @@ class Service:
         self.engine.reply = lambda submit: ids
 
 
-WAIT_S = 60.0  # for what comes at once unless the machine is busy
-SILENT_S = 1.0  # of services whose engines tests silence
+WAIT_S = 60.0  # a generous limit; on an idle machine, nothing takes this long
+SILENT_S = 1.0  # limit of silence in services whose engines become silent
 
 
 def until(condition, timeout_s: float = WAIT_S) -> None:
@@ -91,7 +91,7 @@ def serving(
     link_s: float = WAIT_S,
     **overrides: object,
 ):
-    """A service of its own over a fake engine of its own."""
+    """Run a new service with a new fake engine."""
     engine = FakeEngine()
     service, server = start(engine, access, other, link_s, **overrides)
     try:
@@ -118,13 +118,13 @@ def shared_tooled(tmp_path_factory):
 
 @pytest.fixture
 def service(shared_service):
-    """The shared service, with its engine as new."""
+    """Return the shared service, with its engine in the initial state."""
     return as_new(shared_service)
 
 
 @pytest.fixture
 def tooled(shared_tooled):
-    """The shared service of a model with tools and reasoning, with its engine as new."""
+    """Return the shared service with tools and reasoning, its engine in the initial state."""
     return as_new(shared_tooled)
 
 
@@ -139,6 +139,6 @@ def as_new(service: Service) -> Service:
 
 @pytest.fixture
 def own_service():
-    """A service that the test may break."""
+    """Yield a new service, which the test may break."""
     with serving(link_s=SILENT_S) as service:
         yield service

@@ -1,4 +1,4 @@
-"""FakeEngine speaks the engine's wire over ZeroMQ and generates tokens by a fixed rule."""
+"""FakeEngine uses the engine's protocol over ZeroMQ, and generates tokens by a fixed rule."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ METRICS: dict[str, Any] = {
 
 
 def echo(submit: Submit) -> list[int]:
-    """The prompt again, for ever."""
+    """Return the prompt, repeated up to ``max_tokens``."""
     ids = [int(i) for i in unpack_ints(submit.prompt)]
     return (ids * (submit.max_tokens // max(1, len(ids)) + 1))[: submit.max_tokens]
 
@@ -94,25 +94,26 @@ class _Running:
 
 
 class FakeEngine:
-    """One step every ``step_s``: each request gets its next token, all of a client in one message.
+    """Runs a step every ``step_s``, in which each request gets a token.
 
     Attributes:
         reply: output of a request, cut at ``max_tokens`` and after the first stop token.
-        frames: every frame received, as it came.
-        submitted, aborted: what clients asked for, in order.
-        fail_after: requests fail with this error kind after so many tokens.
+        frames: all received frames, unchanged.
+        submitted, aborted: the received requests and aborts, in order.
+        fail_after: the number of tokens after which requests fail, and the kind of the error.
         reports_late: whether requests with prompt log-probabilities wait for the end of all others.
-        skipped: how many messages are lost before the next one.
-        token_limit: with so many generated tokens in its metrics it beats, and makes no more.
-        metrics: what it answers when asked; generated tokens are counted in it.
-        groups: what clients are told of the deployment's groups.
-        others_tokens: what waits here for other clients, as each is told.
-        last_beat: of any client.
+        skipped: number of messages that will be lost, from the next message on.
+        token_limit: at this number of generated tokens in ``metrics``, no more tokens are made;
+            heartbeats continue.
+        metrics: the answer to queries for metrics; generated tokens are counted in it.
+        groups: the list of groups that is sent to clients.
+        others_tokens: the waiting tokens of other clients, as reported to each client.
+        last_beat: the last heartbeat of any client.
         embedding: the hidden state of a prompt, for requests that ask for it.
         share: the probability of the first of two allowed tokens after a prompt; None if requests
             do not allow two tokens.
-        answers_queries: else it beats, and says no more.
-        refusal: what all clients are told next, whose links are over then.
+        answers_queries: whether queries are answered; heartbeats are always sent.
+        refusal: the reason of a refusal that is sent to all clients; it ends their links.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class FakeEngine:
         self._told: GroupList | None = None
         self.others_tokens = 0
         self.last_beat = Beat()
-        self._numbers: dict[bytes, int] = {}  # of the last deltas, by client
+        self._numbers: dict[bytes, int] = {}  # number of the last deltas, by client
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
         self._context = zmq.Context()
@@ -164,7 +165,7 @@ class FakeEngine:
         return self._stopping.is_set()
 
     def close(self) -> None:
-        """End, as a process that dies: its clients know at once."""
+        """End like a process that dies, which clients notice at once."""
         if self.is_closed:
             return
         self._stopping.set()
@@ -295,7 +296,7 @@ class FakeEngine:
 def _shared(
     submit: Submit, share: Callable[[list[int]], float]
 ) -> tuple[list[int], tuple[float, ...]]:
-    """Return the tokens of a report about two allowed tokens, and their log-probabilities."""
+    """Return the tokens and log-probabilities of a report about two allowed tokens."""
     assert submit.sampling.structure is not None
     first, second = map(int, re.findall(r"<\[(\d+)\]>", submit.sampling.structure.grammar))
     found = share(unpack_ints(submit.prompt).tolist())
@@ -306,7 +307,7 @@ def _shared(
 
 
 def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
-    """Log-probability -i for token i of the prompt, and -0.5 for the best ones; in two parts."""
+    """Return log-probabilities in two parts: -i for prompt token i, -0.5 for the best tokens."""
     ids, num_best = unpack_ints(submit.prompt), submit.sampling.prompt_logprobs
     if num_best < 0:
         return ()
@@ -329,7 +330,7 @@ def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
 
 
 def _joined(deltas: list[StepDeltas]) -> StepDeltas:
-    """Several deltas of one request each, as one of them all."""
+    """Return one object with the deltas of several objects, which have one request each."""
     counts = [len(unpack_ints(delta.token_ids)) for delta in deltas]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     reports = [delta.logprobs or (None,) * n for delta, n in zip(deltas, counts, strict=True)]

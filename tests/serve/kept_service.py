@@ -1,4 +1,4 @@
-"""A supervisor with an ingress over an engine that lives elsewhere; prints its port."""
+"""Runs a supervisor and an ingress, which uses an engine in another process; prints the port."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
 
 def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
-    """Args:
-    limit: a file that says how long contexts may be; while it is not there, nothing is served.
-    trap: a file; while it is there, an ingress dies when it has read something.
-    overrides: dotted keys of the configuration, as JSON.
+    """Args: limit: a file with the maximum context length; while the file is missing, nothing is
+    served. trap: a file; if it exists when an ingress has read bytes, the ingress removes it and
+    dies. overrides: dotted keys of the configuration, as JSON.
     """
     config = load_config(CONFIG, json.loads(overrides))
     tokenizer = Tokenizer(config.model)

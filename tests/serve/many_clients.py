@@ -1,7 +1,7 @@
-"""Clients that all ask at once: ``python -m tests.serve.many_clients PORT COUNT STATUS REQUEST``.
+"""Sends requests of many clients: ``python -m tests.serve.many_clients PORT COUNT STATUS REQUEST``.
 
-A separate process with bare sockets, so that it uses as little CPU time as possible. Prints the
-seconds from each request to the beginning of its answer.
+This program runs in a separate process and uses plain sockets, to use little CPU time. It prints
+the seconds from each request to the beginning of its response.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 def ask_all(port: int, count: int, status: int, request: bytes) -> list[float]:
-    """Return the seconds that each of ``count`` clients waits; all have their connections."""
+    """Return how many seconds each of ``count`` connected clients waits for a response."""
     command = [sys.executable, "-m", __name__, str(port), str(count), str(status), request.hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT_S)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def _ask(port: int, count: int, status: int, request: bytes) -> None:
 
 
 def _wait_until_served(client: socket.socket, request: bytes) -> None:
-    """Ask once on the last connection: then the others have been accepted."""
+    """Send a request on the last connection; after its response, all others were accepted."""
     client.settimeout(WAIT_S)
     client.sendall(request)
     assert client.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""The demo model with a vocabulary that has the answers of a reranker as tokens."""
+"""The demo model with a vocabulary that contains a reranker's two answers as tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TINY = CONFIG.parents[1] / "models" / "tiny-qwen3"
 def make_reranker(directory: Path) -> Path:
     """Write the demo model's files, without weights; two tokens of its vocabulary are answers.
 
-    Two added tokens take the last ids of the vocabulary that have no name.
+    The two answers are added tokens, with the next free ids.
     """
     for file in TINY.glob("*.json"):
         shutil.copy(file, directory)

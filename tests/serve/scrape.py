@@ -1,4 +1,4 @@
-"""The samples of /metrics, by name and the values of those labels that differ."""
+"""Reads the samples of /metrics, by name and by the values of labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 
 
 def scrape(service: Any, **asked: Any) -> dict[Path, float]:
-    """Return every sample, but for creation times; parts of histograms have ``/le=`` in the name.
+    """Return all samples except creation times. Parts of histograms have ``/le=`` in the name.
 
     Args:
         service: has ``http``, a client of the service.
@@ -30,14 +30,14 @@ def scrape(service: Any, **asked: Any) -> dict[Path, float]:
                 name = f"{name}/le={labels.pop('le', '')}"
             elif name.endswith("_created"):
                 continue
-            # Written out by their names, and read from the engine down.
+            # Sort labels by name, but engine first and rank second.
             ordered = sorted(labels, key=lambda k: (k != "engine", k != "rank", k))
             found[name.removesuffix("_total"), *(labels[k] for k in ordered)] = sample.value
     return found
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> dict[Path, float]:
-    """Return the numbers of the status page's object, by the same paths."""
+    """Return the numbers of the status page's JSON object, by the same paths as ``scrape``."""
     found: dict[Path, float] = {}
     for key, value in tree.items():
         if path and path[0] == "rank_info" and len(path) == 2:

@@ -1,7 +1,6 @@
-"""Requests as two coding agents send them, over a fake engine.
+"""The requests of two coding agents are served, with a fake engine.
 
-``bodies/`` has one request of each agent, with the fields that the agent sends and texts of our
-own.
+``bodies/`` has one request of each agent, with the agent's fields, and with other texts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LAST = {"codex": "response.completed", "claude_code": "message_stop"}
 
 
 def ask(service, agent: str) -> list[dict]:
-    """Send the agent's request; return the events of the answer."""
+    """Send the agent's request; return the events of the response."""
     body = (BODIES / f"{agent}.json").read_bytes()
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "x", "OpenAI-Beta": "y"}
     reply = service.http.post(PATHS[agent], content=body, headers=headers)
@@ -75,7 +74,7 @@ def test_the_prompt_has_instructions_tools_calls_and_results(tooled, agent):
     prompt = tooled.state.tokenizer.decode(ids, skip_special_tokens=False)
     assert prompt.count("Use the tools to look before you answer.") == 1
     assert "billing" not in prompt
-    assert prompt.count("<tool_call>") == 3  # one is in the description of the format
+    assert prompt.count("<tool_call>") == 3  # one of the three is in the description of the format
     for text in (*RESULTS[agent], "What is in this folder?", "I list the files."):
         assert prompt.count(text) == 1, text
     assert prompt.count("<|im_start|>assistant") == 2

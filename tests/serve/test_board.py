@@ -1,4 +1,4 @@
-"""The Grafana board in cluster/grafana asks for nothing that /metrics does not have."""
+"""The Grafana board in cluster/grafana uses only metrics and labels that /metrics has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def known(shared_service):
-    # Counters by reason exist once something has been counted.
+    # A counter by reason exists only after it has counted something.
     shared_service.openai.completions.create(model="tiny-qwen3", prompt="abc", max_tokens=4)
     return labels_of(shared_service.http.get("/metrics").text)
 

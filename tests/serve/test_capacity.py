@@ -1,4 +1,4 @@
-"""A service of two groups: its reports and answers when one of them is lost."""
+"""A service of two groups continues, and reports the loss, if one group is lost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
 
 
 def test_slots_follow_the_number_of_groups(service, other):
-    """One group is configured; the other one came by scaling."""
+    """The configuration has one group; the other group was added by scaling."""
     slots, of_a_group = service.state.slots, 1024 + 16  # scheduler.max_waiting, max_num_seqs
     slots.acquire(2 * of_a_group - 1)
     assert ask(service) == 200
@@ -93,13 +93,13 @@ def test_slots_follow_the_number_of_groups(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.losses()) == 2)
-    assert slots.is_full  # as many as are configured, while requests wait for a group
+    assert slots.is_full  # the configured number, while requests wait for a group
     slots.release(1)
     assert not slots.is_full
 
 
 def test_a_group_that_drains_keeps_its_slots(service, other):
-    """Its requests still have them: without, the others would get less than they can take."""
+    """Its requests still use slots; without its slots, another group would not be full."""
     entries = (
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),
@@ -130,7 +130,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values by its labels, without the labels that all metrics have."""
+    """Return a metric's values, by the labels that not all metrics have."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

@@ -130,7 +130,7 @@ def test_streamed_logprobs_cover_every_token(service):
 
 
 def drawn_seeds(config: Config, state: ApiState, replica: int = 0) -> list[int]:
-    """The seeds that a new ingress draws for requests without one."""
+    """Return the seeds that a new ingress draws for requests without a seed."""
     new = ApiState(config, state.tokenizer, state.client, replica=replica)
     return [new.open_journal({}).chance.seed for _ in range(5)]
 
@@ -251,7 +251,7 @@ def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_servi
 
     def breaking(ids, **options):
         decoded.append(ids)
-        if len(decoded) > 2:  # the end of the prompt, and the first token
+        if len(decoded) > 2:  # calls for the end of the prompt and the first token
             raise ZeroDivisionError("secret")
         return whole(ids, **options)
 
@@ -269,7 +269,7 @@ def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_servi
 
 
 def test_a_client_that_leaves_before_the_first_frame_frees_the_engine(service):
-    """The response is cancelled then before anything is asked of its frames."""
+    """The response is cancelled before its first frame is requested."""
     service.engine.reply = lambda submit: [70] * submit.max_tokens
     body = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 1000}
     messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])

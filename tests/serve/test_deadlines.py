@@ -1,4 +1,4 @@
-"""An answer that takes too long ends, with its request in the engine."""
+"""An answer that takes too long is ended, and its request is aborted in the engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_stream_that_has_begun_ends_with_an_error(limited):
 
 def test_an_answer_that_another_process_began_has_no_more_time(monkeypatch):
     journal = Journal(Chance("abc", int(time.time() - 3600), 1), is_resumed=True)
-    with serving(**{"serve.generation_s": 600}) as service:  # its client waits for less
+    with serving(**{"serve.generation_s": 600}) as service:  # the client's timeout is shorter
         service.engine.reply, service.engine.step_s = lambda submit: [70] * submit.max_tokens, 0.1
         monkeypatch.setattr(service.state, "open_journal", lambda scope: journal)
 

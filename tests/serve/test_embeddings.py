@@ -1,4 +1,4 @@
-"""POST /v1/embeddings over a fake engine."""
+"""Tests of POST /v1/embeddings with a fake engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state_of(ids: list[int], size: int) -> list[float]:
 
 
 def expected(embedder, ids: list[int], dimensions: int | None = None) -> np.ndarray:
-    """Return the cut state, divided by its length."""
+    """Return the first ``dimensions`` elements of the state, normalized to length 1."""
     state = np.array(state_of(ids, embedder.state.task.hidden_size), np.float32)[:dimensions]
     return state / np.linalg.norm(state.astype(np.float64))
 
@@ -50,7 +50,7 @@ def test_every_form_of_input_has_its_embedding_in_order(embedder, given, count, 
     assert [each.index for each in reply.data] == list(range(count))
     for each, ids in zip(reply.data, prompts, strict=True):
         value = each.embedding
-        if isinstance(value, str):  # the client decodes base64 only if it has asked for it itself
+        if isinstance(value, str):  # the client decodes base64 only by default
             value = np.frombuffer(base64.b64decode(value), "<f4")
         assert np.asarray(value) == pytest.approx(expected(embedder, ids), abs=1e-6)
     num_tokens = sum(map(len, prompts))

@@ -87,13 +87,13 @@ def other():
 
 
 def until_all_have_answered(client: EngineClient) -> None:
-    """Until then, requests go to the groups that have."""
+    """Wait, because requests go only to groups that have answered."""
     until(lambda: all(engine.link.is_welcome for engine in client._known()))
 
 
 @pytest.fixture
 def both(engine, other):
-    """A client of two engines."""
+    """Yield a client of two engines."""
     client = EngineClient([engine.address, other.address], TOKEN, node_id=NODE, link_s=LINK_S)
     until_all_have_answered(client)
     yield client
@@ -131,7 +131,7 @@ def test_a_client_hears_what_waits_for_others(both, engine, other):
     both.submit("a", [1], LONG, (), lambda delta: None)
     until(lambda: engine.last_beat.waiting_tokens or other.last_beat.waiting_tokens)
     seen = len(engine.frames)
-    until(lambda: len(engine.frames) > seen + 3)  # each beat is answered before the next one
+    until(lambda: len(engine.frames) > seen + 3)  # each heartbeat is answered before the next
 
     for i in range(4):
         both.submit(str(i), [1], LONG, (), lambda delta: None)
@@ -149,7 +149,7 @@ def test_an_engine_that_is_added_takes_requests(engine, client, other):
     until_all_have_answered(client)
     client.submit("new", [2], LONG, (), lambda delta: None)
     until(lambda: len(other.submitted) == 1)
-    # The new engine also lists the groups: its older list changes nothing.
+    # The new engine also sends a list of groups, but its list is older and changes nothing.
     other.groups = GroupList(0, ())
     until(lambda: other.last_beat.groups_version == 1)
     assert client.capacity().total == 2
@@ -164,7 +164,8 @@ def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engin
 
     engine.groups = other.groups = list_groups(1, engine, other, draining="0")
 
-    # It confirms, on the link over which it sent: the engine may count on it.
+    # The client confirms the list after its requests on the same link, so the engine has these
+    # requests.
     until(lambda: engine.last_beat.groups_version == 1)
     assert both.capacity().by_state() == {"serving": 1, "draining": 1, "lost": 0}
     for i in range(4):
@@ -205,7 +206,7 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
 def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
     nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
     client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
-    until(lambda: len(engine.frames) > 1)  # it beats, so it has been answered
+    until(lambda: len(engine.frames) > 1)  # the client sends heartbeats, so the engine has answered
 
     for i in range(4):
         client.submit(str(i), [i], LONG, (), lambda delta: None)
@@ -296,7 +297,7 @@ def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkey
     def refuse(*_):
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(Endpoint, "connect", refuse)  # of the link that replaces a lost one
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # for the link that replaces a lost link
     engine.silent = True
 
     errors = [collect(deltas)[1].error for deltas in answers]
@@ -348,7 +349,7 @@ def test_a_wrong_token_is_refused_with_the_reason(engine):
     try:
         client.submit("a", [1], PARAMS, (), deltas.put)
         assert "wrong token" in str(error_of(collect(deltas)[1]))
-    except EngineDeadError as e:  # the refusal was faster than the submission
+    except EngineDeadError as e:  # the refusal arrived before the submission
         assert "wrong token" in str(e)
     assert engine.submitted == []
     client.close()

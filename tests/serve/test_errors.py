@@ -1,4 +1,4 @@
-"""Every malformed request is a 4xx in OpenAI's shape; the engine never hears of it."""
+"""Every malformed request gets a 4xx in OpenAI's form, and does not reach the engine."""
 
 from __future__ import annotations
 

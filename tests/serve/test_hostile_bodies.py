@@ -1,4 +1,4 @@
-"""Bodies made to hurt: each is a 4xx, and the event loop turns meanwhile."""
+"""Each hostile body gets a 4xx, and the event loop is not blocked for long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESPONSES = "/v1/responses"
 
 
 def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
-    """A body of just under the largest size, with as many items as it holds."""
+    """Return a body of almost the largest size, with as many items as fit."""
     room = LARGEST - len(head) - len(tail)
     return head + b",".join([item] * (room // (len(item) + 1))) + tail
 
@@ -81,7 +81,7 @@ BODIES = {
 
 @contextlib.contextmanager
 def watched(loop: asyncio.AbstractEventLoop):
-    """Yield a list that gets the process's CPU seconds between every two turns of a loop."""
+    """Yield a list to which the CPU seconds of each turn of the loop are added."""
     turns: list[float] = []
 
     async def tick() -> None:
@@ -100,7 +100,7 @@ def watched(loop: asyncio.AbstractEventLoop):
 
 
 def scan_s(body: bytes) -> float:
-    """CPU seconds of reading a body without building anything of it."""
+    """Return the CPU seconds of scanning a body without building objects."""
     found = []
     for _ in range(5):
         before = time.process_time()
@@ -114,14 +114,14 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     path, body = BODIES[name]
 
     longest = []
-    for _ in range(3):  # on a busy machine a turn includes the work of other threads
+    for _ in range(3):  # the CPU time of a turn includes other threads
         with watched(service.loop) as turns:
             reply = service.http.post(path, content=body)
         assert_error(reply)
         longest.append(max(turns))
 
     assert service.engine.submitted == []
-    # A body of objects took 1,500 times its scan; nothing may take more than a few.
+    # Decoding a body of objects would take 1,500 times as long as its scan.
     assert min(longest) < 12 * scan_s(BODIES["objects"][1])
 
 

@@ -1,4 +1,4 @@
-"""HTTP as RFC 9112 has it, towards clients of any age, and at a Unix socket."""
+"""The server follows RFC 9112 for clients of any HTTP version, and serves Unix sockets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_client_of_http_1_0_needs_no_host(service):
 def test_a_service_at_a_unix_socket(service, tmp_path):
     config = ServeConfig(uds=str(tmp_path / "api"))
     service.answer("a")
-    listen_at(config).close()  # as a service leaves it that was killed
+    listen_at(config).close()  # leaves the socket file, like a killed service
     listener = listen_at(config)
     server = HttpServer(service.state.config.serve, listener, link=HolderLink())
     server.start(make_api(service.state, read_access(config, checks_host=True)))

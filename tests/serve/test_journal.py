@@ -1,4 +1,4 @@
-"""The journal of a connection, and the process that holds the connection beside the ingress."""
+"""Tests of the journal of a connection, and of the second process that holds the connection."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def new_memory() -> Iterator[tuple[JournalMemory, int]]:
 
 
 def state_of(descriptor: int) -> Any:
-    """Return the journal as another process sees it; None for a journal that is void."""
+    """Return the journal as another process sees it; None if the journal is void."""
     try:
         memory = JournalMemory(descriptor)
     except ValueError:
@@ -70,7 +70,7 @@ def state_of(descriptor: int) -> Any:
 
 
 class DyingWords:
-    """The words of a journal whose writer is killed at one of its stores."""
+    """The words of a journal, whose writer dies after ``num_stores`` stores."""
 
     def __init__(self, words: Any, num_stores: int) -> None:
         self._words, self._num_stores = words, num_stores
@@ -207,7 +207,7 @@ def test_what_exceeds_its_room_is_kept_no_more() -> None:
 
 
 class Connection:
-    """A connection, the process that answers on it, and the one that holds it."""
+    """A connection, the process that answers on it, and the process that holds it."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -220,7 +220,7 @@ class Connection:
         self.holder.take_in()
 
     def read(self, data: bytes, *, is_noted: bool = True) -> None:
-        """Let the process read the client's bytes and die before it records them, or live on."""
+        """Let the process read the client's bytes, and count these bytes if ``is_noted``."""
         self.client.sendall(data)
         self.server.recv_into(self.record.read_buffer(), len(data), socket.MSG_WAITALL)
         if is_noted:
@@ -230,13 +230,13 @@ class Connection:
         self.server.sendall(self.record.take_unsent(data))
 
     def die(self) -> ConnectionRecord:
-        """Have the process die; return the record that the next process takes over."""
+        """Let the process die; return the record that the next process takes over."""
         self._end.close()
         self._end = self.holder.open()
         link = self.holder.become_link(self._end)
         [(number, held)] = link.left.items()
         self.record = ConnectionRecord.take_over(link, number, held)
-        self.holder._held[number] = held  # it would be in the holder's process
+        self.holder._held[number] = held  # in reality, this object is in the holder's process
         return self.record
 
     def close(self) -> None:
@@ -259,7 +259,7 @@ def connection() -> Iterator[Connection]:
     num_losses=st.integers(1, MAX_LOSSES - 1),
 )
 def test_all_that_was_read_is_known(parts: list[bytes], is_noted: bool, num_losses: int) -> None:
-    """Whether or not the process knew of the last part before it died."""
+    """The next process knows all bytes, even if the last part was not counted before the death."""
     connection, others = Connection(), Connection()
     for i, part in enumerate(parts):
         connection.read(part, is_noted=is_noted or i < len(parts) - 1)
@@ -323,7 +323,7 @@ def test_a_client_that_was_told_to_send_its_body_is_not_told_again(connection: C
 
 def test_a_request_at_which_processes_die_in_a_row_is_given_up(connection: Connection) -> None:
     for _ in range(MAX_LOSSES + 1):
-        connection.die()  # nothing is under way
+        connection.die()  # no request is in progress
     connection.read(b"POST")
 
     for _ in range(MAX_LOSSES - 1):
@@ -439,7 +439,7 @@ def test_urgent_data_is_data_like_all_other() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ignoring() -> Iterator[None]:
-    """A holder is told by a signal when there is something to take in."""
+    """Ignore the signal that tells a holder about new messages."""
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGIO, before)
@@ -454,7 +454,7 @@ def descriptors() -> int:
     st.data(),
 )
 def test_a_holder_has_what_has_begun_and_not_ended(turns: list[str], data: st.DataObject) -> None:
-    """But for connections with a journal that was void when its process ended."""
+    """Connections whose journal was void when their process ended are not held."""
     before = descriptors()
     holder = ConnectionHolder()
     end = holder.open()

@@ -1,5 +1,5 @@
-"""Answers go on over the same connections when the process that sends them is killed, again and
-again: every byte of a body is the one that would have come.
+"""If the process that sends answers is killed repeatedly, answers continue over the same
+connections. Every body has the same bytes as without the kills.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 
 
 def by_position(submit: Submit) -> list[int]:
-    """A model whose tokens depend on their positions alone."""
+    """Return tokens that depend only on their positions."""
     first = len(submit.prompt) // INT_BYTES
     return [60 + (first + i) * 7919 % 97 for i in range(submit.max_tokens)]
 
@@ -52,7 +52,7 @@ class Answer:
     bodies: list[bytes] = field(default_factory=list)
 
     def read(self, stream: BinaryIO) -> None:
-        """Read one response, as its own framing says where it ends."""
+        """Read one response; its headers determine where it ends."""
         status = stream.readline()
         assert status.startswith(b"HTTP/1.1 200"), status
         headers = {}
@@ -70,14 +70,14 @@ class Answer:
                 body += stream.read(size)
                 assert stream.read(2) == b"\r\n"
             assert stream.read(2) == b"\r\n"
-        # Between choices there is no order.
+        # Frames of different choices have no fixed order.
         frames = BY_CHANCE.sub(b"", body).split(b"\n\n")
         self.bodies.append(b"\n".join(sorted(frames, key=_choice_of)))
 
 
 def _choice_of(frame: bytes) -> bytes:
     found = re.search(rb'"choices":\[\{"index":([0-9]+)', frame)
-    return found[1] if found else b"~"  # frames of no request come last
+    return found[1] if found else b"~"  # frames without a choice are last
 
 
 def num_descriptors_of(pid: int) -> int:
@@ -94,7 +94,7 @@ class Service:
         return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
 
     def ask(self, request: bytes, count: int = 1) -> Answer:
-        """Send the same request several times, one after another over one connection."""
+        """Send the same request ``count`` times, one after the other, over one connection."""
         answer = Answer()
         try:
             with self.connect() as client, client.makefile("rb") as stream:
@@ -125,20 +125,20 @@ class Service:
         return found[0] if found else 0
 
     def kill(self) -> None:
-        """Kill the ingress, and wait for another."""
+        """Kill the ingress, and wait for the next ingress."""
         until(lambda: self.ingress() > 0, WAIT_S)
         pid = self.ingress()
         os.kill(pid, signal.SIGKILL)
         until(lambda: self.ingress(other_than=pid) > 0, WAIT_S)
 
     def wait_for_tokens(self, count: int) -> None:
-        """Return once the engine has made ``count`` more tokens."""
+        """Wait until the engine has made ``count`` more tokens."""
         wanted = self.engine.metrics["generation_tokens"] + count
         until(lambda: self.engine.metrics["generation_tokens"] >= wanted, WAIT_S)
 
     @contextmanager
     def stopped_after(self, count: int) -> Iterator[None]:
-        """Within the block the engine has made so many more tokens, and makes none."""
+        """Stop the engine after ``count`` more tokens; it continues at the end of this context."""
         self.engine.token_limit = self.engine.metrics["generation_tokens"] + count
         try:
             until(
@@ -150,7 +150,7 @@ class Service:
 
     @contextmanager
     def killed_after(self, *counts: int) -> Iterator[None]:
-        """Kill the ingress beside what is done here, each time after so many tokens more."""
+        """While this context runs, kill the ingress after each number of further tokens."""
 
         def strike() -> None:
             for count in counts:
@@ -163,7 +163,7 @@ class Service:
         striking.join()
 
     def wait_until_read(self, client: socket.socket) -> None:
-        """Return once the ingress has read all that was sent on this connection."""
+        """Wait until the ingress has read all bytes that were sent on this connection."""
         host, port = client.getsockname()
         address = socket.inet_aton(host)[::-1].hex().upper()
 
@@ -181,7 +181,7 @@ class Service:
         return num_descriptors_of(self.process.pid)
 
     def num_descriptors_at_rest(self) -> int:
-        """Return the number of held connections, once ended ones are gone."""
+        """Return the supervisor's number of descriptors when it no longer changes."""
         found = [self.num_descriptors]
 
         def is_at_rest() -> bool:
@@ -197,7 +197,7 @@ class Service:
 def serving(
     limit: Path | None = None, trap: Path | None = None, **overrides: object
 ) -> Iterator[Service]:
-    """A service over an engine of its own.
+    """Run a service with a new engine.
 
     Args:
         limit, trap, overrides: see ``kept_service.py``.
@@ -231,7 +231,7 @@ def _status(service: Service) -> int:
 
 
 def _status_on(client: socket.socket) -> int:
-    """Read one response of a few bytes."""
+    """Read one short response; return its status."""
     text = b""
     while not text.endswith(b"}"):
         more = client.recv(1 << 16)
@@ -308,7 +308,7 @@ def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
     before = service.num_descriptors_at_rest()
 
     service.ask_all(list(KINDS.values()), count=1)
-    with service.connect() as client:  # and of who leaves
+    with service.connect() as client:  # also a client that disconnects early
         client.sendall(KINDS["chat"])
         until(lambda: service.num_descriptors > before, WAIT_S)
 
@@ -369,8 +369,8 @@ def test_a_request_right_behind_a_large_answer_goes_on_like_all_others(service: 
 def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
     service: Service, num_before: int
 ) -> None:
-    """The process dies within the first answer, which continues and is followed by the second, or
-    within the second, which no other process knows: then the connection ends.
+    """If the process dies during the first answer, both answers arrive. If it dies during the
+    second answer, which no other process knows, the connection ends.
     """
     [plain] = service.ask_all([KINDS["chat"]])
     answer = Answer()
@@ -393,7 +393,7 @@ def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
 
 
 def stop(pid: int) -> None:
-    """Stop a process; return when all its threads have stopped, which go on for a moment."""
+    """Stop a process; wait until all its threads have stopped, which takes a moment."""
 
     def has_stopped() -> bool:
         found = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())
@@ -405,7 +405,7 @@ def stop(pid: int) -> None:
 
 @pytest.mark.slow
 def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service: Service) -> None:
-    """Unread, half read, on a connection that was not accepted yet, or on a used one."""
+    """The request is unread, half read, on a used connection, or not accepted yet."""
     request = KINDS["chat"]
     half = len(request) // 2
     plain = service.ask(request, count=2)
@@ -439,8 +439,8 @@ def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service:
 
 @pytest.mark.parametrize("num_before", [0, slow(60), slow(-10)])
 def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_before: int) -> None:
-    """The ingress dies with the first part of a request, and with the last one; the first one comes
-    right behind an answer.
+    """The ingress dies after it has read the first or the last part of a request. The first part
+    arrives directly after a response.
     """
     trap = tmp_path / "trap"
     request = KINDS["chat"]
@@ -557,7 +557,7 @@ def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path
 
 
 def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
-    """A response that has begun, and that no other process knows, ends with its process."""
+    """If no other process knows a response that has begun, the response ends with its process."""
     get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     pid = service.ingress()
     with ExitStack() as stack:
@@ -608,7 +608,7 @@ def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service)
 
 @pytest.mark.slow
 def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> None:
-    """Some before their answer, most within it; some properly, most without a word."""
+    """Clients disconnect before or during their answers, some properly, most by a reset."""
     until(lambda: service.engine.num_running == 0, WAIT_S)
     pids = service.process.pid, service.ingress()
     before = [service.num_descriptors_at_rest(), num_descriptors_of(pids[1])]
@@ -631,7 +631,7 @@ def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> 
 def test_of_a_request_that_is_refused_in_the_end_nothing_comes_to_the_next(
     tmp_path: Path,
 ) -> None:
-    """The other process allows less context than the one before."""
+    """The next process allows a shorter context than the previous process."""
     limit = tmp_path / "limit"
     limit.write_text("1024")
     with (
@@ -701,7 +701,7 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        for num_before in range(MAX_LOSSES):  # one that has not come to the request does not count
+        for num_before in range(MAX_LOSSES):  # a process without the request does not count
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()
 

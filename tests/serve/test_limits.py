@@ -1,4 +1,4 @@
-"""Limits on connections: a client that sends or reads too slowly, or too much, is disconnected."""
+"""A client that sends or reads too slowly, or sends too much, is disconnected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def head(path: str, length: int, *more: str) -> bytes:
 
 
 def rest(client: socket.socket) -> bytes:
-    """Everything until the other side closes, or resets."""
+    """Return all bytes until the server closes or resets the connection."""
     found = b""
     try:
         while piece := client.recv(65536):
@@ -80,7 +80,7 @@ EARLY = "POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
         ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r\n"),
         ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r"),
         (head("/tokenize", 1).decode() + "{", 400, b"\r\n"),
-        (EARLY, 404, b"{"),  # the end of a body that has its answer
+        (EARLY, 404, b"{"),  # the rest of a body that was already answered
     ],
 )
 def test_bytes_that_begin_no_request_end_a_used_connection(limited, request_head, status, behind):
@@ -172,7 +172,7 @@ def test_trailers_and_extensions_of_chunks_without_an_end_are_cut_off(service, b
     with connect(service) as client:
         client.sendall(CHUNKED + b"1\r\n{\r\n" + begun)
 
-        with pytest.raises(OSError):  # a reset: the kernel buffers a few MB that are never read
+        with pytest.raises(OSError):  # a reset; until then, the kernel buffers a few MB
             for _ in range(500):
                 client.sendall(piece)
 
@@ -216,15 +216,15 @@ def test_bodies_have_a_limit_all_together():
         service.engine.step_s = 1.0
         large, small, answered, waiting = (stack.enter_context(connect(service)) for _ in range(4))
         bodies = service.state.bodies
-        large.sendall(CHUNKED + chunk(2 << 20))  # it is held twice, and takes all that there is
+        large.sendall(CHUNKED + chunk(2 << 20))  # stored twice, so it uses the whole budget
         until(lambda: bodies.num_bytes == 4 << 20)
 
         small.sendall(CHUNKED + chunk(1000))
         assert_full(small.recv(65536))
         until(lambda: bodies.num_bytes == 4 << 20)
 
-        # A body counts until its request is answered; beyond the limit no client is told to send
-        # one.
+        # A body counts until its request is answered. Above the limit, no client is told to send
+        # its body.
         answered.sendall(head(CHAT, len(asked), JSON) + asked)
         until(lambda: service.engine.num_running == 1)
         waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))
@@ -240,14 +240,14 @@ def test_bodies_have_a_limit_all_together():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_bodies_that_end_anyhow_nothing_stays_counted(limited, seed):
-    """Whole, too large, too slow, refused, closed or reset, in any mixture."""
+    """Bodies are complete, too large, too slow, refused, closed or reset, at random."""
     random_ = random.Random(seed)
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(limited)) for _ in range(16)]
         for client in clients:
             request = CHUNKED + chunk(random_.randrange(1, 3 << 20)) + b"0\r\n\r\n"
             num_sent = random_.choice([len(request), random_.randrange(len(request))])
-            with suppress(OSError):  # it may have been refused
+            with suppress(OSError):  # the request may have been refused
                 client.sendall(request[:num_sent])
         for client in clients:
             if random_.random() < 0.4:

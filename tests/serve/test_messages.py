@@ -1,4 +1,4 @@
-"""POST /v1/messages over a fake engine, by the anthropic client."""
+"""Tests of POST /v1/messages with the anthropic client and a fake engine."""
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def test_errors_of_all_layers_have_anthropics_form(tooled):
     assert assert_error(tooled.http.post(PATH, json=other), 404)["type"] == "not_found_error"
     total = tooled.state.slots.total
     tooled.state.slots.acquire(total)
-    for path in (PATH, f"{PATH}?beta=true"):  # before and after the head of the request was read
+    for path in (PATH, f"{PATH}?beta=true"):  # refused before and after the head is read
         full = tooled.http.post(path, json=other)
         assert assert_error(full, 503)["type"] == "overloaded_error"
         assert full.headers["retry-after"]

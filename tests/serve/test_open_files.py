@@ -1,4 +1,4 @@
-"""How many connections outlive their process where few files may be open."""
+"""If few files may be open, a warning says how many connections can outlive their process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 @pytest.mark.parametrize(
     ("hard", "soft", "said"),
     [
-        slow(4096, 2512, ""),  # two descriptors for each of them, and 512 for all else
+        slow(4096, 2512, ""),  # two descriptors per connection, and 512 others
         (2000, 2000, "only 488 of 1000 connections outlive"),
         slow(1200, 1200, "only 0 of 1000 connections outlive"),
     ],

@@ -19,7 +19,7 @@ HANGING = {"model": MODEL, "prompt": [70], "max_tokens": 2000, "stream": True}
 
 @pytest.fixture(scope="module")
 def full():
-    """A service all of whose slots are taken by streams that do not end."""
+    """Yield a service with endless streams in all slots."""
     with serving(**{"scheduler.max_waiting": 4}) as service:
         service.engine.step_s = 0.2
         replies = [
@@ -41,7 +41,7 @@ def test_a_full_service_refuses_and_says_when_to_come_back(full):
 
 
 def test_a_refusal_reads_nothing(full):
-    """A body that is not JSON is refused for the lack of a place, not for its contents."""
+    """A body that is not JSON is refused because all slots are used, not because of its content."""
     assert_error(full.http.post(CHAT, content=b"{" * 1000), 503)
 
 
@@ -64,12 +64,12 @@ def test_more_choices_than_slots_are_refused(own_service):
     reply = service.http.post(TEXT, json={"model": MODEL, "prompt": [70], "n": 3, "max_tokens": 1})
 
     assert_error(reply, 503)
-    until(lambda: service.state.slots.taken == total - 2)  # given back behind the answer
+    until(lambda: service.state.slots.taken == total - 2)  # slots are released after the answer
 
 
-@pytest.mark.slow  # it compares times: the best of three tries counts
+@pytest.mark.slow  # compares times; the best of three tries counts
 def test_a_thousand_clients_are_refused_faster_than_anybody_can_be_answered(full):
-    """Compared with the cheapest answer there is: a refusal is made before there is a request."""
+    """A refusal, made before the request is read, is faster than the cheapest answer."""
     port = full.http.base_url.port
 
     def ratio() -> float:
@@ -140,7 +140,7 @@ def connect(service) -> socket.socket:
 
 
 def read_reply(client: socket.socket) -> bytes:
-    """Read one reply that has a Content-Length."""
+    """Read one response that has a Content-Length."""
     found = b""
     while b"\r\n\r\n" not in found:
         piece = client.recv(65536)

@@ -1,4 +1,4 @@
-"""The application and ``dist-aclgraph serve`` on one real Ray cluster, over fake engines."""
+"""The application and ``dist-aclgraph serve`` run on one real Ray cluster, with fake engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.serve.conftest import CONFIG, until
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
-# Ray Serve gives its proxy 5 s to start: on a busy machine that is too short.
+# Ray Serve allows its proxy 5 s for its start, which is too short on a busy machine.
 PATIENCE = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
@@ -133,7 +133,7 @@ serve.shutdown()
 ray.shutdown()
 """
 )
-# Of a deployment there is one at a time, as where it takes all NPUs: the lock stands for them.
+# The lock represents NPUs: only one deployment can run at a time, because it uses all NPUs.
 AGAIN = (
     FAKE
     + """
@@ -207,7 +207,7 @@ def replica_of(url: str) -> str:
 
 @pytest.fixture
 def cluster():
-    """A Ray cluster with two applications of ours: its address and its proxy's URL."""
+    """Yield a Ray cluster with two of our applications: process, address, URL of the proxy."""
     port = free_port()
     process = launch(CLUSTER, port)
     try:
@@ -226,7 +226,7 @@ def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
     process, address, proxy = cluster
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    # Two replicas share nothing but the groups; the proxy asks one or the other.
+    # Two replicas share only the groups. The proxy chooses a replica for each request.
     names = {replica_of(f"{proxy}/a") for _ in range(40)}
     assert len(names) == 2
     for name in "ab":
@@ -264,7 +264,7 @@ def test_an_ingress_asks_the_groups_what_becomes_of_a_deployment_that_died():
     process = launch(DYING, port)
     try:
         read_until(process, "running")
-        with pytest.raises(httpx.ReadTimeout):  # it waits for a group
+        with pytest.raises(httpx.ReadTimeout):  # the request waits for a group
             httpx.post(f"{url}/v1/completions", json=QUESTION, timeout=5)
         until(lambda: "recovering: PLACING" in httpx.get(f"{url}/ready").text, WAIT_S)
         assert httpx.get(f"{url}/health").status_code == 200
@@ -303,7 +303,7 @@ def test_a_stream_goes_on_when_serve_replaces_the_groups(tmp_path):
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_an_application_that_is_deployed_again_fails_no_request(tmp_path):
-    """As by ``serve deploy`` with a changed file, while requests come."""
+    """Requests arrive during ``serve deploy`` with a changed file."""
     port, npus = free_port(), tmp_path / "npus"
     process = launch(AGAIN, port, npus)
     over, replies = threading.Event(), []

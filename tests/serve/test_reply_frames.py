@@ -1,4 +1,4 @@
-"""Frames of long reports are made beside the event loop, and keep their place in the stream."""
+"""Frames of long reports are made on a thread, and keep their position in the stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT = (PromptLogprobs(0, 1, b"", b"", b""),)
 
 
 class Texts(Shape):
-    """The text of a piece is its frame; a piece with a report is made when ``is_free`` is set."""
+    """Uses the text of a piece as its frame. A frame with a report waits for ``is_free``."""
 
     shows_usage_so_far = True
 
@@ -45,7 +45,7 @@ def piece(text, report=()):
 
 
 async def sent(pieces, error=None):
-    """Return what a client gets of these pieces, and the threads that made their frames."""
+    """Return a client's bytes for these pieces, and the threads that made the frames."""
     shape, generation, parts = Texts(), SimpleNamespace(usage=0), []
     frames = _Frames(shape, generation)
     for each in pieces:
@@ -53,7 +53,7 @@ async def sent(pieces, error=None):
         generation.usage += 1
     await asyncio.sleep(0)
     frames.finish(error)
-    shape.is_free.set()  # the event loop was free all the time
+    shape.is_free.set()  # until now, the event loop was not blocked
 
     async def send(message):
         parts.append(message["body"])

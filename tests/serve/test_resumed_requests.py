@@ -1,4 +1,4 @@
-"""Requests whose engine dies continue with another one, and their tokens do not change."""
+"""If an engine dies, its requests continue on another engine with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_ID = 5000
 
 
 def by_position(submit: Submit) -> list[int]:
-    """A model whose tokens depend on their positions alone."""
+    """Return tokens that depend only on their positions."""
     first = len(submit.prompt) // INT_BYTES
     return [1000 + first + i for i in range(submit.max_tokens)]
 
@@ -53,7 +53,7 @@ class Engines:
         return found
 
     def lose_running(self) -> None:
-        """Have the engine that runs the request say that it is dead, and serve again."""
+        """Let the engine that runs the request report that it is dead, and later serve again."""
         resumed, engine = self.client.num_resumed, self.running
         engine.fail_after = (0, "EngineDeadError")
         until(lambda: self.client.num_resumed > resumed)
@@ -68,7 +68,7 @@ class Engines:
         until(lambda: all(known.link.is_welcome for known in self.client._known()))
 
     def collect(self, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Read a number of tokens, or all."""
+        """Read ``count`` tokens, or all tokens."""
         tokens: list[int] = []
         while True:
             delta = self.deltas.get(timeout=WAIT_S)
@@ -173,8 +173,8 @@ def test_a_request_that_three_engines_died_of_is_not_given_to_a_fourth(three: En
 
 
 def test_a_death_that_a_request_had_no_part_in_ends_the_row() -> None:
-    """Two engines die of something, a third one without this request: then it is not the cause."""
-    with serving(3, link_s=5.0) as engines:  # no other engine seems to be silent meanwhile
+    """If an engine dies that did not run the request, the request is not the cause of deaths."""
+    with serving(3, link_s=5.0) as engines:  # a limit that no other engine reaches
         engines.submit(20_000)
         for _ in range(MAX_LOSSES - 1):
             engines.collect(5)
@@ -199,7 +199,7 @@ def test_a_death_that_a_request_had_no_part_in_ends_the_row() -> None:
 def test_what_is_asked_for_again_is_what_is_missing(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """However many tokens came before each loss, prompt and output together stay the same."""
+    """Prompt and output together do not change, for any number of tokens before each loss."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

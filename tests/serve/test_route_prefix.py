@@ -1,4 +1,4 @@
-"""Under a route prefix of Ray Serve: its proxy leaves the path whole, and names the prefix."""
+"""Under a route prefix, Ray Serve's proxy does not change paths, and passes the prefix, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def service() -> Iterator[Service]:
 
 
 def ask(service: Service, method: str, path: str, **request: Any) -> httpx.Response:
-    """Ask the API as Ray's proxy does."""
+    """Send a request to the API in the same way as Ray's proxy."""
     access = Access((hashlib.sha256(KEY.encode()).digest(),))
     api = make_api(service.state, access, names_requests=False)
 
@@ -46,7 +46,7 @@ def test_probes_and_the_page_need_no_key(service: Service, path: str) -> None:
 
 
 def test_the_prefix_alone_leads_to_the_page(service: Service) -> None:
-    """Its requests are relative, so it must be read at the address with the slash."""
+    """The page's own requests are relative, so its address must end with a slash."""
     reply = ask(service, "GET", PREFIX)
 
     assert (reply.status_code, reply.headers["location"]) == (307, f"http://proxy{PREFIX}/")

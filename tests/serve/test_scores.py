@@ -1,4 +1,4 @@
-"""POST /v1/score and /v1/rerank over a fake engine."""
+"""Tests of POST /v1/score and /v1/rerank with a fake engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reranker(tmp_path_factory):
     with serving(model=str(directory), task="rerank", served_model_name=MODEL) as service:
 
         def share(ids: list[int]) -> float:
-            """Each vowel of the document makes it more relevant."""
+            """Return a probability that grows with the number of vowels in the document."""
             text = service.state.tokenizer.decode(ids)
             document = text.partition("<Document>: ")[2]
             return (1 + sum(document.count(vowel) for vowel in "aeiou")) / 40
@@ -41,7 +41,7 @@ def scores_of(documents, base):
 
 @pytest.fixture(scope="module")
 def base(reranker):
-    """The score of a document without vowels: the rest of the prompt has vowels, too."""
+    """Return the score of a document without vowels."""
     reply = reranker.http.post("/v1/score", json={"model": MODEL, "text_1": "q", "text_2": "xyz"})
     return reply.json()["data"][0]["score"]
 

@@ -144,7 +144,7 @@ def test_unknown_fields_are_ignored_and_named(service, caplog, stream):
     options = {"stream": True, "stream_options": {"nonsense": 1}} if stream else {}
     names = "messages[].color, messages[].content[].cache_control, nonsense, plugins, "
     names += "response_format.schema" + (", stream_options.nonsense" if stream else "")
-    # Other tests may have had them logged.
+    # Other tests may have logged these names already.
     service.state.ignored_fields._names.difference_update(names.split(", "))
 
     replies = [

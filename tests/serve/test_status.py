@@ -1,4 +1,4 @@
-"""The status page's file and its numbers: access to them, their cost, and their agreement."""
+"""Tests of the status page's file and numbers: their access rules, their cost, and their values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_numbers_are_those_of_the_metrics(own_service):
     shown = leaves(numbers(own_service)["metrics"])
 
     scraped = scrape(own_service)
-    # Parts of histograms are in the history alone.
+    # Only the history contains histograms.
     assert shown == {path: scraped[path] for path in shown}
     assert set(scraped) - set(shown) == {path for path in scraped if "/le=" in path[0]}
     assert shown["graph_replays", "0", "full decode 4"] == 7
@@ -89,7 +89,7 @@ def test_the_page_is_one_file_that_asks_no_other_host(service):
 
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
-    assert policy.count("sha256-") == 2  # its script and its style
+    assert policy.count("sha256-") == 2  # for its script and its style
     links = re.findall(r"""(?:src|href|action)=["']([^"']*)""", page.text)
     assert links == ["data:,"]
     assert "@import" not in page.text and "url(" not in page.text
@@ -122,7 +122,7 @@ def test_many_pages_ask_the_engine_as_often_as_one(own_service):
 
 
 class CountedMetrics:
-    """Metrics that say when they are collected."""
+    """Metrics that call a test's function when they are collected."""
 
     def __init__(self, metrics, collect):
         self.replica = metrics.replica

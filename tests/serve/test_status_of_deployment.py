@@ -1,4 +1,4 @@
-"""Status page and board over a real deployment: two groups with experts, drafts and graphs."""
+"""Status page and board show a real deployment of two groups with experts, drafts and graphs."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def test_the_engine_of_other_tests_answers_as_a_real_one_does(service):
 
     not_metrics = {"graph", "steps", "ranks", "capture_seconds", "pool_bytes"}
     streams = {"streams_offered", "streams_predicted", "streams_measured"}
-    until_it_happens = {"resumptions"}  # kinds that have not happened are not told
+    until_it_happens = {"resumptions"}  # kinds without an event are not reported
     assert METRICS.keys() - known == not_metrics | streams | until_it_happens

@@ -1,4 +1,4 @@
-"""The status page in a headless browser, over an engine whose numbers move."""
+"""A headless browser shows the status page of an engine whose numbers change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shown(browser, service, **context):
 
 @contextlib.contextmanager
 def under_load(service, streams=4):
-    """Requests for as long as the block lasts."""
+    """Send requests within this context."""
     stop = threading.Event()
 
     def ask():
@@ -71,7 +71,7 @@ def assert_equal(samples, scraped):
 
 
 def assert_in_between(samples, before, after):
-    """Counters that only rise lie between two scrapes; the others move as they like."""
+    """Check that counters that only rise have values between those of two scrapes."""
     for path, (unit, text) in samples.items():
         if path[0] in RISING and text != NOTHING:
             slack = rounding_of(unit)
@@ -84,14 +84,14 @@ def test_numbers_under_load_lie_between_two_scrapes_and_then_equal_the_last(brow
         with under_load(own_service):
             for _ in range(3):
                 before = scrape(own_service)
-                page.wait_for_numbers(2)  # the next numbers were read after the scrape
+                page.wait_for_numbers(2)  # the second numbers were read after the scrape
                 samples = page.samples()
                 assert_in_between(samples, before, scrape(own_service))
         page.wait_for_numbers(2)
         samples = page.samples()
 
         assert_equal(samples, scrape(own_service))
-        assert samples["generation_tokens", "0"] != ("count", "60")  # it has moved
+        assert samples["generation_tokens", "0"] != ("count", "60")  # the value has changed
         assert samples["graph_replays", "0", "full decode 4"] == ("count", "7")
         assert samples["kv_cache_usage", "0"] == ("percent", "25.0 %")
         assert len(samples) > 30

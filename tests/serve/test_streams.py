@@ -1,4 +1,4 @@
-"""Deltas on their way to a socket: one wake-up for a step, frames in order and whole."""
+"""A step's deltas need one wake-up on their way to sockets; frames stay complete and in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for answers of a form: what reaches the engine, and what is refused."""
+"""Requests for a form of the answer send a grammar to the engine, or are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 
 
 def structure_of(service):
-    """What the engine got with the last request."""
+    """Return the structure of the engine's last request."""
     until(lambda: service.engine.num_running == 0)
     return service.engine.submitted[-1].sampling.structure
 

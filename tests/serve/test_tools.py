@@ -1,4 +1,4 @@
-"""Chats with tools and reasoning, over a fake engine, by the openai client."""
+"""Tests of chats with tools and reasoning, with the openai client and a fake engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(service, **options):
 
 
 def joined(chunks) -> dict:
-    """Join the deltas of a stream as clients do."""
+    """Join the deltas of a stream in the same way as clients."""
     message: dict = {"content": "", "reasoning": "", "calls": []}
     for chunk in chunks:
         for choice in chunk.choices:

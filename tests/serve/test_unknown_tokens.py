@@ -1,4 +1,4 @@
-"""Texts that hold tokens of the tokenizer for which the model has no row."""
+"""Texts with tokens of the tokenizer for which the model has no row are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = CONFIG.parents[1] / "models" / "tiny-qwen3"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The demo's checkpoint, with one added token behind the last row of its model."""
+    """Yield a service whose tokenizer has one more token than the model has rows."""
     directory: Path = tmp_path_factory.mktemp("padded") / "model"
     shutil.copytree(MODEL, directory)
     file = directory / "tokenizer.json"

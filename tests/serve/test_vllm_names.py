@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, for boards that are made for them."""
+"""Metrics also have vLLM's names, for dashboards that use these names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dist_aclgraph.serve.observe.vllm_names import ALIASES
 from tests.serve.conftest import serving
 
-# Samples that vLLM's boards ask for by name (its examples/observability).
+# Samples that vLLM's dashboards use (vLLM's examples/observability).
 ASKED = [
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",

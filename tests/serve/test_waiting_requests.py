@@ -1,4 +1,4 @@
-"""Requests wait while no group serves, and their tokens do not change."""
+"""Requests wait while no group serves, and later continue with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOADING = "LOADING 3 of 9"
 
 @dataclass
 class Deployment:
-    """Engines, of which clients know the first; the controller tells them of others."""
+    """Engines of a deployment. Clients know the first engine, and ask the controller for others."""
 
     wait_s: float = 60.0
     outlook: Outlook = field(default_factory=lambda: Outlook(progress=LOADING))
@@ -63,7 +63,7 @@ class Deployment:
         until(lambda: bool(self.client.outage()))
 
     def replace(self) -> FakeEngine:
-        """Have a group more in the place of all others, which the controller alone can tell."""
+        """Replace all groups by a new group, which clients can learn only from the controller."""
         engine = self.new_engine()
         number = len(self.engines) - 1
         entry = GroupEntry(str(number), engine.address, 100, 16)
@@ -71,7 +71,7 @@ class Deployment:
         return engine
 
     def begin_anew(self) -> FakeEngine:
-        """Have another deployment in the place of this one: it counts groups from 0."""
+        """Replace this deployment by another deployment, which numbers its groups from 0."""
         engine = self.new_engine(token="another-token")
         groups = GroupList(1, (GroupEntry("0", engine.address, 100, 16),))
         self.outlook = Outlook(groups, token="another-token")
@@ -83,7 +83,7 @@ class Deployment:
         self.client.submit(name, PROMPT, params, (), deltas.put, seed=11)
 
     def collect(self, name: str, count: int | None = None) -> tuple[list[int], RequestDelta]:
-        """Read a number of tokens, or all."""
+        """Read ``count`` tokens, or all tokens."""
         tokens: list[int] = []
         while True:
             delta = self.deltas[name].get(timeout=WAIT_S)
@@ -232,7 +232,7 @@ def test_a_request_that_waits_can_be_aborted(one: Deployment) -> None:
 
 
 def test_requests_go_on_in_another_deployment(one: Deployment) -> None:
-    for _ in range(3):  # the list of groups of this one has a later version than the next one's
+    for _ in range(3):  # makes the version higher than in the next deployment
         one.lose()
         one.replace()
         until(lambda: not one.client.outage())

@@ -1,4 +1,4 @@
-"""A service of a model whose template and vocabulary have tools and reasoning."""
+"""A model whose template and vocabulary support tools and reasoning, for services of tests."""
 
 from __future__ import annotations
 
