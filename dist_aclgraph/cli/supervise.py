@@ -277,7 +277,7 @@ class Supervisor:
                 os.waitpid(pid, 0)
         run_directory.sweep()
 
-    # ---- in the others
+    # ---- in the other processes
 
     def _fork(self, name: str, part: Callable[[], None]) -> int:
         pid = os.fork()

@@ -101,7 +101,8 @@ class FakeEngine:
         frames: all received frames, unchanged.
         submitted, aborted: the received requests and aborts, in order.
         fail_after: the number of tokens after which requests fail, and the kind of the error.
-        reports_late: whether requests with prompt log-probabilities wait for the end of all others.
+        reports_late: whether requests with prompt log-probabilities wait for the end of all other
+            requests.
         skipped: number of messages that will be lost, from the next message on.
         token_limit: at this number of generated tokens in ``metrics``, no more tokens are made;
             heartbeats continue.

@@ -72,7 +72,7 @@ class OpenRequest:
         self.tokens += output
 
     def submit(self, number: int) -> Submit:
-        """Return the message that asks an engine for the rest of the tokens."""
+        """Return the message that asks an engine for the missing tokens."""
         sampling = self.sampling
         if self.num_output_tokens and sampling.prompt_logprobs >= 0:  # sent with the first token
             sampling = replace(sampling, prompt_logprobs=-1)

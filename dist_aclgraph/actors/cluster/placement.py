@@ -307,7 +307,7 @@ def release_all(prefix: str) -> None:
 
 
 def release_dead() -> None:
-    """Free the bundles of deployments whose controller and driver are both gone.
+    """Free the bundles of deployments whose controller and driver have both ended.
 
     A killed replica of Ray Serve cannot call ``release_all``, and its job never ends.
     """

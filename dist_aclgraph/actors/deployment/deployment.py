@@ -160,7 +160,7 @@ class RayDeployment(Deployment):
         self._is_shut_down = True
         controller = self._keeper.stop()
         if self._local_ray is None or not self._local_ray.death:
-            with suppress(RayError):  # The controller and its actors may be gone already.
+            with suppress(RayError):  # The controller and its actors may have ended already.
                 ray.get(controller.shut_down.remote(), timeout=STOP_S)
             self._keeper.end_by_force()
         _leave_ray(self._local_ray, self._owns_connection)

@@ -78,7 +78,7 @@ class LLM:
             list in ``vllm_options.py``.
 
     Raises:
-        ConfigError: an option has no counterpart here, or a value is not allowed.
+        ConfigError: an option has no counterpart in our configuration, or a value is not allowed.
         DistAclGraphError: the deployment did not start; nothing is left running.
     """
 

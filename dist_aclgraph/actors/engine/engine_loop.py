@@ -165,14 +165,15 @@ class EngineLoop:
         return reason or STOPPING
 
     def set_groups(self, groups: GroupList) -> None:
-        """Tell the deployment's list of groups to all clients."""
+        """Send the deployment's list of groups to all clients."""
         self._links.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all requests ended and all clients route by this version of the group list.
+        """Wait until all requests have ended and all clients route by this version of the group
+        list.
 
-        Clients that route by this version send no request here. Returns False if the wait takes too
-        long.
+        Clients that route by this version send no requests to this engine. Returns False after
+        ``timeout_s``.
         """
         self._drains_from = version
         return self._drained.wait(timeout_s)

@@ -1,9 +1,9 @@
 """The engine's end of the links to its clients, on one I/O thread that never runs a step.
 
 The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
-numbers the messages to clients. A link ends if its client says goodbye, connects again, sends junk,
-is silent for too long, or stops reading. The loop gets the end of a link as an event, and aborts
-the client's requests.
+numbers the messages to clients. A link ends if its client sends ``Goodbye``, connects again, sends
+junk, is silent for too long, or stops reading. The loop gets the end of a link as an event, and
+aborts the client's requests.
 """
 
 from __future__ import annotations
@@ -324,6 +324,6 @@ class ClientLinks:
         """Send a frame; return whether the peer accepted it."""
         try:
             self._socket.send_multipart([routing_id, frame], zmq.NOBLOCK)
-        except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH), or does not read (EAGAIN)
+        except zmq.ZMQError:  # the peer has disconnected (EHOSTUNREACH), or does not read (EAGAIN)
             return False
         return True

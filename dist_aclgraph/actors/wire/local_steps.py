@@ -263,7 +263,7 @@ class LocalEngine:
 
     def end(self) -> None:
         """Make all later calls of ``receive`` and ``send`` raise. Any thread."""
-        with contextlib.suppress(OSError):  # closed already
+        with contextlib.suppress(OSError):  # the socket is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

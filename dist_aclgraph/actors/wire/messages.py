@@ -51,7 +51,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The client leaves, so its requests are aborted."""
+    """The client disconnects, so its requests are aborted."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

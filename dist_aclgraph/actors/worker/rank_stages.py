@@ -67,7 +67,7 @@ def join_rank(
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # Checked here, because it depends on this process's environment, which only this process reads.
+    # Only this process can check the mode, because the check depends on this process's environment.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_model_spec(config.model)
     # Bind the cores before torch_npu starts its threads, because the threads inherit the cores.

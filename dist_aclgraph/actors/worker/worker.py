@@ -469,8 +469,8 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
-            # Here, an unknown error does not count as "stopped", because the device should work
-            # again.
+            # The device is no longer stopped and should work, so an unknown error does not count as
+            # "stopped".
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

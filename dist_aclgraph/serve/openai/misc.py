@@ -89,7 +89,7 @@ async def status_page(state: ApiState, request: Request) -> Response:
 
 
 async def status_numbers(state: ApiState, request: Request) -> Response:
-    """The numbers that the status page shows: those of /metrics, and the last ten minutes."""
+    """The numbers of the status page: the numbers of /metrics, and the last ten minutes."""
     answer = await state.status.current()
     return Response(answer, headers={"Cache-Control": "no-store"}, media_type="application/json")
 

@@ -38,7 +38,7 @@ class OutputItems:
         self._name = name
         self._open: Json | None = None  # the item that the model writes now
         self._pieces: list[str] = []  # text of the open item
-        self._logprobs: list[Json] = []  # of the open item
+        self._logprobs: list[Json] = []  # log-probabilities of the open item
 
     def add(self, events: Iterable[Event], logprobs: list[Json]) -> Iterator[Json]:
         """Add events of one piece.
