@@ -1,4 +1,4 @@
-"""Steps over Unix sockets keep their order and limits; strangers and deaths do no harm."""
+"""Steps over Unix sockets keep order and limits. Strangers do no harm, and deaths are noticed."""
 
 from __future__ import annotations
 

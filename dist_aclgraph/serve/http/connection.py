@@ -328,7 +328,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return not self._exchanges and self.takes_more
 
     def _refuse(self) -> bool:
-        """Send a refusal at once if the application refuses the request; return whether it did."""
+        """If the application refuses the request, send the refusal; return whether it refused."""
         refusal: Refusal | None = self.server.crowded
         if not self._is_crowded:
             refusal = self.server.app.refusal(self._parser.get_method(), self._url)
