@@ -625,7 +625,7 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # Another engine continues a request of a lost link; the new connection does not know
+            # Another engine continues a request of a lost link. The new connection has no data of
             # the request.
             if isinstance(message, Submit) and message.number not in engine.names:
                 continue

@@ -21,7 +21,7 @@ def hand_over(path: str, arguments: list[str]) -> bool:
     """Ask the server at ``path`` to fork a process that runs this program's arguments.
 
     Returns:
-        Whether the server has forked it.
+        Whether the server has forked the process.
     """
     variables = Path("/proc/self/environ").read_bytes().split(b"\0")
     request = {
