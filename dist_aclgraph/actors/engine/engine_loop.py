@@ -169,8 +169,7 @@ class EngineLoop:
         self._links.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all requests have ended and all clients route by this version of the group
-        list.
+        """Wait until all requests have ended and all clients route by this version of the list.
 
         Clients that route by this version send no requests to this engine. Returns False after
         ``timeout_s``.
