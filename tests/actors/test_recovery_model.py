@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dist_aclgraph.actors.client.outage import Outage, Outlook, Recovery
-from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OpenRequest
+from dist_aclgraph.actors.client.token_log import OpenRequest
 from dist_aclgraph.actors.controller.serving_groups import ServingGroups
 from dist_aclgraph.actors.controller.state import State, advance
 from dist_aclgraph.actors.controller.upkeep import Upkeep
@@ -144,13 +144,10 @@ class Client:
             self.ended.append((request.request_id, self.outage.outlook.failure or "dead"))
 
     def see_death(self, group: Group, now_s: float) -> None:
-        for number, requests in self.running.items():
-            for request in requests if number != group.number else ():
-                request.see_others_loss()
         for request in self.running.pop(group.number, []):
-            request.losses += 1
+            request.see_death("gone", was_alone=False)
             if request.may_kill:
-                self.ended.append((request.request_id, f"{MAX_LOSSES} engines died"))
+                self.ended.append((request.request_id, f"{request.num_deaths} engines died"))
             else:
                 self.place(request, now_s)
 

@@ -115,6 +115,8 @@ class FakeEngine:
             do not allow two tokens.
         answers_queries: whether queries are answered; heartbeats are always sent.
         refusal: the reason of a refusal that is sent to all clients; it ends their links.
+        poison: id of a request that ends the engine when it runs; the engine then serves again.
+        num_deaths: how often the poison ended the engine.
     """
 
     def __init__(
@@ -139,6 +141,8 @@ class FakeEngine:
         self.skipped = 0
         self.token_limit: int | None = None
         self.refusal = ""
+        self.poison = ""
+        self.num_deaths = 0
         self.metrics = copy.deepcopy(METRICS)
         self.groups: GroupList | None = None
         self._told: GroupList | None = None
@@ -156,6 +160,11 @@ class FakeEngine:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def requests(self) -> list[Submit]:
+        """What clients asked for, in order, without the requests by which they prove the engine."""
+        return [each for each in self.submitted if not each.request_id.startswith("probe-")]
 
     @property
     def num_running(self) -> int:
@@ -187,7 +196,8 @@ class FakeEngine:
                 for client in self._numbers:
                     self._send(client, self.groups)
             if self.refusal:
-                self._refuse()
+                self._cut_off(Refused(self.refusal))
+                self.refusal = ""
             if time.monotonic() >= next_step_s and not self.silent:
                 next_step_s = time.monotonic() + self.step_s
                 self._step()
@@ -236,13 +246,16 @@ class FakeEngine:
         for running in [r for r in self._running.values() if r.client == client]:
             del self._running[running.submit.request_id]
 
-    def _refuse(self) -> None:
+    def _cut_off(self, last_words: Refused | EngineStatus) -> None:
         for client in list(self._names):
             self._forget(client)
-            self._send(client, Refused(self.refusal))
-        self.refusal = ""
+            self._send(client, last_words)
 
     def _step(self) -> None:
+        if self.poison in self._running:
+            self.num_deaths += 1
+            self._cut_off(EngineStatus("the step failed"))
+            return
         by_client: dict[bytes, list[StepDeltas]] = {}
         running_now = list(self._running.values())
         if self.reports_late:

@@ -333,6 +333,22 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up(connection: Conne
         connection.die()
 
 
+def test_processes_between_whose_deaths_an_answer_grew_do_not_count(connection: Connection) -> None:
+    connection.read(b"POST")
+    journal = connection.record.open_journal(OPENING.chance, is_alone=True)
+
+    for token in range(3 * MAX_LOSSES):
+        journal.note(0, RequestDelta("a", pack_ints([token])))
+        resumed = connection.die().take_resumed()
+        assert resumed is not None and resumed.journal is not None
+        journal = resumed.journal
+
+    for _ in range(MAX_LOSSES - 2):
+        connection.die()
+    with pytest.raises(ValueError, match="processes died"):
+        connection.die()
+
+
 def test_a_request_without_room_is_read_and_its_connection_is_not_held(
     connection: Connection,
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
-from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OpenRequest
+from dist_aclgraph.actors.client.token_log import MAX_DEATHS, OpenRequest
 from dist_aclgraph.actors.wire.messages import Submit, error_of
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.ints import INT_BYTES, pack_ints, unpack_ints
@@ -35,6 +35,17 @@ def by_position(submit: Submit) -> list[int]:
 
 def wanted(count: int) -> list[int]:
     return [1000 + len(PROMPT) + i for i in range(count)]
+
+
+def all_of(deltas: queue.Queue[RequestDelta]) -> list[int]:
+    """Return the tokens of a request that ends without an error."""
+    tokens: list[int] = []
+    while True:
+        delta = deltas.get(timeout=WAIT_S)
+        tokens += delta.tokens
+        if delta.finish_reason is not None:
+            assert not delta.error
+            return tokens
 
 
 @dataclass
@@ -105,7 +116,7 @@ def test_a_request_goes_on_where_its_engine_died(three: Engines) -> None:
     after, last = three.collect()
     assert before + after == wanted(400)
     assert last.finish_reason == "length"
-    [again] = [e.submitted[0] for e in three.engines if e.submitted and e is not first]
+    [again] = [e.requests[0] for e in three.engines if e.requests and e is not first]
     given_before = [int(i) for i in unpack_ints(again.prompt)][len(PROMPT) :]
     assert given_before == wanted(len(given_before))
     assert again.max_tokens == 400 - len(given_before)
@@ -159,40 +170,52 @@ def test_an_abort_reaches_the_engine_that_went_on(three: Engines) -> None:
     until(lambda: not any(e.num_running for e in three.engines if e is not first))
 
 
-def test_a_request_that_three_engines_died_of_is_not_given_to_a_fourth(three: Engines) -> None:
+def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) -> None:
     for engine in three.engines:
-        engine.fail_after = (5, "EngineDeadError")
+        engine.poison = "a"
 
     three.submit(100_000)
 
-    _, last = three.collect()
-
+    tokens, last = three.collect()
     assert isinstance(error_of(last), EngineDeadError)
-    assert f"{MAX_LOSSES} engines died" in last.error
-    assert three.client.num_resumed == MAX_LOSSES - 1
+    assert tokens == []
+    assert "2 engines died while they ran this request, all of them at output token 0" in last.error
+    assert three.client.num_resumed == 1
 
 
-def test_a_death_that_a_request_had_no_part_in_ends_the_row() -> None:
-    """If an engine dies that did not run the request, the request is not the cause of deaths."""
-    with serving(3, link_s=5.0) as engines:  # a limit that no other engine reaches
-        engines.submit(20_000)
-        for _ in range(MAX_LOSSES - 1):
-            engines.collect(5)
-            engines.lose_running()
-        engines.collect(5)
-        bystander = next(e for e in engines.engines if e is not engines.running)
-        bystander.silent = True
-        until(lambda: engines.client.num_losses()["silent"] == 1)
+def test_its_neighbours_go_on(three: Engines) -> None:
+    """The neighbours lose their engine twice; each of them runs again only after the others."""
+    names = [f"n{i}" for i in range(8)]
+    deltas = {name: queue.Queue() for name in names}
+    for name in names:
+        three.client.submit(
+            name, PROMPT, SamplingParams(max_tokens=400), (), deltas[name].put, seed=11
+        )
+    for engine in three.engines:
+        engine.poison = "a"
 
-        engines.lose_running()
+    three.submit(100_000)
 
-        _, last = engines.collect(40)
-        assert last.finish_reason is None, last.error
-        assert engines.client.num_resumed == MAX_LOSSES
+    assert three.collect()[1].error
+    for name in names:
+        assert all_of(deltas[name]) == wanted(400)
+    assert sum(engine.num_deaths for engine in three.engines) == 2
+
+
+def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines) -> None:
+    three.submit(20_000)
+    for _ in range(MAX_DEATHS + 2):
+        three.collect(5)
+        three.lose_running()
+
+    _, last = three.collect(40)
+
+    assert last.finish_reason is None, last.error
+    assert three.client.num_resumed == MAX_DEATHS + 2
 
 
 @given(
-    st.lists(st.integers(0, 5), max_size=MAX_LOSSES - 1),
+    st.lists(st.integers(0, 5), max_size=MAX_DEATHS - 1),
     st.integers(1, 30),
     st.integers(1, 20),
 )

@@ -4,6 +4,7 @@ One I/O thread owns all sockets. If a link is lost, the engine drops all request
 client gives these requests to another engine, which continues after the tokens that each request
 already has (``token_log.py``). If there is no other engine, the requests wait for another engine
 (``outage.py``). If no engine will be started, the requests end with an error. So no request hangs.
+Requests of an engine that died take turns, because one of them may be the cause (``trials.py``).
 The client opens another link to the lost engine, and uses that engine again after it has answered.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
@@ -33,7 +34,8 @@ import zmq
 
 from dist_aclgraph.actors.client.known_engine import Capacity, KnownEngine, SeenGroupState
 from dist_aclgraph.actors.client.outage import Outage, Recovery
-from dist_aclgraph.actors.client.token_log import MAX_LOSSES, OnDelta, OpenRequest
+from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest
+from dist_aclgraph.actors.client.trials import Trials
 from dist_aclgraph.actors.host.liveness import beat_s
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.engine_link import (
@@ -123,6 +125,7 @@ class EngineClient:
         self.num_resumed = 0  # requests that another engine continued
         self._losses: Counter[LossKind] = Counter()
         self._outage = Outage(recovery)
+        self._trials = Trials()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
@@ -171,7 +174,8 @@ class EngineClient:
         )
         request.append(output)
         with self._lock:
-            if request_id in self._owner or request_id in self._outage:
+            places = (self._owner, self._outage, self._trials)
+            if any(request_id in place for place in places):
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
             if not self._place(request):
                 raise EngineDeadError(self._why_dead())
@@ -184,6 +188,9 @@ class EngineClient:
         """
         if self._closing.is_set():
             return False
+        if request.is_suspect and self._taking():
+            self._trials.wait(request)
+            return True
         return self._give(request) or self._outage.hold(request, time.monotonic())
 
     def _taking(self) -> list[str]:
@@ -194,12 +201,15 @@ class EngineClient:
         serving = [engine for engine in self._engines.values() if engine.state == "serving"]
         return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
 
-    def _give(self, request: OpenRequest) -> bool:
+    def _give(self, request: OpenRequest, among: Sequence[str] = ()) -> bool:
         """Send a request to an engine; return whether an engine accepts requests.
 
         The caller holds the lock.
+
+        Args:
+            among: URLs of engines; by default, of all engines that accept requests.
         """
-        taking = self._taking()
+        taking = among or self._taking()
         if not taking:
             return False
         request_id, tokens = request.request_id, bytes(request.tokens)
@@ -225,6 +235,7 @@ class EngineClient:
     def _forget(self, request_id: str) -> KnownEngine | None:
         """Remove a request; return the engine that had it. The caller holds the lock."""
         self._outage.forget(request_id)
+        self._trials.leave(request_id)
         engine, number = self._owner.pop(request_id, (None, 0))
         if engine is not None:
             del engine.requests[request_id], engine.names[number]
@@ -295,9 +306,9 @@ class EngineClient:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for a group."""
+        """Requests that wait for a group, or for their turn there."""
         with self._lock:
-            return len(self._outage)
+            return self._num_held
 
     def losses(self) -> list[str]:
         """Return one reason for each dead engine; the other engines continue to serve."""
@@ -347,9 +358,13 @@ class EngineClient:
         self._router.add(url, cache_blocks, tokens_per_block)
 
     @property
+    def _num_held(self) -> int:
+        return len(self._outage) + len(self._trials)
+
+    @property
     def num_outstanding(self) -> int:
         with self._lock:
-            return len(self._owner) + len(self._outage)
+            return len(self._owner) + self._num_held
 
     def close(self) -> None:
         """End all requests and the I/O thread. Idempotent; not for use inside ``on_delta``."""
@@ -375,7 +390,7 @@ class EngineClient:
         for engine in self._known():
             self._lose(engine, reason)
         with self._lock:
-            waiting = self._outage.take_all()
+            waiting = self._outage.take_all() + self._trials.take_waiting()
         for request in waiting:
             self._end(request, EngineDeadError(reason))
         for engine in self._known():
@@ -419,10 +434,14 @@ class EngineClient:
             self._outage.see(now_s, is_served=is_served)
             if is_served:
                 for request in self._outage.take_all():
-                    self._give(request)
+                    self._trials.wait(request)
+                self._begin_turn()
             else:
                 if outlook is not None:
                     self._outage.outlook = outlook
+                for request in self._trials.take_waiting():
+                    if not self._outage.hold(request, now_s):
+                        over.append((request, EngineDeadError(self._why_dead())))
                 for request in self._outage.take_overdue(now_s):
                     late = EngineUnavailableError(self._outage.overdue_reason())
                     over.append((request, late))
@@ -431,6 +450,20 @@ class EngineClient:
                     over += [(request, dead) for request in self._outage.take_all()]
         for request, error in over:
             self._end(request, error)
+
+    def _begin_turn(self) -> None:
+        """Let the next requests run that lost their engine. The caller holds the lock."""
+        if self._trials.is_turn:
+            return
+        unproven = [url for url in self._taking() if not self._engines[url].is_proven]
+        if unproven and self._trials.has_suspects:
+            probes = {f"probe-{secrets.token_hex(8)}": url for url in unproven}
+            self._trials.begin_probes(probes)
+            for request_id, url in probes.items():
+                self._give(OpenRequest.probe(request_id), [url])
+        else:
+            for request in self._trials.begin_turn():
+                self._give(request)
 
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -453,7 +486,7 @@ class EngineClient:
                 continue
             if engine.link.is_lost:
                 engine.link.close(0)
-                engine.link = engine.open_link()
+                engine.link, engine.is_proven = engine.open_link(), False
                 is_new = True
             with self._lock:
                 load = self._router.load(engine.url)
@@ -541,12 +574,15 @@ class EngineClient:
         told: list[tuple[OnDelta, RequestDelta]] = []
         death = ""
         with self._lock:  # lock once for all requests
+            engine.is_proven = True
             for delta in message.step.each(engine.names):
                 if delta.error_kind == EngineDeadError.__name__:
                     death = delta.error
                     break
                 request = engine.requests[delta.request_id]
                 request.note(delta)
+                if self._trials.is_turn and not request.is_suspect:
+                    self._trials.leave(delta.request_id)
                 self._router.begun(delta.request_id)
                 told.append((request.on_delta, delta))
                 if delta.finish_reason is not None:
@@ -556,19 +592,25 @@ class EngineClient:
         if death:
             raise EngineDeadError(death)
 
-    def _resume(self, request: OpenRequest, kind: LossKind) -> bool:
+    def _resume(self, request: OpenRequest, kind: LossKind, *, was_alone: bool) -> bool:
         """Continue a request of a lost link; return whether that is possible.
 
         The caller holds the lock.
         """
+        if request.is_probe:
+            return False
         request.is_resumed = True
-        request.losses += kind != "refused"  # an engine that refuses its client is not dead
+        if kind != "refused":  # an engine that refuses its client is not dead
+            request.see_death(kind, was_alone=was_alone)
         return not request.may_kill and self._place(request)
 
     def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
         """End a request that will not be continued."""
         if request.may_kill:
-            reason = f"{MAX_LOSSES} engines died while they ran this request; the last: {error}"
+            reason = (
+                f"{request.num_deaths} engines died while they ran this request, all of them at "
+                f"output token {request.num_output_tokens}; the last: {error}"
+            )
             logger.error("request %r is not tried again: %s", request.request_id, reason)
             error = EngineDeadError(reason)
         self._tell(request.on_delta, failed(request.request_id, error))
@@ -593,19 +635,21 @@ class EngineClient:
             engine.link.is_lost = True
             requests = list(engine.requests.values())
             queries, engine.queries = engine.queries, {}
+            alone = self._trials.alone if engine.is_proven else None
             for request in requests:
                 self._forget(request.request_id)
             self._router.forget_cache(engine.url)
-            for other in self._engines.values():
-                for request in other.requests.values():
-                    request.see_others_loss()
             # Keep the lock, so that an abort finds each request either at this engine or at its new
             # engine.
             over = [
-                request for request in requests if not self._resume(request, engine.link.loss_kind)
+                request
+                for request in requests
+                if not self._resume(
+                    request, engine.link.loss_kind, was_alone=request.request_id == alone
+                )
             ]
             self._outage.see(time.monotonic(), is_served=bool(self._taking()))
-            num_held = len(self._outage)
+            num_held = self._num_held
         if len(over) < len(requests):
             logger.info(
                 "%d requests go on elsewhere, %d wait for a group: %s",

@@ -20,6 +20,7 @@ class KnownEngine:
     Attributes:
         name: name of the engine's group.
         is_draining: whether the engine accepts no new requests.
+        is_proven: whether the engine has run a step on the present link.
         is_listed: whether the deployment's last group list contains the engine.
         names: request ids, by the number of the request on this engine.
     """
@@ -29,6 +30,7 @@ class KnownEngine:
     open_link: Callable[[], EngineLink]
     dead_because: str = ""
     is_draining: bool = False
+    is_proven: bool = False
     is_listed: bool = True
     requests: dict[str, OpenRequest] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)

@@ -15,12 +15,14 @@ from msgspec.structs import replace
 
 from dist_aclgraph.actors.wire.messages import Submit
 from dist_aclgraph.ints import INT_BYTES
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
-# If this number of consecutive engines died while they ran the same request, the request may be the
-# cause.
-MAX_LOSSES = 3
+# If so many engines died while they ran a request, and it got no token between their deaths, it may
+# be the cause.
+MAX_DEATHS = 3
 
 OnDelta = Callable[[RequestDelta], None]
 
@@ -32,8 +34,10 @@ class OpenRequest:
     Attributes:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client asked.
-        losses: number of consecutive engines that died while they ran this request.
+        num_deaths: number of engines that died while they ran this request, since its last token.
         is_resumed: whether the request has lost an engine, or the link to an engine.
+        is_probe: whether the client sent it to learn whether an engine works; then it is not
+            resumed.
     """
 
     request_id: str
@@ -43,8 +47,11 @@ class OpenRequest:
     stop_ids: tuple[int, ...]
     cache_salt: str
     on_delta: OnDelta
-    losses: int = 0
+    num_deaths: int = 0
     is_resumed: bool = False
+    is_probe: bool = False
+    _death_kind: str = field(default="", init=False)
+    _has_died_alone: bool = field(default=False, init=False)
     _num_prompt_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,21 +62,48 @@ class OpenRequest:
         return (len(self.tokens) - self._num_prompt_bytes) // INT_BYTES
 
     @property
-    def may_kill(self) -> bool:
-        """Whether the request may have killed its engines; if so, no other engine gets it."""
-        return self.losses >= MAX_LOSSES
+    def is_suspect(self) -> bool:
+        """Whether the request got no token since its engine died: it may be the cause."""
+        return self.num_deaths > 0
 
-    def see_others_loss(self) -> None:
-        """Record that an engine died that did not run this request: it is not the cause."""
-        self.losses = 0
+    @property
+    def may_kill(self) -> bool:
+        """Whether the request is taken to be the cause of deaths; if so, no other engine gets it.
+
+        It is, if two engines died at the same token and in the same way, and no other suspect ran
+        at the second death; or if ``MAX_DEATHS`` engines died at the same token.
+        """
+        return self._has_died_alone or self.num_deaths >= MAX_DEATHS
+
+    def see_death(self, kind: str, *, was_alone: bool) -> None:
+        """Record that the engine died which ran this request.
+
+        Args:
+            kind: how the engine died.
+            was_alone: whether this was the only suspect that ran.
+        """
+        self._has_died_alone = was_alone and self.is_suspect and kind == self._death_kind
+        self._death_kind = kind
+        self.num_deaths += 1
 
     def note(self, delta: RequestDelta) -> None:
-        """Store the tokens that were handed out."""
-        self.append(delta.token_ids)
+        """Store the tokens that were handed out. After a new token, earlier deaths do not count."""
+        if delta.token_ids:
+            self.append(delta.token_ids)
+            self.num_deaths = 0
 
     def append(self, output: bytes) -> None:
         """Append output tokens, int32."""
         self.tokens += output
+
+    @classmethod
+    def probe(cls, request_id: str) -> OpenRequest:
+        """Return a request for one token, whose result nobody needs."""
+        sampling = row_sampling(
+            SamplingParams(max_tokens=1), seed=0, num_prompt_tokens=1, end_ids=()
+        )
+        prompt = bytearray(INT_BYTES)  # token 0, which each model has
+        return cls(request_id, prompt, sampling, 1, (), "", lambda delta: None, is_probe=True)
 
     def submit(self, number: int) -> Submit:
         """Return the message that asks an engine for the missing tokens."""

@@ -3,7 +3,7 @@
 | offset | content |
 | --- | --- |
 | 0 | number of the current slot, 1 or 2; 0 if the journal is void |
-| 8 | slot 1, then slot 2; each has four words: see ``_NUM_READ`` and the following names |
+| 8 | slot 1, then slot 2; each has five words: see ``_NUM_READ`` and the following names |
 | ``REQUEST_AT`` | the request |
 | ``RECORDS_AT`` | the records; each record follows its length |
 
@@ -32,11 +32,12 @@ STAYING_BYTES = 16 << 10  # memory above this size is given back when a journal 
 _LENGTH = struct.Struct("=I")
 _WORD = struct.Struct("=Q")
 _VOID = 0
-_SLOT_WORDS = 4
+_SLOT_WORDS = 5
 # The words of a slot: number of bytes that had been read from the connection when the journal was
 # cleared; number of bytes that had been sent at the same time; offset of the next record; number of
-# processes that died with the request.
-_NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES = range(_SLOT_WORDS)
+# processes that died with the request since its last record; offset of the next record at the last
+# of these deaths.
+_NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES, _LOSSES_AT = range(_SLOT_WORDS)
 
 
 class JournalMemory:
@@ -119,10 +120,15 @@ class JournalMemory:
         return found
 
     def count_loss(self) -> int:
-        """Count one more process that died with the request; return the new count."""
-        at = self._slot_at + _NUM_LOSSES
-        self._words[at] += 1
-        return self._words[at]
+        """Count one more process that died with the request.
+
+        Return the number of such processes since the last record was added.
+        """
+        at = self._slot_at
+        if self._words[at + _LOSSES_AT] != self._records_end:
+            self._words[at + _LOSSES_AT], self._words[at + _NUM_LOSSES] = self._records_end, 0
+        self._words[at + _NUM_LOSSES] += 1
+        return self._words[at + _NUM_LOSSES]
 
     def void(self) -> None:
         """Mark the journal as void, so that no process continues from it until it is cleared."""
@@ -140,7 +146,7 @@ class JournalMemory:
         num_used = max(num_read - self.num_read, self._records_end)
         slot = 3 - self._slot
         at = 1 + (slot - 1) * _SLOT_WORDS
-        for i, word in enumerate((num_read, num_sent, 0, 0)):
+        for i, word in enumerate((num_read, num_sent, 0, 0, 0)):
             self._words[at + i] = word
         self._words[0] = slot
         self._use_slot(slot)

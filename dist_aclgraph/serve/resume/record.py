@@ -17,7 +17,9 @@ from dist_aclgraph.serve.resume.journal import (
 )
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
-MAX_LOSSES = 3  # if 3 processes died with the same request, the request may be the cause
+# If 3 processes died with the same request, and its answer made no progress between their deaths,
+# the request may be the cause.
+MAX_LOSSES = 3
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Buffer for the bytes of connections that no other process holds.
 _scratch = memoryview(bytearray(READ_BYTES))
