@@ -1,4 +1,4 @@
-"""Records SIGINT and SIGTERM, so that the main thread can handle them later."""
+"""The signals that stop a service are recorded here, and handled later."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP arrives when the terminal is closed. ``nohup`` makes a process ignore it.
+_HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 
 
 class Signals:
-    """Records the first SIGINT or SIGTERM. Later signals are ignored, so that they cannot interrupt
-    the tear-down.
+    """Records the first of the signals that stop a service. Later signals are ignored, so that they
+    cannot interrupt the tear-down.
 
     Attributes:
         received: number of the first signal; 0 before it arrives.

@@ -49,6 +49,20 @@ def test_the_first_that_has_come_stays() -> None:
         assert signals.received == signal.SIGINT
 
 
+@pytest.mark.parametrize(("prefix", "wanted"), [([], "True"), (["nohup"], "False")])
+def test_a_closed_terminal_stops_a_service_unless_nohup_started_it(
+    prefix: list[str], wanted: str
+) -> None:
+    code = "import signal; from dist_aclgraph.cli.signals import SIGNALS; "
+    code += "print(signal.SIGHUP in SIGNALS)"
+
+    ended = subprocess.run(
+        [*prefix, sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S
+    )
+
+    assert ended.stdout == f"{wanted}\n"
+
+
 def test_the_handler_of_the_first_signal_may_raise() -> None:
     calls = []
 

@@ -129,13 +129,14 @@ def start() -> Iterator[Callable[..., Service]]:
 Start = Callable[..., Service]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_group_that_is_signalled_stops_in_order_with_the_exit_code_of_the_owner(
-    start: Start,
+    start: Start, number: signal.Signals
 ) -> None:
     service = start()
     assert service.lines(2) == ["listens", "owns"]
 
-    os.killpg(service.process.pid, signal.SIGTERM)
+    os.killpg(service.process.pid, number)
 
     assert service.end() == (7, "stopped in order\n", "")
 
