@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Prepares a node for its end, as Kubernetes' preStop hook or by hand: Ray places nothing more on this node, and
+# Ray Serve moves its replicas to other nodes. Waits until this node's HTTP proxy has no requests and closes its
+# port, for at most DRAIN_S seconds (default 120). Groups on this node end when Ray ends; their requests continue on
+# other groups, or wait for a new group.
+set -uo pipefail
+PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin:$PATH"
+limit=${DRAIN_S:-120}
+port=${SERVE_PORT:-8000}
+
+ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the node ends" \
+  --deadline-remaining-seconds "$limit" || echo "Ray does not drain this node; a head cannot be drained" >&2
+
+end=$((SECONDS + limit))
+while [ $SECONDS -lt $end ] && (exec 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; do
+  sleep 1
+done
