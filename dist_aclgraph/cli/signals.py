@@ -1,4 +1,4 @@
-"""The signals that stop a service are recorded here, and handled later."""
+"""Records the signals that stop a service, so that the main thread can handle them later."""
 
 from __future__ import annotations
 

@@ -31,9 +31,16 @@ class Backoff:
         return self.pause_s(now_s) == 0.0
 
     def failed(self, now_s: float) -> None:
-        """Note that an attempt failed or could not begin; the next attempt must wait."""
+        """Note that an attempt failed; the next attempt must wait."""
         self._next_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def could_not_begin(self, now_s: float) -> None:
+        """Note that an attempt found no place, or another change was running.
+
+        The next attempt follows soon, whatever the pause, because the reason may end at any time.
+        """
+        self._next_s = now_s + self._first_s
 
     def succeeded(self) -> None:
         """Note that an attempt succeeded; the next failure counts as the first one."""

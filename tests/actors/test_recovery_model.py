@@ -296,3 +296,25 @@ class RecoveryModel(RuleBasedStateMachine):
 
 
 TestRecovery = RecoveryModel.TestCase
+
+
+def test_a_place_that_appears_ends_the_pause() -> None:
+    """A host is away for ten minutes; the group starts within two looks after its return."""
+    groups = Groups(1, load_config(CONFIG))
+    clock = [0.0]
+    upkeep = Upkeep(
+        cast(ServingGroups, groups), lambda serves: None, lambda: clock[0], lambda work: work()
+    )
+    groups.has_room = False
+    groups.taking[0].lost_because = "the node died"
+    while clock[0] < 600.0:
+        upkeep.look()
+        clock[0] += 1.0
+    assert not groups.taking
+
+    groups.has_room = True
+    for _ in range(2):
+        upkeep.look()
+        clock[0] += 1.0
+
+    assert groups.taking

@@ -161,13 +161,17 @@ class Upkeep:
 
     def _replace(self) -> None:
         """Start a missing group; if the start fails, a later call of ``look`` tries again."""
+        has_begun = False
         try:
             self._serving.find_place()
-            was_left = self._restarts.spend(self._clock())
-            assert was_left, "looked at before"
+            has_begun = self._restarts.spend(self._clock())
+            assert has_begun, "looked at before"
             self._serving.replace_one()
         except Exception as e:  # any exception: the other groups continue to serve
-            self._restarts.failed(self._clock())
+            if has_begun:
+                self._restarts.failed(self._clock())
+            else:
+                self._restarts.could_not_begin(self._clock())
             self._complain(str(e))
         else:
             self._restarts.succeeded()
