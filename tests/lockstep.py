@@ -23,6 +23,7 @@ from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.restarts import StartLimit
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import StepPlan
@@ -37,7 +38,12 @@ class ForkedStartup(Startup):
 
     def __init__(self, planner: Planner, group: LockstepGroup, meeting: str) -> None:
         super().__init__(
-            planner, [group], ProcessStarter(), lambda phase: None, lambda *progress: None
+            planner,
+            [group],
+            ProcessStarter(),
+            StartLimit(),
+            lambda phase: None,
+            lambda *progress: None,
         )
         self._meeting = meeting
 

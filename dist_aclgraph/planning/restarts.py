@@ -6,6 +6,9 @@ from collections import deque
 
 HOUR_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+# Processes of a replacement may need so many times as long as the slowest earlier start, and at least
+# so many seconds.
+START_FACTOR, SHORTEST_START_S = 5.0, 10.0
 
 
 class Backoff:
@@ -71,3 +74,31 @@ class RestartBudget(Backoff):
             return False
         self._taken_s.append(now_s)
         return True
+
+
+class StartLimit:
+    """Decides how long the processes of a group may take to start, from the time of earlier starts.
+
+    Ray does not report the death of a process that has not registered yet, so only a limit finds
+    it. Each start that exceeds the limit doubles the limit, because the machine may be busy.
+    """
+
+    def __init__(self) -> None:
+        self._slowest_s: float | None = None
+        self._num_exceeded = 0
+
+    def seconds(self, longest_s: float) -> float:
+        """Return the limit for the next start; ``longest_s`` before any start has succeeded."""
+        if self._slowest_s is None:
+            return longest_s
+        usual_s = max(SHORTEST_START_S, START_FACTOR * self._slowest_s)
+        return min(longest_s, usual_s * 2**self._num_exceeded)
+
+    def note(self, took_s: float) -> None:
+        """Note that the processes of a start came up after this time."""
+        self._slowest_s = max(self._slowest_s or 0.0, took_s)
+        self._num_exceeded = 0
+
+    def exceeded(self) -> None:
+        """Note that the processes of a start did not come up within the limit."""
+        self._num_exceeded += 1

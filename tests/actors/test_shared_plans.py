@@ -13,6 +13,7 @@ from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.restarts import StartLimit
 from tests.actors.fakes import FakeRanks
 from tests.plans import make_plan
 from tests.serve.conftest import CONFIG
@@ -36,7 +37,12 @@ def test_a_group_that_captures_a_smaller_plan_keeps_no_graph_of_the_larger_one()
     ]
     group = LockstepGroup(cast(WorkerGroup, workers), planner, offers=offers, ledgers=ledgers)
     startup = Startup(
-        planner, [group], ProcessStarter(), lambda phase: None, lambda *progress: None
+        planner,
+        [group],
+        ProcessStarter(),
+        StartLimit(),
+        lambda phase: None,
+        lambda *progress: None,
     )
     larger, smaller = make_plan(1, 2, 4, 8), make_plan(1, 8, version=2)
 

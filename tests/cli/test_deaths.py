@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,44 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
 
         assert end(service) == (128 + signal.SIGKILL if name == OWNER else 1)
         assert "recovery.restarts_per_hour allows 1" in "".join(service.said)
+
+
+def clients_of_fork_servers(service: Service) -> list[int]:
+    """Return the processes that Ray has just started, and that are not forked yet."""
+    return [
+        pid
+        for raylet in service.pids(RAYLET)
+        for pid in processes.children(raylet)
+        if b"fork_client" in _command_line(pid)
+    ]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
+
+
+@pytest.mark.slow
+def test_a_replacement_that_dies_before_ray_knows_it_is_started_again(npu: object) -> None:
+    """Ray would wait for it for five minutes, which is as long as requests wait."""
+    with serving("recovery.wait_s=200") as service:
+        if not fork_servers(service):
+            pytest.skip("there is a core for each process, so nothing is forked")
+
+        def strike() -> None:
+            kill(service, "ray::Engine")
+            # Without pauses, because such a process lives for a moment only.
+            deadline_s = time.monotonic() + WAIT_S
+            while not (found := clients_of_fork_servers(service)):
+                assert time.monotonic() < deadline_s, "nothing is started"
+            for pid in found:
+                os.kill(pid, signal.SIGKILL)
+
+        streams = service.ask_all(600, strike)
+
+        assert [stream.error for stream in streams if stream.error] == []
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.restarts import StartLimit
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Controller:
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
         self._starter = starter or choose_starter(config)
+        self._start_limit = StartLimit()
         self._entering = threading.Lock()
         self._state = State.PLACING
         self._progress = Progress(self._state.value)
@@ -173,7 +175,14 @@ class Controller:
             planner = Planner.from_config(self._config)
             for reason in planner.mode_reasons:
                 logger.warning(reason)
-            startup = Startup(planner, self._groups, self._starter, self._enter, self._show)
+            startup = Startup(
+                planner,
+                self._groups,
+                self._starter,
+                self._start_limit,
+                self._enter,
+                self._show,
+            )
             ranks = list(planner.layout.lockstep_groups)
             if count := self._term.num_groups:
                 ranks = ranks_of_groups(len(ranks[0]), 0, count)
@@ -216,6 +225,7 @@ class Controller:
             planner,
             self._spares,
             self._starter,
+            self._start_limit,
             self._show_phase,
             self._show,
         )

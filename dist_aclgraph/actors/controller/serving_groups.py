@@ -46,6 +46,7 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.restarts import StartLimit
 from dist_aclgraph.topology import Ranks, WorldRank
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class ServingGroups:
         planner: planner of the first groups.
         spares: reserved places, for groups that lose their own places.
         starter: starts the processes of groups.
+        start_limit: how long these processes may take to start.
         on_phase, on_graph: called with the progress of a change; see ``Startup``.
 
     Attributes:
@@ -79,6 +81,7 @@ class ServingGroups:
         planner: Planner,
         spares: Spares,
         starter: ProcessStarter,
+        start_limit: StartLimit,
         on_phase: OnPhase,
         on_graph: OnGraph,
     ) -> None:
@@ -87,6 +90,7 @@ class ServingGroups:
         self._planner = planner
         self._spares = spares
         self._starter = starter
+        self._start_limit = start_limit
         self._on_phase = on_phase
         self._on_graph = on_graph
         self._started_s = time.monotonic()
@@ -389,7 +393,9 @@ class ServingGroups:
         new: list[LockstepGroup] = []
         self.starting = new
         self._on_phase(State.PLACING)
-        startup = Startup(planner, new, self._starter, self._on_phase, self._on_graph)
+        startup = Startup(
+            planner, new, self._starter, self._start_limit, self._on_phase, self._on_graph
+        )
         try:
             run(startup)
             self.open(planner, startup.scopes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -34,12 +35,13 @@ from dist_aclgraph.actors.worker.worker_group import (
     refill_group,
     runtime_environment,
 )
-from dist_aclgraph.errors import WorkerError
+from dist_aclgraph.errors import WorkerError, WorkerStartTimeoutError
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.planning.restarts import StartLimit
 from dist_aclgraph.topology import GroupRank, Ranks
 
 # The first epoch of a group. The epoch grows by 1 each time that the group resumes in place.
@@ -61,6 +63,7 @@ class Startup:
         planner: Planner,
         groups: list[LockstepGroup],
         starter: ProcessStarter,
+        start_limit: StartLimit,
         on_phase: OnPhase,
         on_graph: OnGraph,
     ) -> None:
@@ -68,6 +71,7 @@ class Startup:
         self._config = planner.config
         self._groups = groups
         self._starter = starter
+        self._start_limit = start_limit
         self._enter = on_phase
         self._show = on_graph
         self._phase = State.PLACING
@@ -186,8 +190,16 @@ class Startup:
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
         # A fork server may load libraries now; other processes load their libraries when they join.
-        timeout_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
-        self._each(lambda group: group.workers.find_out(timeout_s))
+        longest_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
+        timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
+        try:
+            self._each(lambda group: group.workers.find_out(timeout_s))
+            left_s = started_s + timeout_s - time.monotonic()
+            self._each(lambda group: _wait_for_engine(group.engine, max(1.0, left_s)))
+        except WorkerStartTimeoutError:
+            self._start_limit.exceeded()
+            raise
+        self._start_limit.note(time.monotonic() - started_s)
 
     def _join(self, group: LockstepGroup) -> None:
         timeouts, workers = self._config.timeouts, group.workers
@@ -355,6 +367,20 @@ def _progress_of(record: CaptureRecord, graph: BatchDescriptor | None, available
     left = available - sum(cost.streams for cost in record.costs.values())
     held = sum(cost.bytes for cost in record.costs.values())
     return f"{graph or 'done'}; {left} streams left, {held / MIB:.1f} MiB taken"
+
+
+def _wait_for_engine(engine: Any, timeout_s: float) -> None:
+    """Wait until the process of an engine has started.
+
+    Raises:
+        WorkerStartTimeoutError: it did not start in time.
+    """
+    ready, _ = ray.wait([engine.__ray_ready__.remote()], timeout=timeout_s)
+    if not ready:
+        raise WorkerStartTimeoutError(
+            f"the engine's process did not start within {timeout_s:.0f} s", phase="PLACING"
+        )
+    ray.get(ready[0])
 
 
 def _places(workers: WorkerGroup, rendezvous: str) -> Callable[[int], tuple[Any, ...]]:

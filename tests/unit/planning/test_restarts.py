@@ -9,7 +9,9 @@ from dist_aclgraph.planning.restarts import (
     FIRST_PAUSE_S,
     HOUR_S,
     LONGEST_PAUSE_S,
+    SHORTEST_START_S,
     RestartBudget,
+    StartLimit,
 )
 
 
@@ -40,3 +42,27 @@ def test_what_fails_again_and_again_is_tried_less_and_less_often_but_always_agai
     budget.succeeded()
     budget.failed(now_s)
     assert budget.is_due(now_s + FIRST_PAUSE_S)
+
+
+@given(st.lists(st.floats(0.0, 300.0), min_size=1), st.floats(1.0, 600.0), st.integers(0, 8))
+def test_a_start_may_take_longer_after_each_start_that_took_too_long(
+    times: list[float], longest_s: float, num_exceeded: int
+) -> None:
+    limit = StartLimit()
+    assert limit.seconds(longest_s) == longest_s
+    for took_s in times:
+        limit.note(took_s)
+
+    limits = [limit.seconds(longest_s)]
+    for _ in range(num_exceeded):
+        limit.exceeded()
+        limits.append(limit.seconds(longest_s))
+
+    assert limits == sorted(limits)
+    assert limits[0] >= min(longest_s, SHORTEST_START_S, 2 * max(times))
+    assert limits[-1] <= longest_s
+    if num_exceeded == 8:
+        assert limits[-1] == longest_s
+
+    limit.note(0.0)
+    assert limit.seconds(longest_s) == limits[0]
