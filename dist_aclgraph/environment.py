@@ -208,18 +208,22 @@ def api_key() -> str | None:
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
-def prepare_ray_environment(*, is_local: bool) -> None:
+def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> None:
     """Before Ray starts, set variables whose defaults are unsuitable; the user's own values stay.
 
     Args:
         is_local: whether this package starts Ray, or has started it. A cluster that was started in
             another way keeps its own settings.
+        waits_for_gcs: whether calls of this process wait while Ray's control store is away, because
+            another process may start it again, and this process watches Ray itself.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Calls to a lost head node fail after this number of seconds instead of a minute.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+    # After this number of seconds without Ray's control store, Ray ends this process.
+    os.environ.setdefault(
+        "RAY_gcs_rpc_server_reconnect_timeout_s", "3600" if waits_for_gcs else "10"
+    )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
         # A client of Ray can run code. If RAY_AUTH_MODE is not set, Ray requires a token. This
@@ -232,6 +236,10 @@ def prepare_ray_environment(*, is_local: bool) -> None:
         # When host memory runs short, Ray would end our actors instead of the program that uses the
         # memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+        # A daemon that hangs is found after 12 to 42 s.
+        os.environ.setdefault("RAY_health_check_period_ms", "2000")
+        os.environ.setdefault("RAY_health_check_timeout_ms", "5000")
+        os.environ.setdefault("RAY_health_check_failure_threshold", "6")
 
 
 def disable_backend_autoload() -> None:

@@ -30,7 +30,6 @@ from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import (
     DistAclGraphError,
-    EngineDeadError,
     EngineUnavailableError,
     RayDiedError,
 )
@@ -124,7 +123,9 @@ def _started(
                 answers.progress = f"the deployment is being started: {progress}"
                 show(progress)
 
-            running = start(config, on_progress=report)
+            # The service has served, so it waits for a Ray that is being started again.
+            waits_for_ray = heartbeat.served_before
+            running = start(config, on_progress=report, waits_for_ray=waits_for_ray)
     except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises SystemExit
         raise SystemExit(128 + (signals.received or SIGTERM)) from None
     finally:
@@ -259,9 +260,7 @@ class _Checks:
         if self._failure is not None:
             raise EngineUnavailableError(f"the service has ended: {self._failure}")
         if self._silence.listen():
-            raise EngineDeadError(
-                f"the service has ended: Ray has not answered for {SILENT_S:.0f} s"
-            )
+            raise RayDiedError(f"Ray has not answered for {SILENT_S:.0f} s")
 
     def _run(self) -> None:
         while self._failure is None and not self._ended.wait(CHECK_S):

@@ -84,7 +84,6 @@ class Supervisor:
         self._owner_heartbeat = SharedHeartbeat(silent_s)
         self._ingress_heartbeat = SharedHeartbeat(silent_s)
         self._holder = ConnectionHolder()
-        self._has_served = False  # whether a previous owner has served
         # Owners also keep the write end open, so the pipe closes when supervisor and owner have
         # ended.
         self._life, self._life_end = os.pipe()
@@ -160,8 +159,7 @@ class Supervisor:
     def _replace_owner(self, code: int) -> int | None:
         """Start another owner, or return the exit code of the service."""
         self._owner = 0
-        served, before = self._owner_heartbeat.has_served, self._has_served
-        self._has_served = served or before
+        served, before = self._owner_heartbeat.has_served, self._owner_heartbeat.served_before
         self._end_orphans()
         final = OF_SIGNALS - code if code < 0 else FAILURE if code in (AGAIN, CRASHED) else code
         if self._is_stopping:
@@ -174,7 +172,7 @@ class Supervisor:
             why = "another one did not come up"
         else:
             return final
-        if not self._has_served or not self._may_restart(why, "the deployment"):
+        if not (served or before) or not self._may_restart(why, "the deployment"):
             return final
         now_s = time.monotonic()
         if served:

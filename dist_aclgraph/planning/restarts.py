@@ -6,8 +6,8 @@ from collections import deque
 
 HOUR_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-# Processes of a replacement may need so many times as long as the slowest earlier start, and at least
-# so many seconds.
+# Processes of a replacement may need so many times as long as the slowest earlier start, and at
+# least so many seconds.
 START_FACTOR, SHORTEST_START_S = 5.0, 10.0
 
 
@@ -92,7 +92,7 @@ class StartLimit:
         if self._slowest_s is None:
             return longest_s
         usual_s = max(SHORTEST_START_S, START_FACTOR * self._slowest_s)
-        return min(longest_s, usual_s * 2**self._num_exceeded)
+        return min(longest_s, usual_s * float(2**self._num_exceeded))
 
     def note(self, took_s: float) -> None:
         """Note that the processes of a start came up after this time."""

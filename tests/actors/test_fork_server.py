@@ -127,7 +127,11 @@ def test_forked_processes_leave_nothing_when_they_end(forks: Starter) -> None:
     assert_processes_are_gone([forks.run()["pid"]])
 
 
-@pytest.mark.parametrize("junk", [b"", b"x", b"\n{}", b"\n" + b"[" * 1000])
+# A valid beginning, and another key whose value is nested too deeply for any parser.
+DEEP = b'\n{"arguments":[],"folder":"","environment":{},"zz":' + b"[" * 100_000
+
+
+@pytest.mark.parametrize("junk", [b"", b"x", b"\n{}", b"\n" + b"[" * 1000, DEEP])
 def test_what_is_no_request_costs_nothing(forks: Starter, junk: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(forks.path)

@@ -106,6 +106,23 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
         assert "recovery.restarts_per_hour allows 1" in "".join(service.said)
 
 
+def servers_of_all(service: Service) -> set[int]:
+    """Return the fork servers of all processes of the service."""
+    return {pid for pid in service.all() if b"forks.fork_server" in _command_line(pid)}
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_dies_is_replaced_before_it_is_needed(npu: object) -> None:
+    with serving() as service:
+        if not (before := servers_of_all(service)):
+            pytest.skip("there is a core for each process, so nothing is forked")
+
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+
+        wait_until(lambda: bool(servers_of_all(service) - before), "no other one starts", WAIT_S)
+
+
 def clients_of_fork_servers(service: Service) -> list[int]:
     """Return the processes that Ray has just started, and that are not forked yet."""
     return [

@@ -37,7 +37,7 @@ class Obedient(FakeDeployment):
         self.may_start.set()
         self.may_stop.set()
 
-    def start(self, config, on_progress):
+    def start(self, config, on_progress, **options):
         while not self.may_start.wait(0.01):
             on_progress(Progress("LOADING", 0, 0, ""))
         return self
@@ -195,7 +195,7 @@ def interrupted_start(capsys) -> tuple[int, str]:
     command = Command()
     command.deployment.shut_down()
 
-    def start(config, on_progress):
+    def start(config, on_progress, **options):
         assert not threading.Event().wait(WAIT_S)
 
     def meanwhile() -> None:
@@ -239,7 +239,7 @@ def test_a_start_that_fails_leaves_no_port_open():
     command = Command()
     command.deployment.shut_down()
 
-    def start(config, on_progress):
+    def start(config, on_progress, **options):
         raise WorkerLostError("the process died", 1, "LOADING")
 
     with pytest.raises(WorkerLostError):

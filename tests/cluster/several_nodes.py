@@ -63,7 +63,7 @@ from dist_aclgraph.actors.deployment.llm import start_on_ray
 from dist_aclgraph.cli.serve import serve_until_signal
 from dist_aclgraph.config import load_config
 
-def start(config, on_progress=None):
+def start(config, on_progress=None, **options):
     deployment = start_on_ray(config)
     report = deployment.report()
     groups = [report, *report["groups"]]

@@ -30,7 +30,7 @@ import sys, ray
 from dist_aclgraph.actors.cluster.local_ray import start_daemons
 from dist_aclgraph.config import load_config
 
-def start(config, on_progress=None):
+def start(config, on_progress=None, **options):
     from tests.serve.test_llm import FakeDeployment
     return FakeDeployment()
 

@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -26,13 +27,13 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.services import find_gcs_addresses
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]
 from ray.exceptions import RpcError
 
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.cluster.ray_errors import LOGS, ours
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.actors.host.liveness import watch_processes
+from dist_aclgraph.actors.host.liveness import Silence, watch_processes
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
@@ -49,13 +50,70 @@ RAYLET = "raylet"
 # The text is a part of Ray's error message.
 START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
-CONNECT_S = 10.0
+CONNECT_S, ASK_S, RETRY_S = 10.0, 5.0, 1.0
+# Ray's nodes wait a minute for a control store that is being started again.
+LOCAL_SILENT_S, JOINED_SILENT_S = 30.0, 90.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 
 logger = logging.getLogger(__name__)
 
 
-class LocalRay:
+class ConnectedRay:
+    """The Ray to which this process is connected, and whose death it notices.
+
+    A daemon that dies is noticed at once, a daemon that hangs after a limit.
+
+    Args:
+        silent_s: Ray's control store may be silent for this time.
+        daemons: names of Ray's daemons on this machine, by process id.
+
+    Attributes:
+        death: a sentence that says what is wrong with Ray; "" if nothing is wrong.
+    """
+
+    def __init__(self, silent_s: float, daemons: dict[int, str]) -> None:
+        self.death = ""
+        self._daemons = daemons
+        self._stopped = threading.Event()
+        self._silence = Silence(silent_s)
+        self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
+
+    def watch(self, on_death: Callable[[], None] = lambda: None) -> None:
+        """Call ``on_death``, on a thread, after the first death of a daemon."""
+        names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
+
+        def tell(name: str) -> None:
+            self.death = f"{name} has died; see {LOGS}"
+            on_death()
+
+        watch_processes(names, tell, self._stopped)
+
+    def unwatch(self) -> None:
+        """Stop watching, because the daemons will be ended on purpose."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Ask Ray's control store whether this node's daemon answers; waits ``ASK_S`` at most."""
+        try:
+            [is_alive] = ray_worker.global_worker.gcs_client.check_alive(
+                [self._node_id], timeout=ASK_S
+            )
+        except RpcError:
+            if self._silence.listen():
+                limit = f"{self._silence.limit_s:g} s"
+                self.death = f"Ray's control store (GCS) has not answered for {limit}; see {LOGS}"
+            return
+        self._silence.heard()
+        if not is_alive:
+            self.death = f"Ray's node manager (raylet) does not answer; see {LOGS}"
+
+    def stop(self) -> None:
+        """Leave this Ray."""
+        self.unwatch()
+        leave_ray()
+
+
+class LocalRay(ConnectedRay):
     """A Ray that this process has started. Owns its processes, and the starter of its workers.
 
     Args:
@@ -63,29 +121,13 @@ class LocalRay:
     """
 
     def __init__(self, daemons: dict[int, str], starter: ProcessStarter) -> None:
-        self._daemons = daemons
+        super().__init__(LOCAL_SILENT_S, daemons)
         self._starter = starter
         raylets = [pid for pid, name in daemons.items() if name == RAYLET]
         self._raylets = raylets
         # Agents run up to a minute longer than their raylet, and hide their command lines.
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
-        self._stopped = threading.Event()
-        self.death = ""  # a sentence that says which daemon has died; "" if none has
-
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call ``on_death``, on a thread, with a sentence about the first daemon that dies."""
-        names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
-
-        def tell(name: str) -> None:
-            self.death = f"{name} has died; see {LOGS}"
-            on_death(self.death)
-
-        watch_processes(names, tell, self._stopped)
-
-    def unwatch(self) -> None:
-        """Stop watching, because the daemons will be ended on purpose."""
-        self._stopped.set()
 
     def kill(self) -> None:
         """Kill all processes of this Ray now, even processes that are stopped."""
@@ -111,7 +153,9 @@ class LocalRay:
         return set().union(*found)
 
 
-def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay | None:
+def start_ray(
+    config: Config, starter: ProcessStarter | None = None, *, waits: bool = False
+) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
     If NPUs are emulated, a local Ray declares as many NPUs as a node has, or more if more are
@@ -119,23 +163,22 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
 
     Args:
         starter: starts the processes of a Ray that is started here; this Ray then owns it.
-
-    Returns:
-        The Ray that was started; None if a cluster was joined.
+        waits: whether to wait until a cluster that is to be joined answers.
 
     Raises:
         PlacementError: no Ray can be joined or started; the message says what to do.
     """
     address = ray_address()
-    prepare_ray_environment(is_local=address is None)
+    prepare_ray_environment(is_local=address is None, waits_for_gcs=address is not None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
         # Ray computed this value during its import, before we declared that this Ray is for one
         # machine.
         importlib.reload(ray_constants)
     try:
         if address is not None:
-            _init(address)
-            return None
+            _join(address, waits=waits)
+            raylet = _raylet_of_this_node()
+            return ConnectedRay(JOINED_SILENT_S, {raylet: RAYLET} if raylet else {})
         is_emulated = resolve_kind(config.device.kind) == "emulated"
         # Declare as many NPUs as a node has, so that a second deployment of this process has NPUs,
         # too.
@@ -153,6 +196,27 @@ def start_ray(config: Config, starter: ProcessStarter | None = None) -> LocalRay
         return LocalRay({pid: processes.name_of(pid) for pid in started}, starter)
     except Exception as e:
         raise ours(e, "starting Ray" if address is None else f"joining Ray at {address}") from e
+
+
+def _join(address: str, *, waits: bool) -> None:
+    """Connect to a cluster, at once or as soon as it answers."""
+    while True:
+        try:
+            return _init(address)
+        except ConnectionError:
+            if not waits:
+                raise
+        time.sleep(RETRY_S)
+
+
+def _raylet_of_this_node() -> int | None:
+    """Return the process id of the raylet of this process; None in another namespace of ids."""
+    node = ray_worker.global_worker.node
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(node.raylet_socket_name)
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid or None
 
 
 def start_daemons(**options: Any) -> set[int]:

@@ -349,6 +349,11 @@ class ServingGroups:
                 return
         self.check_room(1, placement.ROOM_S)
 
+    def prepare_starter(self) -> None:
+        """Start another fork server if the fork server has died, so that no replacement waits."""
+        if not self.is_changing:
+            self._starter.command(self.config)
+
     def give_up_lost(self, *, are_replaced: bool) -> None:
         """Free the places of lost groups whose survivors will not be used for another group.
 

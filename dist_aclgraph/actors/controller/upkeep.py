@@ -1,8 +1,8 @@
 """The regular work of a serving deployment, on a private thread.
 
 It replaces lost groups, adds and drains groups for the load (``serve.autoscale``), chooses graphs
-for the traffic, and removes the directories of dead engines on this node. It never waits for an
-engine, because an engine that hangs would delay all this work.
+for the traffic, removes the directories of dead engines on this node, and replaces a dead fork
+server. It never waits for an engine, because an engine that hangs would delay all this work.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Upkeep:
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
             run_directory.sweep()
+            self._serving.prepare_starter()
 
     # ---- groups that are missing
 

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
-from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, LocalRay, leave_ray, start_ray
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, ConnectedRay, LocalRay, start_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.controller.term import Term
@@ -51,21 +51,17 @@ class RayDeployment(Deployment):
     Owns the keeper of its controller, and the connection to Ray if this process made it.
 
     Args:
-        local_ray: the Ray that was started for this deployment; None for a cluster that was joined.
-        owns_connection: whether this process had no connection to Ray before.
+        connected: the Ray to which this process has connected; None if it was connected before.
     """
 
     def __init__(
         self,
         keeper: ControllerKeeper,
-        *,
-        local_ray: LocalRay | None = None,
-        owns_connection: bool = False,
+        connected: ConnectedRay | None = None,
     ) -> None:
         self._keeper = keeper
         self._is_shut_down = False
-        self._local_ray = local_ray
-        self._owns_connection = owns_connection
+        self._connected = connected
         self.node_id = ray.get_runtime_context().get_node_id()
 
     @property
@@ -95,8 +91,11 @@ class RayDeployment(Deployment):
         """Raise an error if the deployment has ended.
 
         Raises:
+            RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
+        if self._connected is not None:
+            self._connected.look()
         self._raise_end()
         if self._keeper.progress:
             return
@@ -129,8 +128,8 @@ class RayDeployment(Deployment):
         return found
 
     def _raise_end(self) -> None:
-        if self._local_ray is not None and self._local_ray.death:
-            raise RayDiedError(self._local_ray.death)
+        if self._connected is not None and self._connected.death:
+            raise RayDiedError(self._connected.death)
         if self._is_shut_down:
             raise EngineDeadError("the deployment was shut down")
         if self._keeper.failure:
@@ -159,11 +158,11 @@ class RayDeployment(Deployment):
             return
         self._is_shut_down = True
         controller = self._keeper.stop()
-        if self._local_ray is None or not self._local_ray.death:
+        if self._connected is None or not self._connected.death:
             with suppress(RayError):  # The controller and its actors may have ended already.
                 ray.get(controller.shut_down.remote(), timeout=STOP_S)
             self._keeper.end_by_force()
-        _leave_ray(self._local_ray, self._owns_connection)
+        _leave(self._connected)
 
 
 def check_startable(config: Config) -> None:
@@ -182,7 +181,11 @@ def check_startable(config: Config) -> None:
 
 
 def start(
-    config: Config, on_progress: OnProgress | None = None, starter: ProcessStarter | None = None
+    config: Config,
+    on_progress: OnProgress | None = None,
+    starter: ProcessStarter | None = None,
+    *,
+    waits_for_ray: bool = False,
 ) -> RayDeployment:
     """Start a deployment on this process's Ray cluster, or on the cluster from ``start_ray``.
 
@@ -190,6 +193,7 @@ def start(
 
     Args:
         starter: starts the processes of a Ray that this process starts now, or has started.
+        waits_for_ray: whether to wait until the cluster that is to be joined answers.
 
     Raises:
         ConfigError, ModelError: the model cannot be served, or not with this configuration.
@@ -214,53 +218,52 @@ def start(
     try:
         if starter is not None:
             starter.command(config)  # a fork server loads its libraries while Ray starts
-        local_ray = start_ray(config, starter) if owns_connection else None
+        connected = start_ray(config, starter, waits=waits_for_ray) if owns_connection else None
     except BaseException:
         if starter is not None:
             starter.close()
         raise
-    if local_ray is not None:
+    if isinstance(connected, LocalRay):
         # The other daemons would keep engines running. If all processes end, clients notice the end
         # at once.
-        started = local_ray
-        local_ray.watch(lambda _: started.kill())
+        connected.watch(connected.kill)
+    elif connected is not None:
+        connected.watch()
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:
         tell(Progress("STARTING_CONTROLLER"))
         term = Term(0, secrets.token_hex(16))
         controller = make_controller(config, name, term, starter)
-        reach = _wait_for(controller, local_ray, tell)
+        reach = _wait_for(controller, connected, tell)
     except BaseException as e:
-        if controller is not None and (local_ray is None or not local_ray.death):
+        if controller is not None and (connected is None or not connected.death):
             end_by_force(controller, name)
-        _leave_ray(local_ray, owns_connection)
-        if local_ray is not None and local_ray.death:
-            raise RayDiedError(local_ray.death) from e
+        _leave(connected)
+        if connected is not None and connected.death:
+            raise RayDiedError(connected.death) from e
         if isinstance(e, RayError):
             raise ours(e, "starting the deployment") from e
         raise
 
     def has_ray() -> bool:
-        return local_ray is None or not local_ray.death
+        return connected is None or not connected.death
 
     keeper = ControllerKeeper(controller, name, config, reach, has_ray, starter)
-    return RayDeployment(keeper, local_ray=local_ray, owns_connection=owns_connection)
+    return RayDeployment(keeper, connected)
 
 
-def _wait_for(controller: Any, local_ray: LocalRay | None, tell: OnProgress) -> Reach:
+def _wait_for(controller: Any, connected: ConnectedRay | None, tell: OnProgress) -> Reach:
     starting = controller.start.remote()
     for progress in progress_of(controller, starting):
-        if local_ray is not None and local_ray.death:
-            raise RayDiedError(local_ray.death)
+        if connected is not None and connected.death:
+            raise RayDiedError(connected.death)
         if progress is not None:
             tell(progress)
     reach: Reach = fetch(starting, NO_RANK, "PLACING")
     return reach
 
 
-def _leave_ray(local_ray: LocalRay | None, owns_connection: bool) -> None:
-    if local_ray is not None:
-        local_ray.stop()
+def _leave(connected: ConnectedRay | None) -> None:
+    if connected is not None:
+        connected.stop()
         run_directory.sweep()  # removes the directories of engines that were killed
-    elif owns_connection:
-        leave_ray()

@@ -221,17 +221,21 @@ def _fork() -> int:
 
 
 def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
-    """Return a client's request and streams; raise OSError or ValueError if it is invalid."""
+    """Return a client's request and streams.
+
+    Raises:
+        OSError, ValueError: the request is invalid.
+    """
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     try:
         data = b""
         while (chunk := connection.recv(CHUNK)) and len(data) <= REQUEST_BYTES:
             data += chunk
         return msgspec.json.decode(data, type=ForkRequest), streams
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError) as e:
         for fd in streams:
             os.close(fd)
-        raise
+        raise ValueError(f"the request is invalid: {e}") from e
 
 
 def become(request: ForkRequest, streams: list[int]) -> None:

@@ -68,6 +68,9 @@ class SharedHeartbeat:
     Args:
         limit_s: a longer silence is too long.
         clock: monotonic, in seconds.
+
+    Attributes:
+        served_before: whether an earlier child process has served.
     """
 
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no heartbeat is expected
@@ -76,6 +79,7 @@ class SharedHeartbeat:
         self._shared = mmap.mmap(-1, 2)  # the heartbeat byte, and the byte of ``has_served``
         self._seen = self.REST
         self._silence = Silence(limit_s, clock)
+        self.served_before = False
 
     def beat(self, *, serves: bool = True) -> None:
         """Show a heartbeat. Further heartbeats are then expected."""
@@ -107,6 +111,7 @@ class SharedHeartbeat:
 
     def begin(self) -> None:
         """Prepare for the next forked process, whose first heartbeat is expected at once."""
+        self.served_before |= self.has_served
         self._shared[:] = bytes([self.FIRST, False])
         self._seen = self.REST
         self._silence.heard()
