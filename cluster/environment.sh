@@ -17,10 +17,13 @@ fi
 
 # Ray lowers the priority of its workers by 15, which starves them on a busy host.
 export RAY_worker_niceness="${RAY_worker_niceness:-0}"
-# With these values Ray notices a lost node within seconds, not after half a minute. Only the head reads them.
+# A node that hangs or is cut off is lost after 12 to 42 s; a node that dies, at once. A busy host survives these
+# checks. Only the head reads these values.
 export RAY_health_check_period_ms="${RAY_health_check_period_ms:-2000}"
 export RAY_health_check_timeout_ms="${RAY_health_check_timeout_ms:-5000}"
 export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:-6}"
+# All nodes wait this number of seconds for a head that is started again (docs/operate/hosts.md).
+export RAY_gcs_rpc_server_reconnect_timeout_s="${RAY_gcs_rpc_server_reconnect_timeout_s:-300}"
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 # torch must not import torch_npu by itself, because the libraries of emulated NPUs must be loaded first.
 export TORCH_DEVICE_BACKEND_AUTOLOAD="${TORCH_DEVICE_BACKEND_AUTOLOAD:-0}"

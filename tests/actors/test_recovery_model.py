@@ -145,8 +145,8 @@ class Client:
 
     def see_death(self, group: Group, now_s: float) -> None:
         for request in self.running.pop(group.number, []):
-            request.see_death("gone", was_alone=False)
-            if request.may_kill:
+            request.see_death(now_s, is_proof=False)
+            if request.is_cause:
                 self.ended.append((request.request_id, f"{request.num_deaths} engines died"))
             else:
                 self.place(request, now_s)

@@ -7,7 +7,6 @@ import msgpack
 import pytest
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
-from dist_aclgraph.actors.client.token_log import MAX_DEATHS
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.actors.wire.messages import GroupEntry, GroupList, error_of
 from dist_aclgraph.errors import EngineDeadError, InvalidParameterError
@@ -329,7 +328,7 @@ def test_being_cut_off_again_and_again_is_no_reason_to_give_a_request_up(both, e
     deltas: queue.Queue[RequestDelta] = queue.Queue()
     both.submit("a", [7], SamplingParams(max_tokens=2000, temperature=0.0), (), deltas.put)
 
-    for number in range(MAX_DEATHS + 1):
+    for number in range(4):
         until(lambda: engine.num_running + other.num_running == 1)
         until(lambda: not any(known.link.is_lost for known in both._known()))
         until_all_have_answered(both)
@@ -340,7 +339,7 @@ def test_being_cut_off_again_and_again_is_no_reason_to_give_a_request_up(both, e
     engine.step_s = other.step_s = 0.0
     ids, last = collect(deltas)
     assert (ids, last.finish_reason) == ([7] * 2000, "length")
-    assert both.num_resumed == MAX_DEATHS + 1
+    assert both.num_resumed == 4
 
 
 def test_a_wrong_token_is_refused_with_the_reason(engine):

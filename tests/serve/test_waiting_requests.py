@@ -251,11 +251,39 @@ def test_requests_go_on_in_another_deployment(one: Deployment) -> None:
 
 
 def test_a_request_of_which_groups_die_does_not_wait_for_a_third(one: Deployment) -> None:
-    one.engines[-1].poison = "a"
     one.submit("a", 100_000)
-    until(lambda: one.engines[0].num_deaths == 1)
+    one.collect("a", 5)
+    one.lose()
+    second = one.new_engine()
+    second.poison = "a"
+
+    one.outlook = Outlook(GroupList(1, (GroupEntry("1", second.address, 100, 16),)))
 
     assert "2 engines died" in one.collect("a")[1].error
+
+
+def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -> None:
+    """Each group had run steps; the request has the first turn on the second one as it dies."""
+    first, second = one.engines[0], one.new_engine()
+    entries = [GroupEntry(str(i), e.address, 100, 16) for i, e in enumerate((first, second))]
+    first.groups = GroupList(1, tuple(entries))
+    until(lambda: set(one.client.states().values()) == {"serving"})
+    until(lambda: len(one.client.states()) == 2)
+    for name in "ab":  # one on each
+        one.submit(name, 400)
+        one.collect(name, 5)
+    assert [engine.num_running for engine in one.engines] == [1, 1]
+    lost = first if first.requests[0].request_id == "a" else second
+    other = second if lost is first else first
+    other.step_s = 3600.0
+
+    lost.close()
+    until(lambda: other.num_running == 2)
+    other.close()
+    one.replace()
+
+    for name in "ab":
+        assert one.collect(name)[0] == wanted(400)[5:]
 
 
 def test_what_waits_for_its_turn_waits_for_the_next_group(one: Deployment) -> None:

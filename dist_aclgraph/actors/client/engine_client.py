@@ -188,10 +188,11 @@ class EngineClient:
         """
         if self._closing.is_set():
             return False
+        now_s = time.monotonic()
         if request.is_suspect and self._taking():
-            self._trials.wait(request)
+            self._trials.wait(request, self._outage.deadline_s(now_s))
             return True
-        return self._give(request) or self._outage.hold(request, time.monotonic())
+        return self._give(request) or self._outage.hold(request, now_s)
 
     def _taking(self) -> list[str]:
         """Return the URLs of the engines that accept requests. The caller holds the lock.
@@ -353,7 +354,7 @@ class EngineClient:
         if url not in self._engines:
             endpoint = address.seen_from(self._node_id)
             link = partial(EngineLink, self._context, endpoint, self._hello, self._link_s)
-            self._engines[url] = KnownEngine(name, url, link)
+            self._engines[url] = KnownEngine(name, url, link, time.monotonic())
         self._engines[url].name = name
         self._router.add(url, cache_blocks, tokens_per_block)
 
@@ -434,7 +435,7 @@ class EngineClient:
             self._outage.see(now_s, is_served=is_served)
             if is_served:
                 for request in self._outage.take_all():
-                    self._trials.wait(request)
+                    self._trials.wait(request, self._outage.deadline_s(now_s))
                 self._begin_turn()
             else:
                 if outlook is not None:
@@ -442,12 +443,13 @@ class EngineClient:
                 for request in self._trials.take_waiting():
                     if not self._outage.hold(request, now_s):
                         over.append((request, EngineDeadError(self._why_dead())))
-                for request in self._outage.take_overdue(now_s):
-                    late = EngineUnavailableError(self._outage.overdue_reason())
-                    over.append((request, late))
                 if not self._outage.may_end:
                     dead = EngineDeadError(self._why_dead())
                     over += [(request, dead) for request in self._outage.take_all()]
+            overdue = self._outage.take_overdue(now_s) + self._trials.take_waiting(now_s)
+            if overdue:
+                late = EngineUnavailableError(self._outage.overdue_reason())
+                over += [(request, late) for request in overdue]
         for request, error in over:
             self._end(request, error)
 
@@ -455,15 +457,28 @@ class EngineClient:
         """Let the next requests run that lost their engine. The caller holds the lock."""
         if self._trials.is_turn:
             return
-        unproven = [url for url in self._taking() if not self._engines[url].is_proven]
+        taking = [self._engines[url] for url in self._taking()]
+        unproven = [engine.url for engine in taking if not engine.is_proven]
         if unproven and self._trials.has_suspects:
             probes = {f"probe-{secrets.token_hex(8)}": url for url in unproven}
             self._trials.begin_probes(probes)
             for request_id, url in probes.items():
                 self._give(OpenRequest.probe(request_id), [url])
-        else:
-            for request in self._trials.begin_turn():
-                self._give(request)
+            return
+
+        def suitable(request: OpenRequest) -> list[str]:
+            fit = request.num_deaths < 2
+            return [e.url for e in taking if fit or self._is_newer(e, request)]
+
+        for request in self._trials.begin_turn(lambda request: bool(suitable(request))):
+            self._give(request, suitable(request))
+
+    def _is_newer(self, engine: KnownEngine, request: OpenRequest) -> bool:
+        """Whether an engine has started since a request lost its first engine.
+
+        If lost engines are not replaced, each engine counts as such an engine.
+        """
+        return not self._outage.has_recovery or engine.added_s > request.first_death_s
 
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -592,7 +607,7 @@ class EngineClient:
         if death:
             raise EngineDeadError(death)
 
-    def _resume(self, request: OpenRequest, kind: LossKind, *, was_alone: bool) -> bool:
+    def _resume(self, request: OpenRequest, kind: LossKind, *, is_proof: bool) -> bool:
         """Continue a request of a lost link; return whether that is possible.
 
         The caller holds the lock.
@@ -601,12 +616,12 @@ class EngineClient:
             return False
         request.is_resumed = True
         if kind != "refused":  # an engine that refuses its client is not dead
-            request.see_death(kind, was_alone=was_alone)
-        return not request.may_kill and self._place(request)
+            request.see_death(time.monotonic(), is_proof=is_proof)
+        return not request.is_cause and self._place(request)
 
     def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
         """End a request that will not be continued."""
-        if request.may_kill:
+        if request.is_cause:
             reason = (
                 f"{request.num_deaths} engines died while they ran this request, all of them at "
                 f"output token {request.num_output_tokens}; the last: {error}"
@@ -641,13 +656,11 @@ class EngineClient:
             self._router.forget_cache(engine.url)
             # Keep the lock, so that an abort finds each request either at this engine or at its new
             # engine.
-            over = [
-                request
-                for request in requests
-                if not self._resume(
-                    request, engine.link.loss_kind, was_alone=request.request_id == alone
-                )
-            ]
+            over = []
+            for request in requests:
+                is_proof = request.request_id == alone and self._is_newer(engine, request)
+                if not self._resume(request, engine.link.loss_kind, is_proof=is_proof):
+                    over.append(request)
             self._outage.see(time.monotonic(), is_served=bool(self._taking()))
             num_held = self._num_held
         if len(over) < len(requests):

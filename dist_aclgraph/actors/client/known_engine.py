@@ -20,6 +20,7 @@ class KnownEngine:
     Attributes:
         name: name of the engine's group.
         is_draining: whether the engine accepts no new requests.
+        added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step on the present link.
         is_listed: whether the deployment's last group list contains the engine.
         names: request ids, by the number of the request on this engine.
@@ -28,6 +29,7 @@ class KnownEngine:
     name: str
     url: str
     open_link: Callable[[], EngineLink]
+    added_s: float
     dead_because: str = ""
     is_draining: bool = False
     is_proven: bool = False

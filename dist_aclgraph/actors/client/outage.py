@@ -6,6 +6,7 @@ No engine responds during an outage, so the client asks the controller about the
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,15 @@ class Outage:
         return request_id in self._requests
 
     @property
+    def has_recovery(self) -> bool:
+        """Whether lost groups are replaced."""
+        return self._recovery is not None
+
+    def deadline_s(self, now_s: float) -> float:
+        """Return when the wait of a request ends that begins to wait now."""
+        return math.inf if self._recovery is None else now_s + self._recovery.wait_s
+
+    @property
     def may_end(self) -> bool:
         """Whether a group may accept requests again."""
         return self._recovery is not None and not self.outlook.failure
@@ -111,9 +121,9 @@ class Outage:
 
     def hold(self, request: OpenRequest, now_s: float) -> bool:
         """Let a request wait for a group; return whether it may wait."""
-        if self._recovery is None or not self.may_end:
+        if not self.may_end:
             return False
-        self._requests[request.request_id] = request, now_s + self._recovery.wait_s
+        self._requests[request.request_id] = request, self.deadline_s(now_s)
         return True
 
     def forget(self, request_id: str) -> None:

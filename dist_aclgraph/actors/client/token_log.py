@@ -20,10 +20,6 @@ from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.step import RowSampling
 
-# If so many engines died while they ran a request, and it got no token between their deaths, it may
-# be the cause.
-MAX_DEATHS = 3
-
 OnDelta = Callable[[RequestDelta], None]
 
 
@@ -35,6 +31,8 @@ class OpenRequest:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client asked.
         num_deaths: number of engines that died while they ran this request, since its last token.
+        first_death_s: time of the first of these deaths.
+        is_cause: whether the request is taken to be the cause of deaths; no other engine gets it.
         is_resumed: whether the request has lost an engine, or the link to an engine.
         is_probe: whether the client sent it to learn whether an engine works; then it is not
             resumed.
@@ -48,10 +46,10 @@ class OpenRequest:
     cache_salt: str
     on_delta: OnDelta
     num_deaths: int = 0
+    first_death_s: float = 0.0
+    is_cause: bool = False
     is_resumed: bool = False
     is_probe: bool = False
-    _death_kind: str = field(default="", init=False)
-    _has_died_alone: bool = field(default=False, init=False)
     _num_prompt_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,24 +64,17 @@ class OpenRequest:
         """Whether the request got no token since its engine died: it may be the cause."""
         return self.num_deaths > 0
 
-    @property
-    def may_kill(self) -> bool:
-        """Whether the request is taken to be the cause of deaths; if so, no other engine gets it.
-
-        It is, if two engines died at the same token and in the same way, and no other suspect ran
-        at the second death; or if ``MAX_DEATHS`` engines died at the same token.
-        """
-        return self._has_died_alone or self.num_deaths >= MAX_DEATHS
-
-    def see_death(self, kind: str, *, was_alone: bool) -> None:
+    def see_death(self, now_s: float, *, is_proof: bool) -> None:
         """Record that the engine died which ran this request.
 
         Args:
-            kind: how the engine died.
-            was_alone: whether this was the only suspect that ran.
+            now_s: on a monotonic clock.
+            is_proof: whether no other suspect ran, and the engine had started after
+                ``first_death_s`` and had run another request.
         """
-        self._has_died_alone = was_alone and self.is_suspect and kind == self._death_kind
-        self._death_kind = kind
+        self.is_cause = is_proof and self.is_suspect
+        if not self.is_suspect:
+            self.first_death_s = now_s
         self.num_deaths += 1
 
     def note(self, delta: RequestDelta) -> None:

@@ -1,0 +1,270 @@
+"""Hosts, links and heads that fail under streams, and that a service manager starts again.
+
+The hosts share only a network. In place of systemd, a shell starts Ray again on each host after Ray
+has ended, as the units of cluster/systemd do. Each test prints its times; -s shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.several_nodes import ROOT
+from tests.namespaces import Node, nodes, why_no_nodes
+
+pytestmark = [
+    pytest.mark.namespaces,
+    pytest.mark.skipif(why_no_nodes() is not None, reason=str(why_no_nodes())),
+    pytest.mark.timeout(1200),
+]
+
+PORT = 8124
+PRIVATE = "/mnt"
+PROGRAM = str(Path(sys.executable).with_name("dist-aclgraph"))
+WAIT_S = 400.0
+KEEP_UP = 'while true; do "$@"; sleep 2; done'
+SETTINGS = {
+    "parallel.tp": 1, "parallel.dp": 2, "dtype": "float32", "device.kind": "emulated",
+    "device.emulator.strict": "false", "graph.sizes": "[8,32]", "scheduler.max_num_seqs": 32,
+    "cluster.ports": "23400-23440", "serve.port": PORT, "timeouts.place_s": 120,
+    "recovery.restarts_per_hour": 100,
+}  # fmt: skip
+# Streams the same answers again and again until its input ends. No request is tried again.
+CLIENT = """
+import json, sys, threading, time
+import httpx
+
+url, num_streams, num_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+is_over, lock = threading.Event(), threading.Lock()
+found = {"ok": 0, "differ": 0, "failed": [], "gap_s": 0.0}
+wanted = {}
+
+def stream(index):
+    body = {"model": "tiny-qwen3", "prompt": [70 + index % 8, 71, 72], "max_tokens": num_tokens,
+            "temperature": 0, "stream": True, "ignore_eos": True}
+    with httpx.Client(timeout=httpx.Timeout(600.0)) as client:
+        while not is_over.is_set():
+            text, error, last_s, gap_s = "", "", time.monotonic(), 0.0
+            try:
+                with client.stream("POST", url + "/v1/completions", json=body) as answer:
+                    if answer.status_code != 200:
+                        error = f"{answer.status_code} {answer.read().decode()}"
+                    for line in answer.iter_lines():
+                        gap_s = max(gap_s, time.monotonic() - last_s)
+                        last_s = time.monotonic()
+                        if line.startswith("data: {"):
+                            event = json.loads(line[6:])
+                            if "error" in event:
+                                error = str(event["error"])
+                            else:
+                                text += event["choices"][0]["text"]
+            except httpx.HTTPError as e:
+                error = repr(e)
+            with lock:
+                found["gap_s"] = max(found["gap_s"], gap_s)
+                if error:
+                    found["failed"].append(error)
+                elif wanted.setdefault(index % 8, text) == text:
+                    found["ok"] += 1
+                else:
+                    found["differ"] += 1
+
+threads = [threading.Thread(target=stream, args=(i,)) for i in range(num_streams)]
+for thread in threads:
+    thread.start()
+for line in sys.stdin:
+    with lock:
+        print(json.dumps(found), flush=True)
+is_over.set()
+for thread in threads:
+    thread.join()
+print(json.dumps(found), flush=True)
+"""
+READY = """
+import sys, httpx
+try:
+    print(httpx.get(sys.argv[1] + "/ready", timeout=10).status_code)
+except httpx.HTTPError as e:
+    print(repr(e))
+"""
+
+
+class Hosts:
+    """A head without NPUs and two hosts with two NPUs, on each of which Ray is kept up."""
+
+    def __init__(self, made: list[Node], logs: Path) -> None:
+        self.head, *self.others = made
+        self._logs = logs
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_AUTH_MODE": "token",
+            "RAY_TMPDIR": PRIVATE,
+            # As in ray-head.service.
+            "RAY_gcs_storage": "rocksdb",
+            "RAY_gcs_storage_path": f"{PRIVATE}/gcs",
+        }
+
+    def keep_up(self, node: Node, script: str, *arguments: str, **variables: str) -> None:
+        command = [str(ROOT / "cluster" / script), *arguments, "--block", "--num-cpus=4",
+                   f"--node-ip-address={node.address}"]  # fmt: skip
+        with (self._logs / f"{node.address}.log").open("a") as log:
+            node.start(
+                ["bash", "-c", KEEP_UP, "keep-up", *command],
+                env={**self.environment, **variables}, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def popen(self, command: list[str], node: Node | None = None, **options: Any) -> Any:
+        env = {**self.environment, "RAY_ADDRESS": "auto", **options.pop("env", {})}
+        return (node or self.head).start(command, env=env, text=True, **options)
+
+    def num_alive(self) -> int:
+        code = "import ray; ray.init(); print('up', sum(n['Alive'] for n in ray.nodes()))"
+        asked = self.popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        said, _ = asked.communicate(timeout=WAIT_S)
+        return next((int(x.split()[1]) for x in said.splitlines() if x.startswith("up ")), 0)
+
+    def kill(self, node: Node, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all processes of a node whose command line contains ``name``."""
+        done = node.run(["pkill", f"-{int(number)}", "-f", name], 30)
+        assert done.returncode == 0, f"no process is named {name}"
+
+
+def wait_until(condition: Any, what: str) -> float:
+    """Wait; return the seconds that it took."""
+    start_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() < start_s + WAIT_S, what
+        time.sleep(0.5)
+    return time.monotonic() - start_s
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with ExitStack() as stack:
+        private = stack.enter_context(nodes(3, private=("/dev/shm", PRIVATE)))
+        logs = tmp_path_factory.mktemp("logs")
+        made = Hosts(private, logs)
+        made.keep_up(made.head, "start-head.sh", "--include-dashboard=false")
+        wait_until(lambda: made.num_alive() == 1, "the head does not start")
+        for node in made.others:
+            made.keep_up(node, "start-worker.sh", made.head.address, EMULATED_NPUS="2")
+        wait_until(lambda: made.num_alive() == 3, "a host does not start")
+        yield made
+
+
+class Load:
+    """Streams from a client at the head."""
+
+    def __init__(self, hosts: Hosts, num_streams: int, num_tokens: int) -> None:
+        url = f"http://127.0.0.1:{PORT}"
+        self._process = hosts.popen(
+            [sys.executable, "-c", CLIENT, url, str(num_streams), str(num_tokens)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def so_far(self) -> dict[str, Any]:
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return dict(json.loads(self._process.stdout.readline()))
+
+    def end(self) -> dict[str, Any]:
+        self._process.stdin.close()
+        found: dict[str, Any] = json.loads(self._process.stdout.readline())
+        self._process.wait(WAIT_S)
+        return found
+
+
+@contextmanager
+def serving(hosts: Hosts, tmp_path: Path, **more: object) -> Iterator[Any]:
+    """Run the service at the head; yield a function that returns the status of /ready."""
+    settings = [f"{key}={value}" for key, value in {**SETTINGS, **more}.items()]
+    log = (tmp_path / "service.log").open("w")
+    service = hosts.popen(
+        [PROGRAM, "serve", "configs/tiny-qwen3.yaml", *settings],
+        stdout=log, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+    def status() -> str:
+        command = [sys.executable, "-c", READY, f"http://127.0.0.1:{PORT}"]
+        return hosts.head.run(command, 60).stdout.strip()
+
+    try:
+        wait_until(lambda: status() == "200", (tmp_path / "service.log").read_text())
+        yield status
+    finally:
+        os.killpg(service.pid, signal.SIGTERM)
+        service.wait(WAIT_S)
+        print((tmp_path / "service.log").read_text()[-3000:])
+
+
+def test_a_link_that_is_down_for_a_minute_costs_time_and_no_request(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    cut = hosts.others[1]
+    with serving(hosts, tmp_path) as status:
+        load = Load(hosts, 32, 200)
+        wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
+        cut.set_link(False)
+        time.sleep(60)  # the length of the outage, not a wait
+        cut.set_link(True)
+        back_s = wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
+        ready_s = wait_until(lambda: status() == "200", "the service does not come back")
+        seen = load.so_far()["ok"]
+        wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
+        found = load.end()
+
+    print("link down:", back_s, ready_s, found)
+    assert (found["failed"], found["differ"]) == ([], 0)
+
+
+def test_a_control_store_that_dies_ends_no_request(hosts: Hosts, tmp_path: Path) -> None:
+    with serving(hosts, tmp_path) as status:
+        load = Load(hosts, 8, 200)
+        wait_until(lambda: load.so_far()["ok"] >= 8, "no stream ends")
+
+        hosts.kill(hosts.head, "gcs_server")
+
+        wait_until(lambda: hosts.num_alive() == 3, "the head does not come back")
+        ready_s = wait_until(lambda: status() == "200", "the service does not come back")
+        seen = load.so_far()["ok"]
+        wait_until(lambda: load.so_far()["ok"] >= seen + 8, "no stream ends")
+        found = load.end()
+
+    print("control store killed:", ready_s, found)
+    assert (found["failed"], found["differ"]) == ([], 0)
+
+
+def test_a_node_manager_that_hangs_is_found(hosts: Hosts, tmp_path: Path) -> None:
+    struck = hosts.others[0]
+    with serving(hosts, tmp_path) as status:
+        load = Load(hosts, 8, 200)
+        wait_until(lambda: load.so_far()["ok"] >= 8, "no stream ends")
+
+        hosts.kill(struck, "raylet/raylet", signal.SIGSTOP)
+
+        wait_until(lambda: hosts.num_alive() == 2, "the hang is not noticed")
+        hosts.kill(struck, "raylet/raylet", signal.SIGCONT)
+        wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
+        wait_until(lambda: status() == "200", "the service does not come back")
+        seen = load.so_far()["ok"]
+        wait_until(lambda: load.so_far()["ok"] >= seen + 8, "no stream ends")
+        found = load.end()
+
+    print("node manager stopped:", found)
+    assert (found["failed"], found["differ"]) == ([], 0)
