@@ -1,3 +1,30 @@
-"""The version of this package."""
+"""The version of this package and of its sources."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
 
 VERSION = "0.1.0"
+
+
+def hash_sources() -> str:
+    """Return a hash of the sources as they are now: different clones can have one version."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@cache
+def build() -> str:
+    """Return version and hash of the code of this process; its files may change later."""
+    return build_of(hash_sources())
+
+
+def build_of(sources: str) -> str:
+    """Return the name of a build: version, and hash of the sources."""
+    return f"{VERSION} with sources {sources}"

@@ -22,9 +22,9 @@ from dist_aclgraph.actors.controller.upkeep import GROWTH_PAUSE_S, Upkeep
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.config import load_config
-from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.errors import ConfigError, PlacementError
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.planning.restarts import LONGEST_PAUSE_S
+from dist_aclgraph.planning.restarts import LONGEST_PAUSE_S, StartLimit
 from tests.actors.test_recovery_model import BegunChange, Groups
 from tests.serve.conftest import CONFIG
 
@@ -76,13 +76,21 @@ class CrowdedGroups(ServingGroups):
         planner = Planner.from_config(load_config(CONFIG))
         super().__init__(
             "test", Term(0, ""), planner, Spares("test", 0), ProcessStarter(),
-            lambda phase: None, lambda done, total, detail: None,
+            StartLimit(), lambda phase: None, lambda done, total, detail: None,
         )  # fmt: skip
         self.looks: list[tuple[float, bool]] = []
 
     def check_room(self, count: int, wait_s: float) -> None:
         self.looks.append((wait_s, self.is_changing))
         raise PlacementError("no NPU is free")
+
+
+def test_a_roll_to_changed_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = CrowdedGroups()
+    monkeypatch.setattr(serving_groups, "hash_sources", lambda: "of another version")
+
+    with pytest.raises(ConfigError, match="start a new service for the new version"):
+        groups.roll(groups.config)
 
 
 def test_without_room_growing_is_tried_less_and_less_often_with_one_warning_each(

@@ -347,6 +347,19 @@ def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGro
         assert isinstance(from_engine_decoder.decode(new.recv()), GroupList)
 
 
+def test_a_client_with_other_messages_is_refused(make_group: MakeGroup) -> None:
+    group = make_group()
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as new:
+        new.setsockopt(zmq.LINGER, 0)
+        group.address.connect(new)
+        new.send(encoder.encode(Hello(TOKEN, "new", protocol="older")))
+
+        assert new.poll(WAIT_S * 1000)
+        reply = from_engine_decoder.decode(new.recv())
+        assert isinstance(reply, Refused) and "another version of dist_aclgraph" in reply.reason
+
+
 def test_lists_of_groups_that_overtake_each_other_leave_the_latest(make_group: MakeGroup) -> None:
     group = make_group()
     for version in (2, 1):

@@ -20,10 +20,11 @@ from dist_aclgraph.actors.cluster.placement import (
     rank_order,
 )
 from dist_aclgraph.actors.worker.worker import WorkerInfo
-from dist_aclgraph.actors.worker.worker_group import check_devices
+from dist_aclgraph.actors.worker.worker_group import check_builds, check_devices
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
+from dist_aclgraph.version import build
 
 Landed = tuple[str, tuple[int, ...]]
 
@@ -290,3 +291,11 @@ def test_the_node_that_leads_a_group_is_that_of_its_first_rank(
         leading = leading_node(Mock())
 
     assert leading == landed[rank_order(landed)[0]][0]
+
+
+def test_hosts_with_another_version_are_named() -> None:
+    here = replace(make_info("npu", "a"), build=build())
+    check_builds([here])
+
+    with pytest.raises(PlacementError, match=r"b has dist_aclgraph 0\.0\.1 .* install the same"):
+        check_builds([here, replace(make_info("npu", "b"), build="0.0.1 with sources abc")])

@@ -82,6 +82,9 @@ class Groups:
     def give_up_lost(self, *, are_replaced: bool) -> None:
         """Do nothing, because lost groups have no processes in this model."""
 
+    def prepare_starter(self) -> None:
+        """Nothing is forked."""
+
     def find_place(self) -> None:
         if not self.has_room:
             raise PlacementError("no NPU is free")

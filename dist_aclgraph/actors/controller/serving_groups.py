@@ -48,6 +48,7 @@ from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.restarts import StartLimit
 from dist_aclgraph.topology import Ranks, WorldRank
+from dist_aclgraph.version import build, build_of, hash_sources
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +258,12 @@ class ServingGroups:
                 raise ConfigError(
                     f"{key} changes, which ingresses have read; start a new service for it"
                 )
+        if build_of(hash_sources()) != build():
+            raise ConfigError(
+                f"the service runs dist_aclgraph {build()}, and the files have changed: a roll "
+                "changes the configuration only; start a new service for the new version, and stop "
+                "this one when the new one serves"
+            )
         with self._change():
             self.give_up_lost(are_replaced=False)
             before = left = self.taking

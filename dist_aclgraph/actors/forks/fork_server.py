@@ -38,6 +38,7 @@ from dist_aclgraph.environment import (
     raylet_pid,
     take_over_environment,
 )
+from dist_aclgraph.version import build
 
 CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request: seconds, bytes
@@ -162,6 +163,7 @@ def load() -> None:
     load_torch_npu("emulated")
     for name in MODULES:
         importlib.import_module(name)
+    build()  # forked processes run this code, whatever happens to its files
 
 
 def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, list[int]] | None:

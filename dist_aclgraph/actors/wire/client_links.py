@@ -34,6 +34,7 @@ from dist_aclgraph.actors.wire.messages import (
     ToEngine,
     answer,
     encoder,
+    protocol,
     to_engine_decoder,
 )
 from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
@@ -257,6 +258,10 @@ class ClientLinks:
     def _welcome(self, routing_id: bytes, hello: Hello) -> None:
         if not secrets.compare_digest(hello.token.encode(), self._token.encode()):
             self._write(routing_id, encoder.encode(Refused("wrong token")))
+            return
+        if hello.protocol != protocol():
+            why = "another version of dist_aclgraph, whose messages differ; start it again"
+            self._write(routing_id, encoder.encode(Refused(f"the client runs {why}")))
             return
         for link in list(self._links.values()):
             if link.client == hello.client or link.routing_id == routing_id:

@@ -10,7 +10,9 @@ another engine or ends them with an error; the engine aborts them.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,11 +30,20 @@ QueryKind = Literal["report", "metrics"]
 MAX_UNREAD_BYTES = 128 << 20
 
 
+def protocol() -> str:
+    """Return a hash of all messages, so that only ends with the same messages talk to each other.
+
+    Computed once in a process.
+    """
+    return _hash_schema()
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message on a connection. It ends an earlier connection of the same client."""
 
     token: str
     client: str
+    protocol: str = msgspec.field(default_factory=protocol)
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -151,6 +162,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 ToEngine = Hello | Beat | Submit | Abort | Query | Goodbye
 FromEngine = Deltas | EngineStatus | GroupList | Answer | Refused
+
+
+@cache
+def _hash_schema() -> str:
+    schema = msgspec.json.schema(ToEngine | FromEngine)
+    return hashlib.sha256(msgspec.json.encode(schema, order="sorted")).hexdigest()[:12]
+
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

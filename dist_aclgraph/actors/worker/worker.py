@@ -42,6 +42,7 @@ from dist_aclgraph.planning.way_back import MAY_SURVIVE
 from dist_aclgraph.shapes.weight_files import weight_files
 from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
+from dist_aclgraph.version import build
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
 
@@ -58,6 +59,7 @@ class WorkerInfo:
     kind: DeviceKind = "emulated"
     # Whether the worker still has the weights that it loaded for a previous group.
     has_weights: bool = False
+    build: str = ""
 
 
 class Worker:
@@ -162,6 +164,7 @@ class Worker:
             npu_ids=visible_devices() or (),
             kind=resolve_kind(self._config.device.kind),
             has_weights=isinstance(self._stage, LoadedRank),
+            build=build(),
         )
 
     def prepare(self, neighbour: Neighbour, pids: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +30,14 @@ from dist_aclgraph.planning.commands import GraphAction, GraphAnswer, GraphComma
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.topology import GroupRank, ParallelLayout, WorldRank
+from dist_aclgraph.version import build, build_of, hash_sources
 
 PEERS_OF_A_FAILURE_S = 5.0  # seconds to wait for the other ranks after one rank has failed
 
 ASK_S = 2.0  # seconds to wait for the answer of control threads
 LOOK_S = 0.1  # seconds between two checks while waiting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -148,6 +152,7 @@ class WorkerGroup:
         self.workers = [self.workers[i] for i in order]
         self.slots = [self.slots[i] for i in order]
         self.infos = [infos[i] for i in order]
+        check_builds(self.infos)
         check_devices(self.infos)
 
     @property
@@ -227,6 +232,29 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
         return ray.get(ref)
     except RayError as e:
         raise of_worker(e, rank, phase) from None
+
+
+def check_builds(infos: Sequence[WorkerInfo]) -> None:
+    """Raise an error if a worker runs code that this host does not have.
+
+    Raises:
+        PlacementError: the message says which host has which version.
+    """
+    now = hash_sources()
+    for info in infos:
+        if info.build not in (build(), build_of(now)):
+            raise PlacementError(
+                f"{info.host} has dist_aclgraph {info.build}, and this host {build_of(now)}: "
+                "install the same version on all hosts"
+            )
+        if info.build != build():
+            logger.warning(
+                "the files of dist_aclgraph have changed since this service started: %s runs %s, "
+                "and the controller %s",
+                info.host,
+                info.build,
+                build(),
+            )
 
 
 def check_devices(infos: Sequence[WorkerInfo]) -> None:

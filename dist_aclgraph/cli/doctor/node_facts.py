@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from dist_aclgraph.cli.doctor.ascend_versions import read_cann_version, read_driver_version
 from dist_aclgraph.cli.doctor.examine import machine_findings
@@ -15,7 +13,7 @@ from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.npu_host import read_rdma_addresses
 from dist_aclgraph.device.kind import npus_here
 from dist_aclgraph.environment import ascend_toolkit
-from dist_aclgraph.version import VERSION
+from dist_aclgraph.version import build
 
 PACKAGES = ("torch", "torch-npu", "ray")
 
@@ -49,7 +47,7 @@ def node_facts() -> NodeFacts:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return NodeFacts(
         versions={
-            "dist_aclgraph": f"{VERSION} with sources {source_hash()}",
+            "dist_aclgraph": build(),
             "python": platform.python_version(),
             **{name: _version(name) for name in PACKAGES},
             **(ascend if npus else {}),
@@ -63,18 +61,6 @@ def node_facts() -> NodeFacts:
         },
         findings=tuple(machine_findings()),
     )
-
-
-def source_hash() -> str:
-    """Return a hash of this package's sources, because different clones can have the same
-    version.
-    """
-    package = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _version(package: str) -> str:

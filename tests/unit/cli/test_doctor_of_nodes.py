@@ -23,9 +23,10 @@ from dist_aclgraph.cli.doctor.cluster import (
     version_findings,
 )
 from dist_aclgraph.cli.doctor.finding import Finding
-from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts, source_hash
+from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.errors import PlacementError
+from dist_aclgraph.version import hash_sources
 from tests.deployments import make_config
 
 HEAD = NodeFacts({"python": "3.12.3", "dist_aclgraph": "0.1.0 with sources aa"})
@@ -162,7 +163,7 @@ def test_this_machine_says_its_facts() -> None:
     facts = node_facts()
 
     assert re.fullmatch(r"[0-9.]+ with sources [0-9a-f]{12}", facts.versions["dist_aclgraph"])
-    assert facts.versions["dist_aclgraph"].endswith(source_hash())
+    assert facts.versions["dist_aclgraph"].endswith(hash_sources())
     assert set(facts.sizes) == {"NPUs", "cores", "memory"}
     assert {"python", "torch", "torch-npu"} <= {finding.name for finding in facts.findings}
 
