@@ -29,9 +29,9 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-PORT = 8124
+PORT, SERVE_PORT = 8124, 8000
 PRIVATE = "/mnt"
-PROGRAM = str(Path(sys.executable).with_name("dist-aclgraph"))
+PROGRAM, SERVE = (str(Path(sys.executable).with_name(n)) for n in ("dist-aclgraph", "serve"))
 WAIT_S = 400.0
 KEEP_UP = 'while true; do "$@"; sleep 2; done'
 SETTINGS = {
@@ -171,8 +171,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 class Load:
     """Streams from a client at the head."""
 
-    def __init__(self, hosts: Hosts, num_streams: int, num_tokens: int) -> None:
-        url = f"http://127.0.0.1:{PORT}"
+    def __init__(
+        self, hosts: Hosts, num_streams: int, num_tokens: int, *, port: int = PORT
+    ) -> None:
+        url = f"http://127.0.0.1:{port}"
         self._process = hosts.popen(
             [sys.executable, "-c", CLIENT, url, str(num_streams), str(num_tokens)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -191,17 +193,21 @@ class Load:
 
 
 @contextmanager
-def serving(hosts: Hosts, tmp_path: Path, **more: object) -> Iterator[Any]:
-    """Run the service at the head; yield a function that returns the status of /ready."""
-    settings = [f"{key}={value}" for key, value in {**SETTINGS, **more}.items()]
+def serving(hosts: Hosts, tmp_path: Path, *, port: int = PORT) -> Iterator[Any]:
+    """Run the service at the head; yield a function that returns the status of /ready.
+
+    Args:
+        port: PORT for ``dist-aclgraph serve``, SERVE_PORT for Ray Serve.
+    """
+    settings = [f"{key}={value}" for key, value in SETTINGS.items()]
     log = (tmp_path / "service.log").open("w")
-    service = hosts.popen(
-        [PROGRAM, "serve", "configs/tiny-qwen3.yaml", *settings],
-        stdout=log, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    command = [PROGRAM, "serve", "configs/tiny-qwen3.yaml", *settings]
+    if port == SERVE_PORT:
+        command = [SERVE, "run", "dist_aclgraph:app", "config=configs/tiny-qwen3.yaml", *settings]
+    service = hosts.popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def status() -> str:
-        command = [sys.executable, "-c", READY, f"http://127.0.0.1:{PORT}"]
+        command = [sys.executable, "-c", READY, f"http://127.0.0.1:{port}"]
         return hosts.head.run(command, 60).stdout.strip()
 
     try:
@@ -267,4 +273,28 @@ def test_a_node_manager_that_hangs_is_found(hosts: Hosts, tmp_path: Path) -> Non
         found = load.end()
 
     print("node manager stopped:", found)
+    assert (found["failed"], found["differ"]) == ([], 0)
+
+
+@pytest.mark.parametrize("port", [PORT, SERVE_PORT], ids=["dist-aclgraph", "ray serve"])
+def test_a_host_that_is_drained_ends_no_request(hosts: Hosts, tmp_path: Path, port: int) -> None:
+    """As ``kubectl drain`` does: the preStop hook, then SIGTERM, then SIGKILL after the grace."""
+    drained = hosts.others[0]
+    with serving(hosts, tmp_path, port=port) as status:
+        load = Load(hosts, 32, 200, port=port)
+        wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
+
+        hook = hosts.popen(
+            ["bash", str(ROOT / "cluster" / "drain.sh")], drained, env={"DRAIN_S": "60"}
+        )
+        hook.wait(WAIT_S)
+        hosts.kill(drained, "start --address", signal.SIGTERM)
+
+        wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
+        wait_until(lambda: status() == "200", "the service does not come back")
+        seen = load.so_far()["ok"]
+        wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
+        found = load.end()
+
+    print("host drained:", port, found)
     assert (found["failed"], found["differ"]) == ([], 0)
