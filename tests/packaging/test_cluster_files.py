@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -325,3 +326,74 @@ def test_the_scripts_tell_ray_what_it_must_know(
     )
 
     assert ended.stdout.splitlines() == [wanted, "token 0"]
+
+
+def pods() -> list[dict[str, Any]]:
+    spec = read("raycluster.yaml")["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    return [group["template"]["spec"] for group in groups]
+
+
+def test_pods_have_the_environment_of_the_scripts() -> None:
+    defaults = dict(
+        re.findall(r'^export (\w+)="\$\{\1:-(.*)\}"', read_text("environment.sh"), re.M)
+    )
+    of_the_scripts = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}  # KubeRay sets them by itself
+
+    for pod in pods():
+        (container,) = pod["containers"]
+        found = {each["name"]: each.get("value") for each in container["env"]}
+        secret = found.pop("DIST_ACLGRAPH_API_KEY", "missing")
+        assert secret is None, "the key comes from a secret"
+        assert found == {k: v for k, v in defaults.items() if k not in of_the_scripts}
+
+
+def test_pods_have_the_time_that_they_need_to_end_and_no_rights() -> None:
+    config = load_config("configs/tiny-qwen3.yaml")
+    (hook_s,) = re.findall(r"DRAIN_S:-(\d+)", read_text("drain.sh"))
+
+    for pod in pods():
+        (container,) = pod["containers"]
+        needed_s = int(hook_s) + config.serve.drain_s + 2 * config.timeouts.stop_s
+        assert pod["terminationGracePeriodSeconds"] > needed_s
+        command = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[-1] == "/opt/dist_aclgraph/cluster/drain.sh"
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_all_files_for_kubernetes_name_the_same_secret_and_the_same_redis() -> None:
+    text = "".join(map(read_text, ("raycluster.yaml", "rayservice.yaml", "redis.yaml")))
+
+    secrets = set(re.findall(r"secretKeyRef: \{name: ([\w-]+), key: ([\w-]+)\}", text))
+    assert secrets == {("dist-aclgraph", "api-key"), ("dist-aclgraph", "redis-password")}
+    assert set(re.findall(r"redisAddress: ([\w-]+):6379", text)) == {"dist-aclgraph-redis"}
+    service, stateful = yaml.safe_load_all(read_text("redis.yaml"))
+    assert service["metadata"]["name"] == "dist-aclgraph-redis"
+    labels = stateful["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == stateful["spec"]["selector"]["matchLabels"]
+
+
+def test_the_hook_waits_until_the_proxy_has_closed_its_port(tmp_path: Path) -> None:
+    ray = tmp_path / ".venv" / "bin" / "ray"
+    ray.parent.mkdir(parents=True)
+    ray.write_text('#!/bin/sh\necho "$1 $2 $3"\n')
+    ray.chmod(0o755)
+    (tmp_path / "cluster").mkdir()
+    hook = tmp_path / "cluster" / "drain.sh"
+    hook.write_bytes((CLUSTER / "drain.sh").read_bytes())
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        environment = {**os.environ, "SERVE_PORT": str(proxy.getsockname()[1]), "DRAIN_S": "300"}
+        process = subprocess.Popen(
+            ["bash", str(hook)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        proxy.accept()[0].close()
+        proxy.accept()[0].close()
+        assert process.poll() is None
+    assert process.communicate(timeout=60)[0] == (
+        "drain-node --reason DRAIN_NODE_REASON_PREEMPTION\n"
+    )
