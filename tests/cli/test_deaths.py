@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -104,6 +105,23 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
 
         assert end(service) == (128 + signal.SIGKILL if name == OWNER else 1)
         assert "recovery.restarts_per_hour allows 1" in "".join(service.said)
+
+
+def in_a_terminal(command: list[str]) -> list[str]:
+    return ["script", "--quiet", "--command", shlex.join(command), os.devnull]
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_stops_a_service_in_order(npu: object) -> None:
+    """As when a window is closed, or ssh loses its connection: nothing can be written any more."""
+    with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
+        wanted = [stream.text for stream in service.ask_all(60)]
+
+        streams = service.ask_all(60, service.process.kill)
+
+        assert [stream.error for stream in streams if stream.error] == []
+        assert [stream.text for stream in streams] == wanted
+        wait_until(lambda: not service.all(), "a process is left", WAIT_S)
 
 
 def servers_of_all(service: Service) -> set[int]:

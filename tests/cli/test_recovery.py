@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -47,15 +48,25 @@ class Stream:
 
 
 class Service:
-    """A service of one group in another process, with additional environment variables."""
+    """A service of one group in another process, with additional environment variables.
 
-    def __init__(self, *overrides: str, **variables: str) -> None:
+    Args:
+        terminal: a command that runs another command in a terminal of its own.
+    """
+
+    def __init__(
+        self,
+        *overrides: str,
+        terminal: Callable[[list[str]], list[str]] | None = None,
+        **variables: str,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._mark = secrets.token_hex(8)
+        command = [*COMMAND, "serve", str(CONFIG), *OVERRIDES, *overrides, f"--port={port}"]
         self.process = subprocess.Popen(
-            [*COMMAND, "serve", str(CONFIG), *OVERRIDES, *overrides, f"--port={port}"],
+            command if terminal is None else terminal(command),
             cwd=ROOT, env={**os.environ, **variables, MARK: self._mark}, text=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -139,8 +150,8 @@ class Service:
 
 
 @contextmanager
-def serving(*overrides: str, **variables: str) -> Iterator[Service]:
-    service = Service("scheduler.max_num_seqs=16", *overrides, **variables)
+def serving(*overrides: str, **more: Any) -> Iterator[Service]:
+    service = Service("scheduler.max_num_seqs=16", *overrides, **more)
     try:
         service.wait_until_ready()
         yield service
