@@ -40,18 +40,21 @@ SETTINGS = {
     "cluster.ports": "23400-23440", "serve.port": PORT, "timeouts.place_s": 120,
     "recovery.restarts_per_hour": 100,
 }  # fmt: skip
+# One group over both hosts.
+SPANNING = SETTINGS | {"parallel.tp": 2, "parallel.ep": 4, "speculative.num_tokens": 0}
+CONFIGS = {"tiny-qwen3": SETTINGS, "tiny-deepseek": SPANNING}
 # Streams the same answers again and again until its input ends. No request is tried again.
 CLIENT = """
 import json, sys, threading, time
 import httpx
 
-url, num_streams, num_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+url, num_streams, num_tokens, model = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 is_over, lock = threading.Event(), threading.Lock()
 found = {"ok": 0, "differ": 0, "failed": [], "gap_s": 0.0}
 wanted = {}
 
 def stream(index):
-    body = {"model": "tiny-qwen3", "prompt": [70 + index % 8, 71, 72], "max_tokens": num_tokens,
+    body = {"model": model, "prompt": [70 + index % 8, 71, 72], "max_tokens": num_tokens,
             "temperature": 0, "stream": True, "ignore_eos": True}
     with httpx.Client(timeout=httpx.Timeout(600.0)) as client:
         while not is_over.is_set():
@@ -172,11 +175,17 @@ class Load:
     """Streams from a client at the head."""
 
     def __init__(
-        self, hosts: Hosts, num_streams: int, num_tokens: int, *, port: int = PORT
+        self,
+        hosts: Hosts,
+        num_streams: int,
+        num_tokens: int,
+        *,
+        port: int = PORT,
+        model: str = "tiny-qwen3",
     ) -> None:
         url = f"http://127.0.0.1:{port}"
         self._process = hosts.popen(
-            [sys.executable, "-c", CLIENT, url, str(num_streams), str(num_tokens)],
+            [sys.executable, "-c", CLIENT, url, str(num_streams), str(num_tokens), model],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -193,17 +202,19 @@ class Load:
 
 
 @contextmanager
-def serving(hosts: Hosts, tmp_path: Path, *, port: int = PORT) -> Iterator[Any]:
+def serving(
+    hosts: Hosts, tmp_path: Path, *, port: int = PORT, model: str = "tiny-qwen3"
+) -> Iterator[Any]:
     """Run the service at the head; yield a function that returns the status of /ready.
 
     Args:
         port: PORT for ``dist-aclgraph serve``, SERVE_PORT for Ray Serve.
     """
-    settings = [f"{key}={value}" for key, value in SETTINGS.items()]
+    settings = [f"{key}={value}" for key, value in CONFIGS[model].items()]
     log = (tmp_path / "service.log").open("w")
-    command = [PROGRAM, "serve", "configs/tiny-qwen3.yaml", *settings]
+    command = [PROGRAM, "serve", f"configs/{model}.yaml", *settings]
     if port == SERVE_PORT:
-        command = [SERVE, "run", "dist_aclgraph:app", "config=configs/tiny-qwen3.yaml", *settings]
+        command = [SERVE, "run", "dist_aclgraph:app", f"config=configs/{model}.yaml", *settings]
     service = hosts.popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def status() -> str:
@@ -219,12 +230,13 @@ def serving(hosts: Hosts, tmp_path: Path, *, port: int = PORT) -> Iterator[Any]:
         print((tmp_path / "service.log").read_text()[-3000:])
 
 
+@pytest.mark.parametrize("model", CONFIGS)
 def test_a_link_that_is_down_for_a_minute_costs_time_and_no_request(
-    hosts: Hosts, tmp_path: Path
+    hosts: Hosts, tmp_path: Path, model: str
 ) -> None:
     cut = hosts.others[1]
-    with serving(hosts, tmp_path) as status:
-        load = Load(hosts, 32, 200)
+    with serving(hosts, tmp_path, model=model) as status:
+        load = Load(hosts, 32, 200, model=model)
         wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
         cut.set_link(False)
         time.sleep(60)  # the length of the outage, not a wait
@@ -235,7 +247,7 @@ def test_a_link_that_is_down_for_a_minute_costs_time_and_no_request(
         wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
         found = load.end()
 
-    print("link down:", back_s, ready_s, found)
+    print("link down:", model, back_s, ready_s, found)
     assert (found["failed"], found["differ"]) == ([], 0)
 
 
