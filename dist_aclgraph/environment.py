@@ -172,6 +172,12 @@ def cache_directory() -> Path:
     return Path(base).expanduser() / "dist-aclgraph"
 
 
+def state_directory() -> Path:
+    """Return the user's folder for files that describe what this package did, e.g. logs."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "dist-aclgraph"
+
+
 def build_environment() -> dict[str, str]:
     """Return this process's environment without the flags of an outer make, for a compiler."""
     return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS")}

@@ -14,6 +14,7 @@ from dist_aclgraph.config.loading import (
     parse_overrides,
     to_yaml,
 )
+from dist_aclgraph.config.logs import LoggingConfig
 from dist_aclgraph.config.section import Section
 from dist_aclgraph.config.serve import AutoscaleConfig, ServeConfig
 from dist_aclgraph.config.tree import (
@@ -45,6 +46,7 @@ __all__ = [
     "GraphMode",
     "HcclExpansion",
     "KVConfig",
+    "LoggingConfig",
     "Mc2Algorithm",
     "ParallelConfig",
     "SchedulerConfig",

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dist_aclgraph.config.cluster import ClusterConfig
 from dist_aclgraph.config.device import DeviceConfig
+from dist_aclgraph.config.logs import LoggingConfig
 from dist_aclgraph.config.recovery import RecoveryConfig
 from dist_aclgraph.config.section import Section
 from dist_aclgraph.config.serve import ServeConfig
@@ -443,6 +444,7 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
+    logging: LoggingConfig = LoggingConfig()
     profile: bool = Field(False, description="measure the host time of each stage of a step")
 
     @property

@@ -1,0 +1,87 @@
+"""The folder on this node for the log files of one start of a service.
+
+Each process holds a shared lock on a file in its folder, until the process ends. A new folder
+removes old folders whose lock is free. A folder without this file is not ours, and stays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dist_aclgraph.config import Config, LoggingConfig
+from dist_aclgraph.environment import state_directory
+
+LOCK = "processes.lock"
+UNNAMED = "unnamed"  # folder of processes that no service has started, for example in tests
+PRIVATE = 0o700
+MAX_NAME_CHARS = 60
+
+
+def with_log_folder(config: Config, folder: str | None = None) -> Config:
+    """Return a configuration whose log folder has a name.
+
+    Args:
+        folder: the name if the configuration has none; None means the time now and the model.
+    """
+    logging = config.logging
+    if logging.folder is not None:
+        return config
+    folder = folder or f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{file_name(config.name)}"
+    named = logging.model_copy(update={"folder": folder})
+    return config.model_copy(update={"logging": named})
+
+
+def folder_path(config: LoggingConfig) -> Path:
+    """Return the path of a log folder on this node."""
+    return _parent(config) / (config.folder or UNNAMED)
+
+
+def open_folder(config: LoggingConfig) -> tuple[Path, int]:
+    """Make the folder if it does not exist, and lock it; return its path and the locked file.
+
+    Raises:
+        OSError: the folder cannot be made or locked.
+    """
+    path = folder_path(config)
+    is_new = not path.exists()
+    path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if is_new:
+            _sweep(path, config.keep_folders)
+    except BaseException:
+        os.close(lock)
+        raise
+    return path, lock
+
+
+def _parent(config: LoggingConfig) -> Path:
+    if config.directory is not None:
+        return Path(config.directory).expanduser()
+    return state_directory() / "logs"
+
+
+def _sweep(new: Path, num_kept: int) -> None:
+    """Remove the oldest folders beside ``new``, if no process uses them."""
+    others = [path for path in new.parent.iterdir() if path != new and (path / LOCK).is_file()]
+    by_age = sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in by_age[num_kept - 1 :]:
+        with suppress(OSError):  # locked by a process, or removed by another process
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
+
+
+def file_name(text: str) -> str:
+    """Return a text as a part of a file name."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:MAX_NAME_CHARS] or "model"
