@@ -15,6 +15,7 @@ from dist_aclgraph.serve import openapi
 from dist_aclgraph.serve.anthropic.messages import count_tokens, messages
 from dist_aclgraph.serve.http.access import OPEN_PATHS, Access
 from dist_aclgraph.serve.http.edge import Edge
+from dist_aclgraph.serve.observe.request_account import note_error
 from dist_aclgraph.serve.openai import misc
 from dist_aclgraph.serve.openai.body import IGNORED
 from dist_aclgraph.serve.openai.chat import chat_completions
@@ -105,6 +106,7 @@ def _bind(state: ApiState, endpoint: Endpoint) -> Callable[[Request], Awaitable[
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
+    note_error(request.scope, error)
     return error_response(error, request.scope["path"])
 
 

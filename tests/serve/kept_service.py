@@ -17,6 +17,7 @@ from dist_aclgraph.actors.wire.addresses import Address, Endpoint
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import load_config
+from dist_aclgraph.logs import ProcessLog
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.front import Front
@@ -44,6 +45,8 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
             heartbeat.beat()
 
     def serve_http(life: int, beat: Callable[[], None], link: HolderLink | None) -> None:
+        if config.logging.access:
+            ProcessLog("ingress").open(config.logging)
         address = Address(NODE, Endpoint(engine_url), Endpoint(engine_url))
         client = EngineClient([address], TOKEN, node_id=NODE, link_s=5.0)
         front = Front("the test is starting")

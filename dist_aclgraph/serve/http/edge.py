@@ -12,9 +12,15 @@ from functools import lru_cache
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.errors import DistAclGraphError, QueueFullError
 from dist_aclgraph.serve.http.access import Access
 from dist_aclgraph.serve.http.refusal import Refusal
+from dist_aclgraph.serve.observe.request_account import (
+    ACCOUNT,
+    FIRST_ERROR,
+    RequestAccount,
+    note_error,
+)
 from dist_aclgraph.serve.openai.body import HeldBody
 from dist_aclgraph.serve.openai.completion_slots import full_error
 from dist_aclgraph.serve.openai.errors import error_response
@@ -35,7 +41,6 @@ GENERATING = frozenset(
     }
 )
 _GENERATING_BYTES = frozenset(path.encode() for path in GENERATING)
-FIRST_ERROR = 400  # the lowest HTTP status that is an error
 REQUEST_ID = b"x-request-id"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -63,6 +68,9 @@ class Edge:
             return None
         if method == b"POST" and path in _GENERATING_BYTES and slots.is_full:
             self._state.metrics.refused(503)
+            if self._state.config.logging.access:
+                line = {"method": method.decode(), "path": path.decode()}
+                RequestAccount("-", line, status=503, error=QueueFullError.__name__).write()
             return _full(slots.total, path.decode())
         return None
 
@@ -70,11 +78,24 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = self._counting(send)
         headers = dict(scope["headers"])
+        name = headers.get(REQUEST_ID, b"")
         if self._names_requests:
-            name = request_name(headers.get(REQUEST_ID, b""))
+            name = request_name(name)
             send = _adding(send, [(REQUEST_ID, name)])
+        if not self._state.config.logging.access:
+            await self._answer(scope, receive, self._counting(send, None), headers)
+            return
+        account = RequestAccount(name.decode("latin-1") or "-", scope)
+        scope[ACCOUNT] = account
+        try:
+            await self._answer(scope, receive, self._counting(send, account), headers)
+        finally:
+            account.write()
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
+    ) -> None:
         method, path = scope["method"], _own_path(scope)
         extensions = scope.get("extensions", {})
         is_owed = RESUMED in extensions
@@ -91,6 +112,7 @@ class Edge:
                 self._state.admit(None)
                 self._state.slots.acquire(1, is_owed=is_owed)
         except DistAclGraphError as e:
+            note_error(scope, e)
             await error_response(e, path)(scope, receive, send)
             return
         # Only the body of a POST is read. A journal keeps the body until the request is answered.
@@ -103,10 +125,13 @@ class Edge:
             if method == "POST" and path in GENERATING:
                 self._state.slots.release(1)
 
-    def _counting(self, send: Send) -> Send:
+    def _counting(self, send: Send, account: RequestAccount | None) -> Send:
         async def send_and_count(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= FIRST_ERROR:
-                self._state.metrics.refused(message["status"])
+            if message["type"] == "http.response.start":
+                if message["status"] >= FIRST_ERROR:
+                    self._state.metrics.refused(message["status"])
+                if account is not None:
+                    account.status = message["status"]
             await send(message)
 
         return send_and_count

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
+from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.body import read_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
@@ -61,7 +62,13 @@ async def completions(state: ApiState, request: Request) -> Response:
     )
     journal = state.open_journal(request.scope)
     generation = Generation(
-        state, prompts, params, body.num_choices, body.cache_salt or "", journal
+        state,
+        prompts,
+        params,
+        body.num_choices,
+        body.cache_salt or "",
+        journal,
+        account=request.scope.get(ACCOUNT),
     )
     shape = _CompletionReply(state, body, given, prompts, journal.chance)
     return await reply(request, generation, shape, stream=bool(body.stream))

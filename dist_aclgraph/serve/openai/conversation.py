@@ -14,6 +14,7 @@ from starlette.types import Scope
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.generation import Generation
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.tools import ToolUse
@@ -124,6 +125,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         journal,
         make_reader=_make_readers(state, tools, thinking),
         max_calls=None if tools is None else tools.max_calls,
+        account=scope.get(ACCOUNT),
     )
     return OpenConversation(prompt_ids, generation, journal.chance)
 

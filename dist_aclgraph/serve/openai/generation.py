@@ -17,6 +17,7 @@ from dist_aclgraph.errors import EngineUnavailableError
 from dist_aclgraph.formats.events import Event
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams, seed_of_choice
+from dist_aclgraph.serve.observe.request_account import CLIENT_GONE, RequestAccount
 from dist_aclgraph.serve.openai.errors import GenerationTimeoutError
 from dist_aclgraph.serve.openai.inbox import Inbox
 from dist_aclgraph.serve.openai.state import ApiState
@@ -126,6 +127,7 @@ class Generation:
     Attributes:
         make_reader: makes the reader of a choice's answer; returns None if answers are only text.
         max_calls: an answer ends with this number of calls; None if there is no limit.
+        account: the request's account; None if there is no access log.
     """
 
     state: ApiState
@@ -136,6 +138,7 @@ class Generation:
     journal: Journal
     make_reader: Callable[[], Reader | None] = _no_reader
     max_calls: int | None = None
+    account: RequestAccount | None = None
     _choices: list[_Choice] = field(default_factory=list)
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
@@ -179,6 +182,8 @@ class Generation:
         self._num_slots = 0
         for choice in self._choices:
             if not choice.is_done:
+                if self.account is not None:
+                    self.account.error = self.account.error or CLIENT_GONE
                 choice.is_done = True
                 self.state.client.abort(choice.request_id)
                 self._finish(choice, "abort", time.monotonic())
@@ -207,10 +212,8 @@ class Generation:
 
         def overrun() -> None:
             if self._num_open:
-                self._num_open = 0
-                sink.finish(
-                    GenerationTimeoutError(f"the answer was not complete after {limit_s:g} s")
-                )
+                late = GenerationTimeoutError(f"the answer was not complete after {limit_s:g} s")
+                self._fail(sink, late)
 
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(max(0.0, limit_s - passed_s), overrun)
@@ -248,13 +251,18 @@ class Generation:
             for piece in self._with_report(self._advance(choice, delta, now_s)):
                 sink.add_piece(piece)
         except Exception as e:  # any exception: the client waits for the end
-            self._num_open = 0
-            sink.finish(e)
+            self._fail(sink, e)
             return
         if choice.is_done:
             self._num_open -= 1
             if not self._num_open:
                 sink.finish(None)
+
+    def _fail(self, sink: Sink, error: Exception) -> None:
+        self._num_open = 0
+        if self.account is not None:
+            self.account.error = type(error).__name__
+        sink.finish(error)
 
     def _advance(self, choice: _Choice, delta: RequestDelta, now_s: float) -> ChoicePiece:
         """Return the piece that a delta gives.
@@ -321,6 +329,11 @@ class Generation:
         return msgspec.structs.replace(piece, prompt_logprobs=report)
 
     def _finish(self, choice: _Choice, reason: str, now_s: float) -> None:
+        if self.account is not None:
+            self.account.finish_reason = reason
+            self.account.num_tokens += choice.num_tokens
+            if choice.index % self.num_choices == 0:
+                self.account.num_prompt_tokens += len(choice.prompt_ids)
         self.state.metrics.finished(
             reason,
             now_s - choice.started_s,
@@ -331,6 +344,8 @@ class Generation:
     def _observe(self, choice: _Choice, *, is_first: bool, now_s: float) -> None:
         if is_first:
             self.state.metrics.first_token(now_s - choice.started_s)
+            if self.account is not None and self.account.first_token_s is None:
+                self.account.first_token_s = now_s
         else:
             self.state.metrics.next_tokens(now_s - choice.last_token_s)
         choice.last_token_s = now_s

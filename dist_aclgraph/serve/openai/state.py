@@ -25,6 +25,7 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.formats.choice import choose_format
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.metrics import Metrics
+from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.observe.status import StatusNumbers
 from dist_aclgraph.serve.openai.body import BodyBudget, IgnoredFields
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
@@ -202,7 +203,10 @@ class ApiState:
         """Return a request's journal; it has entries if an earlier process began the answer."""
         chance = Chance.draw(self._seeds.randrange(2**31))
         open_it = scope.get("extensions", {}).get(JOURNAL)
-        return open_it(chance) if open_it is not None else Journal(chance)
+        journal: Journal = open_it(chance) if open_it is not None else Journal(chance)
+        if journal.is_resumed and (account := scope.get(ACCOUNT)) is not None:
+            account.resume(journal.chance.created_s)
+        return journal
 
     @staticmethod
     def new_id(prefix: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation
 from dist_aclgraph.serve.openai.reply import gather
 from dist_aclgraph.serve.openai.state import ApiState
@@ -37,7 +38,8 @@ async def answer_prompts(
         # Later portions belong to an accepted request, so they always get slots. The time limit
         # begins with the first portion.
         journal = Journal(chance, is_resumed=start > 0)
-        generation = Generation(state, part, [params] * len(part), 1, "", journal)
+        account = request.scope.get(ACCOUNT)
+        generation = Generation(state, part, [params] * len(part), 1, "", journal, account=account)
         pieces += await gather(request, generation)
     return pieces
 

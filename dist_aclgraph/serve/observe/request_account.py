@@ -1,0 +1,80 @@
+"""The access log: one line for each request, written when the request has been answered."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from dist_aclgraph.logs import ACCESS, event
+
+ACCOUNT = "dist_aclgraph.account"  # in a request's scope: its account, if there is an access log
+KEY_NAME = "dist_aclgraph.key_name"  # in a request's scope: the name of its API key
+FIRST_ERROR = 400  # the lowest HTTP status that is an error
+DONE, CLIENT_GONE, FAILED, UNANSWERED = "done", "client_gone", "failed", "unanswered"
+
+logger = logging.getLogger(ACCESS)
+
+
+@dataclass
+class RequestAccount:
+    """Tokens, times and outcome of one HTTP request; used on one event loop only.
+
+    Attributes:
+        began_s: when the request arrived, by the monotonic clock.
+        status: HTTP status of the answer; 0 before the answer begins.
+        num_prompt_tokens, num_tokens: tokens of all prompts, and of all choices.
+        first_token_s: when the first token arrived, by the monotonic clock; None before that.
+        finish_reason: why the last choice ended.
+        error: name of the error that ended the request; ``CLIENT_GONE`` if the client ended it.
+    """
+
+    request_id: str
+    scope: Scope
+    began_s: float = field(default_factory=time.monotonic)
+    status: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    first_token_s: float | None = None
+    finish_reason: str | None = None
+    error: str = ""
+
+    def resume(self, created_s: float) -> None:
+        """Count from the time at which another process accepted the request, by the wall clock."""
+        self.began_s = time.monotonic() - max(0.0, time.time() - created_s)
+
+    @property
+    def outcome(self) -> str:
+        """How the request ended: ``DONE``, or what has ended it."""
+        if self.error or not self.status:
+            return self.error or UNANSWERED
+        return FAILED if self.status >= FIRST_ERROR else DONE
+
+    def write(self) -> None:
+        """Write the request's line."""
+        first_s, client = self.first_token_s, self.scope.get("client")
+        event(
+            logger,
+            "request",
+            id=self.request_id,
+            key=self.scope.get(KEY_NAME, "-"),
+            client=client[0] if client else "-",
+            method=self.scope["method"],
+            path=self.scope["path"],
+            status=self.status or None,
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_tokens,
+            first_token_s=None if first_s is None else first_s - self.began_s,
+            total_s=time.monotonic() - self.began_s,
+            finish=self.finish_reason,
+            outcome=self.outcome,
+        )
+
+
+def note_error(scope: Scope, error: BaseException) -> None:
+    """Record in a request's account, if it has one, which error has ended the request."""
+    account: RequestAccount | None = scope.get(ACCOUNT)
+    if account is not None:
+        account.error = account.error or type(error).__name__
