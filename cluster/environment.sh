@@ -32,4 +32,6 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD="${TORCH_DEVICE_BACKEND_AUTOLOAD:-0}"
 resources=()
 if [ -n "${EMULATED_NPUS:-}" ]; then
   resources=(--resources "{\"NPU\": $EMULATED_NPUS}")
+  # Without pyACL, Ray prints a traceback for declared NPUs. This folder has the calls that Ray needs.
+  export PYTHONPATH="$repository/emulator/python${PYTHONPATH:+:$PYTHONPATH}"
 fi

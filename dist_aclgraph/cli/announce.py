@@ -63,6 +63,8 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
         )
     if "controller" in report:
         print(f"More groups, or fewer: {_scale_command(report)}")
+    if "ray_logs" in report:
+        console.print(f"Ray's own logs: {report['ray_logs']}", highlight=False, soft_wrap=True)
     url = _url(config)
     path, fields = EXAMPLES[read_task(config).name]
     body = json.dumps({"model": config.name, **fields})

@@ -8,6 +8,7 @@ until the service is over. While it cannot serve requests, it answers 503.
 from __future__ import annotations
 
 import gc
+import logging
 import select
 from collections.abc import Callable
 
@@ -15,11 +16,14 @@ from dist_aclgraph.actors.deployment.owner_link import Admission, OwnerClient
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
+from dist_aclgraph.logs import event
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.front import Front
 from dist_aclgraph.serve.http.server import HttpServer
 from dist_aclgraph.serve.openai.state import ApiState, open_state
 from dist_aclgraph.serve.resume.holder import HolderLink
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 END_S = 30.0  # within this time after a failed ingress the owner must end the service
@@ -79,7 +83,9 @@ def _serve(
         owner.admission(is_open=True)  # the owner now announces the service, before it serves
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))
+        event(logger, "ingress_serving", groups=len(reach.addresses))
         admission = _wait_for_end(state, owner, life)
+        event(logger, "ingress_draining", cause=admission.end, limit_s=admission.drain_s)
         state.drain(admission.drain_s)
         front.close(admission.end)
     except EngineUnavailableError as e:

@@ -17,6 +17,7 @@ from dist_aclgraph.actors.host.run_directory import RunDirectory
 from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.log_folder import with_log_folder
 from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.http.server import listen_at
 from dist_aclgraph.text.rerank import answer_tokens
@@ -64,7 +65,7 @@ def open_service(config: Config) -> Iterator[Opened]:
         )
     access = read_access(config.serve, checks_host=True)
     with listen_at(config.serve) as http:
-        config = check_deployment(config)
+        config = with_log_folder(check_deployment(config))
         tokenizer = Tokenizer(config.model)
         if config.task == "rerank":
             answer_tokens(tokenizer)  # raises before anything is started

@@ -7,8 +7,10 @@ deployment.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +35,10 @@ from dist_aclgraph.errors import (
     EngineUnavailableError,
     RayDiedError,
 )
+from dist_aclgraph.log_folder import folder_path
+from dist_aclgraph.logs import event
+
+logger = logging.getLogger(__name__)
 
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
 SILENT_S = 30.0  # limit of a check of the deployment
@@ -72,21 +78,30 @@ def own_deployment(
     answers = _IngressAnswers()
     with OwnerLink(opened.link, answers) as link:
         try:
-            console.print(f"Starting {config.name} on {config.parallel.world_size} NPUs ...")
+            num_npus, begin_s = config.parallel.world_size, time.monotonic()
+            console.print(f"Starting {config.name} on {num_npus} NPUs ...")
+            if config.logging.destination == "files":
+                path = folder_path(config.logging)
+                console.print(f"Logs of each node: {path}", highlight=False, soft_wrap=True)
+            event(logger, "deployment_starting", model=config.name, npus=num_npus)
             starting = _started(config, start, signals, console, answers, heartbeat, has_supervisor)
             with starting as running:
+                event(logger, "deployment_serving", seconds=time.monotonic() - begin_s)
                 try:
                     _watch(config, running, signals, answers, heartbeat)
                     console.print("Draining ...")
+                    event(logger, "service_draining", limit_s=config.serve.drain_s)
                     answers.end("the server is stopping", config.serve.drain_s)
                 except RayDiedError:
                     raise
                 except BaseException as e:
+                    event(logger, "service_failed", logging.ERROR, cause=str(e))
                     answers.end(str(e) or "the server is stopping", FAILED_S)
                     raise
                 finally:
                     link.wait_until_left(answers.leave_s)
         finally:
+            event(logger, "deployment_stopped")
             console.print("Stopped.")
 
 

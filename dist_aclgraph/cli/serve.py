@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
@@ -22,14 +22,17 @@ from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.actors.host.liveness import SharedHeartbeat
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.cli.ingress import serve_http
+from dist_aclgraph.cli.native_output import native_output_in
 from dist_aclgraph.cli.opened import Opened, open_service
 from dist_aclgraph.cli.owner import Start, own_deployment
 from dist_aclgraph.cli.signals import Signals
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import prepare_ray_environment, ray_address
+from dist_aclgraph.logs import ProcessLog
 from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.serve.http.open_files import allow_connections
+from dist_aclgraph.serve.resume.holder import HolderLink
 
 log = logging.getLogger(__name__)
 SILENT_S = 30.0  # longer than the owner's limit for its controller's answer
@@ -59,7 +62,21 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
     is_on_own_ray = start is None and ray_address() is None
     with open_service(config) as opened, _starter_of(opened.config, is_on_own_ray) as starter:
         config = opened.config
-        start = start or partial(deployment.start, starter=starter)
+        start_owned = start or partial(deployment.start, starter=starter)
+        ProcessLog("supervisor").open(config.logging, has_terminal=True)
+
+        def own(signals: Signals, heartbeat: SharedHeartbeat) -> None:
+            process_log = ProcessLog("owner")
+            process_log.open(config.logging, has_terminal=True)
+            with ExitStack() as stack:
+                if process_log.folder is not None:
+                    path = process_log.folder / f"ray-{os.getpid()}.log"
+                    stack.enter_context(native_output_in(path))
+                own_deployment(opened, start_owned, signals, heartbeat, has_supervisor=True)
+
+        def serve_clients(life: int, beat: Callable[[], None], link: HolderLink) -> None:
+            ProcessLog("ingress").open(config.logging, has_terminal=True)
+            serve_http(opened, life, beat, link)
 
         def disown() -> None:
             opened.directory.disown()
@@ -67,8 +84,8 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
 
         _allow_connections(config.serve.max_connections)
         supervisor = Supervisor(
-            partial(own_deployment, opened, start, has_supervisor=True),
-            partial(serve_http, opened),
+            own,
+            serve_clients,
             RestartBudget(config.recovery.restarts_per_hour),
             silent_s=max(SILENT_S, 2 * config.timeouts.link_s),
             end_s=config.serve.drain_s + END_S,
@@ -115,6 +132,7 @@ def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
         SystemExit: a signal arrived before anything was served; the code is 128 plus its number.
     """
     with open_service(config) as opened, Signals() as signals:
+        ProcessLog("service").open(opened.config.logging, has_terminal=True)
         ingress = _IngressThread(opened, signals)
         try:
             own_deployment(opened, start, signals, SharedHeartbeat(SILENT_S))

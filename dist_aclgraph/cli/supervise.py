@@ -11,6 +11,7 @@ killed owner has started become children of the supervisor; the supervisor ends 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -26,6 +27,7 @@ from dist_aclgraph.actors.host.liveness import SharedHeartbeat, beat_s
 from dist_aclgraph.cli.exit_codes import FAILURE, tell
 from dist_aclgraph.cli.signals import SIGNALS, Signals
 from dist_aclgraph.errors import DistAclGraphError, RayDiedError
+from dist_aclgraph.logs import event
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 from dist_aclgraph.serve.resume.holder import ConnectionHolder, HolderLink
 
@@ -39,6 +41,7 @@ WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
 START_END_S = 10.0  # after a signal, an owner that never served must end within this time
 SETTLED_S = 10.0  # an ingress that has run for this time has started successfully
 
+logger = logging.getLogger(__name__)
 Own = Callable[[Signals, SharedHeartbeat], None]
 ServeHttp = Callable[[int, Callable[[], None], HolderLink], None]
 
@@ -146,6 +149,7 @@ class Supervisor:
 
     def _stop(self, number: int) -> int | None:
         """Tell the owner to stop. If there is no owner, return the exit code of the service."""
+        event(logger, "service_stopping", signal=_name_of(number))
         self._is_stopping = True
         self._owner_due_s = self._ingress_due_s = math.inf
         if not self._owner:
@@ -240,12 +244,15 @@ class Supervisor:
         ):
             if pid and heartbeat.listen():
                 _say(f"warning: {what} has stood still for {self._silent_s:g} s; it is killed")
+                event(logger, "process_hangs", logging.WARNING, pid=pid, silent_s=self._silent_s)
                 heartbeat.rest()
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
         """Use one restart of the budget, and print a message; return False if none is left."""
-        if self._restarts.spend(time.monotonic()):
+        is_left = self._restarts.spend(time.monotonic())
+        event(logger, "process_lost", logging.WARNING, cause=why, is_replaced=is_left)
+        if is_left:
             _say(f"warning: {why}; {what} is started again")
             return True
         allowed = f"recovery.restarts_per_hour allows {self._restarts.per_hour}"
@@ -295,6 +302,7 @@ class Supervisor:
                 sys.stderr.flush()
             finally:  # this process must not clean up resources of the supervisor
                 os._exit(code)
+        event(logger, "process_started", process=name, pid=pid)
         return pid
 
     def _be_owner(self) -> None:
@@ -351,6 +359,8 @@ def _name_of(number: int) -> str:
 
 def _code_of(error: BaseException) -> int:
     """Print an error that ends a process, and return the process's exit code."""
+    if not isinstance(error, SystemExit):
+        event(logger, "process_failed", logging.ERROR, cause=f"{type(error).__name__}: {error}")
     match error:
         case RayDiedError():
             tell(error)

@@ -30,6 +30,8 @@ from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.config import Config, load_config
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.hub import with_local_model
+from dist_aclgraph.log_folder import file_name, with_log_folder
+from dist_aclgraph.logs import ProcessLog
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.openai.state import open_state
@@ -68,6 +70,7 @@ class GroupsReplica:
     """Owns the deployment that all ingress replicas use."""
 
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
+        ProcessLog("owner").open(config.logging)
         # A new version of the application starts while the previous one drains, and waits for its
         # NPUs.
         place_s = config.timeouts.place_s + _leave_s(config)
@@ -107,6 +110,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: Config, access: Access, groups: Any
     ) -> None:
+        ProcessLog("ingress").open(config.logging)
         self._access = access
         self._stay = asyncio.create_task(_stay(groups))
         reach = await groups.reach.remote()
@@ -186,6 +190,8 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         ConfigError: the API keys cannot be read.
     """
     access = read_access(config.serve, checks_host=False)
+    # The name does not depend on the time: Serve replaces replicas whose arguments have changed.
+    config = with_log_folder(config, f"serve-{file_name(config.name)}")
     drain_s = config.serve.drain_s
     options: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": 0},

@@ -34,7 +34,7 @@ class ShutDownMeanwhile(logging.Handler):
         self._controller = controller
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "no group serves" in record.getMessage():
+        if "event=service_lost" in record.getMessage():
             self._controller.shut_down()
 
 

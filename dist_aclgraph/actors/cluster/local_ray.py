@@ -31,7 +31,7 @@ from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]
 from ray.exceptions import RpcError
 
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
-from dist_aclgraph.actors.cluster.ray_errors import LOGS, ours
+from dist_aclgraph.actors.cluster.ray_errors import ours, ray_logs
 from dist_aclgraph.actors.host import processes
 from dist_aclgraph.actors.host.liveness import Silence, watch_processes
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
@@ -83,7 +83,7 @@ class ConnectedRay:
         names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
 
         def tell(name: str) -> None:
-            self.death = f"{name} has died; see {LOGS}"
+            self.death = f"{name} has died; see {ray_logs()}"
             on_death()
 
         watch_processes(names, tell, self._stopped)
@@ -101,11 +101,12 @@ class ConnectedRay:
         except RpcError:
             if self._silence.listen():
                 limit = f"{self._silence.limit_s:g} s"
-                self.death = f"Ray's control store (GCS) has not answered for {limit}; see {LOGS}"
+                silence = f"Ray's control store (GCS) has not answered for {limit}"
+                self.death = f"{silence}; see {ray_logs()}"
             return
         self._silence.heard()
         if not is_alive:
-            self.death = f"Ray's node manager (raylet) does not answer; see {LOGS}"
+            self.death = f"Ray's node manager (raylet) does not answer; see {ray_logs()}"
 
     def stop(self) -> None:
         """Leave this Ray."""
@@ -332,11 +333,13 @@ def _init(address: str, **options: Any) -> None:
     # Ray prints errors of all its processes on stdout, but stdout belongs to the caller.
     ray_worker._worker_logs_enabled = False
     # Ray's messages about daemons and retries mean nothing to a user who runs a model.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray would give its own form to all lines of its logger, which may be lines of our log.
     ray.init(
         address=address,
         namespace=NAMESPACE,
         log_to_driver=False,
-        logging_level=logging.ERROR,
+        configure_logging=False,
         **options,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from ray._private import worker as ray_worker
 from ray.exceptions import (
     AuthenticationError,
     GetTimeoutError,
@@ -26,7 +27,7 @@ from dist_aclgraph.errors import (
     WorkerLostError,
 )
 
-LOGS = "/tmp/ray/session_latest/logs"
+LOGS = "/tmp/ray/session_latest/logs"  # of a process that has no Ray
 MAX_CHARS = 500
 # Lines to omit: frames of C++ and Ray, lines that identify the actor, lines around a traceback.
 NOISE = re.compile(
@@ -93,7 +94,15 @@ def death_of(error: BaseException) -> str:
         return f"{who}: the controller that had started it is gone"
     if "__init__" in text or "creation task" in text:
         return f"{who} while it started: {sentence(error)}"
-    return f"{who}: it was killed or has crashed; its last words may be in {LOGS}"
+    node = re.search(r"\bip: (\S+)", text)
+    where = f"{ray_logs()}{f' on node {node[1]}' if node else ''}"
+    return f"{who}: it was killed or has crashed; its last words may be in {where}"
+
+
+def ray_logs() -> str:
+    """Return the folder of Ray's logs; it usually has the same path on all nodes."""
+    node = ray_worker._global_node
+    return LOGS if node is None else f"{node.get_session_dir_path()}/logs"
 
 
 def sentence(error: BaseException) -> str:

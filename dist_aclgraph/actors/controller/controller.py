@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from ray.exceptions import RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
-from dist_aclgraph.actors.cluster.ray_errors import ours
+from dist_aclgraph.actors.cluster.ray_errors import ours, ray_logs
 from dist_aclgraph.actors.cluster.spares import Spares
 from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup, group_report
 from dist_aclgraph.actors.controller.serving_groups import (
@@ -39,6 +40,8 @@ from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
+from dist_aclgraph.log_folder import with_log_folder
+from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.restarts import StartLimit
 
@@ -77,13 +80,16 @@ class Controller:
     ) -> None:
         leave_with_raylet()
         self._name = name
-        self._config = config
+        self._config = config = with_log_folder(config)
+        ProcessLog("controller").open(config.logging)
+        event(logger, "controller_started", deployment=name, number=term.number, pid=os.getpid())
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
         self._starter = starter or choose_starter(config)
         self._start_limit = StartLimit()
         self._entering = threading.Lock()
         self._state = State.PLACING
+        self._entered_s = time.monotonic()  # when the state was entered
         self._progress = Progress(self._state.value)
         self._failure = ""  # why the start failed
         self._groups: list[LockstepGroup] = []
@@ -143,6 +149,7 @@ class Controller:
         merged["state"] = self._state.value
         merged["failure"] = self.failure()
         merged["controller"] = self._name
+        merged["ray_logs"] = ray_logs()
         merged["ray_address"] = ray.get_runtime_context().gcs_address
         merged["groups"] = reports[1:]
         merged["lost_groups"], merged["missing_groups"] = lost_groups, missing_groups
@@ -194,6 +201,7 @@ class Controller:
         except Exception as e:
             self._failure = str(e)
             phase = self._state.value
+            event(logger, "start_failed", logging.ERROR, phase=phase, cause=self._failure)
             self._stop_actors()
             self._enter(State.STOPPED, only_from=NOT_STOPPED)
             if isinstance(e, DistAclGraphError):
@@ -207,12 +215,17 @@ class Controller:
         with self._entering:
             if self._state not in only_from:
                 return False
-            self._state = advance(self._state, state)
+            before, self._state = self._state, advance(self._state, state)
             self._progress = Progress(state.value)
-            return True
+            now_s = time.monotonic()
+            took_s, self._entered_s = now_s - self._entered_s, now_s
+        event(logger, "state", state=state.value, previous=before.value, seconds=took_s)
+        return True
 
     def _show_phase(self, phase: State) -> None:
         """Show the phase of groups that start or drain while other groups serve."""
+        if phase.value != self._progress.state:
+            event(logger, "phase", phase=phase.value)
         self._progress = Progress(phase.value)
 
     def _show(self, done: int, total: int, detail: str) -> None:
@@ -239,9 +252,10 @@ class Controller:
     def _see_service(self, serves: bool) -> None:
         """Change from SERVING to RECOVERING, or from RECOVERING to SERVING."""
         if serves and self._enter(State.SERVING, only_from={State.RECOVERING}):
-            logger.warning("a group serves again")
+            event(logger, "service_restored", logging.WARNING)
         elif not serves and self._enter(State.RECOVERING, only_from={State.SERVING}):
-            logger.error("no group serves: %s", self._serving and self._serving.watch.failure())
+            cause = self._serving and self._serving.watch.failure()
+            event(logger, "service_lost", logging.ERROR, cause=cause)
 
     # ---- while it serves
 
@@ -257,7 +271,8 @@ class Controller:
 
     def roll(self, config: Config) -> None:
         """Replace all groups by groups with another configuration; see ``ServingGroups.roll``."""
-        self._open_groups().roll(config)
+        # Groups of one service write into one folder.
+        self._open_groups().roll(with_log_folder(config, self._config.logging.folder))
 
     def _open_groups(self, *others: State) -> ServingGroups:
         if self._serving is None or self._state not in (State.SERVING, *others):

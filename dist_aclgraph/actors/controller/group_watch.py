@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +17,12 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.host.liveness import Silence, beat_s
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
+from dist_aclgraph.logs import event
 from dist_aclgraph.topology import GroupRank, WorldRank
 
 WATCH_S = 0.2
+
+logger = logging.getLogger(__name__)
 
 
 class _Heartbeat:
@@ -203,6 +207,15 @@ class GroupWatch:
             group.lost_because = reason
             group.enter(GroupState.LOST)  # another group may now replace this group
             self._forget(group)
+        event(
+            logger,
+            "group_lost",
+            logging.WARNING,
+            group=group.number,
+            rank=rank,
+            cause=reason,
+            served_s=group.lost_s - group.opened_s,
+        )
         group.engine.fail.remote(reason)
         if is_hopeless:
             group.give_up()

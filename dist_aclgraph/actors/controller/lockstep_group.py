@@ -86,6 +86,18 @@ class LockstepGroup:
         )
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """The facts about the group for the log."""
+        return {
+            "group": self.number,
+            "ranks": ",".join(map(str, self.workers.ranks)),
+            "hosts": ",".join(dict.fromkeys(info.host for info in self.workers.infos)),
+            "pids": ",".join(str(info.pid) for info in self.workers.infos),
+            "blocks": self.num_blocks,
+            "is_rejoined": self.is_rejoined,
+        }
+
+    @property
     def num_rows(self) -> int:
         """Number of requests that the group can run at once."""
         planner = self.planner

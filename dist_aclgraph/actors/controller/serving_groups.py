@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -43,6 +43,7 @@ from dist_aclgraph.errors import (
     RollError,
     WorkerError,
 )
+from dist_aclgraph.logs import event, logged
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.planner import Planner
@@ -159,11 +160,13 @@ class ServingGroups:
                 f"{self.max_model_len} are promised; raise kv.num_blocks or max_model_len"
             )
         self.max_model_len = self.max_model_len or longest
+        for group in new:
+            group.number, self._next_number = self._next_number, self._next_number + 1
         side_by_side(self._open, new)
         for group in new:
             group.enter(GroupState.SERVING)
             group.opened_s = time.monotonic()
-            group.number, self._next_number = self._next_number, self._next_number + 1
+            event(logger, "group_serving", **group.facts)
             self._num_ranks = max(self._num_ranks, 1 + max(group.workers.ranks))
         self.groups += new
         self._planner = planner
@@ -191,7 +194,7 @@ class ServingGroups:
             self.give_up_lost(are_replaced=False)
         if count > len(self.taking):
             self.check_room(count - len(self.taking), room_s)
-        with self._change():
+        with self._change("scale", before=len(self.taking), wanted=count):
             missing = count - len(self.taking)
             if missing > 0:
                 self._add(self._planner, missing)
@@ -209,12 +212,17 @@ class ServingGroups:
             EngineUnavailableError: another change is running.
             DistAclGraphError: the new group did not start; the other groups continue to serve.
         """
-        with self._change():
+        with self._change("replace_group", missing=self.num_missing):
             lost = sorted(self._lost, key=lambda group: group.state is not GroupState.DETACHED)[:1]
-            for group in lost:
-                logger.warning("group %d is replaced: %s", group.number, group.lost_because)
-            if self.num_missing and not any(map(self._rejoin, lost)):
+            is_rejoined = bool(self.num_missing) and any(map(self._rejoin, lost))
+            if self.num_missing and not is_rejoined:
                 self._add(self._planner, 1)
+            for group in lost:
+                away_s, way = (
+                    time.monotonic() - group.lost_s,
+                    "rejoin" if is_rejoined else "rebuild",
+                )
+                event(logger, "group_replaced", group=group.number, way=way, seconds=away_s)
             self._give_back(lost)
             self._ask_for_spares()
 
@@ -226,7 +234,7 @@ class ServingGroups:
         try:
             self._start(group.planner, lambda startup: startup.rejoin(group.workers, lost))
         except (DistAclGraphError, RayError) as e:
-            logger.warning("survivors of group %d make no other group: %s", group.number, e)
+            event(logger, "rejoin_failed", logging.WARNING, group=group.number, cause=str(e))
             group.give_up()
             self._make_room()
             return False
@@ -264,7 +272,7 @@ class ServingGroups:
                 "changes the configuration only; start a new service for the new version, and stop "
                 "this one when the new one serves"
             )
-        with self._change():
+        with self._change("roll", groups=len(self.taking)):
             self.give_up_lost(are_replaced=False)
             before = left = self.taking
             if planner.config == self.config:
@@ -309,11 +317,13 @@ class ServingGroups:
         )
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
+    def _change(self, name: str = "", **fields: Any) -> Iterator[None]:
+        """Hold the right to change the groups; a change with a name is written to the log."""
         if not self._changing.acquire(blocking=False):
             raise EngineUnavailableError("the groups are being changed already; try again later")
         try:
-            yield
+            with logged(logger, name, **fields) if name else nullcontext():
+                yield
         finally:
             self._on_phase(State.SERVING)
             self.part = ""
@@ -426,6 +436,7 @@ class ServingGroups:
             return
         for group in groups:
             group.enter(GroupState.DRAINING)
+            event(logger, "group_draining", group=group.number)
         version = self._publish()
         self._on_phase(State.DRAINING)
         draining: dict[Any, LockstepGroup] = {}
@@ -441,6 +452,7 @@ class ServingGroups:
                 group = draining.pop(ref)
                 if problem := _problem_of_drain(ref, group) if ready else "it does not answer":
                     logger.warning("%s has not drained: %s", group.name, problem)
+                event(logger, "group_drained", group=group.number, problem=problem or None)
                 self._give_back([group])
 
     def _give_back(self, groups: Sequence[LockstepGroup]) -> None:
@@ -469,7 +481,7 @@ class ServingGroups:
         planner = group.planner
         timeout_s = planner.config.timeouts.join_s
         asking = group.engine.channel_addresses.remote(group.workers.node_ids)
-        group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s))
+        group.loops = group.workers.start_loops(ray.get(asking, timeout=timeout_s), group.number)
         report = {
             **group_report(group),
             "emulated": group.workers.is_emulated,
@@ -481,6 +493,7 @@ class ServingGroups:
         chip = Chip(group.offers[0].device, group.offers[0].cann)
         exchange = ExchangeRule.from_config(planner.config, planner.facts, chip)
         settings = EngineSettings(
+            group=group.number,
             epoch=EPOCH,
             num_blocks=group.num_blocks,
             max_model_len=planner.max_model_len,

@@ -21,6 +21,7 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.serving_groups import ServingGroups
 from dist_aclgraph.actors.host import run_directory
 from dist_aclgraph.errors import DistAclGraphError
+from dist_aclgraph.logs import event
 from dist_aclgraph.planning.autoscale import Autoscaler, Demand
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
 
@@ -119,10 +120,16 @@ class Upkeep:
         """Why no lost group will be replaced; "" while a group is starting or may be started."""
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
-        return (
-            f"it is not started again: recovery.restarts_per_hour allows {self._restarts.per_hour}"
-            f"{f', and the last failed: {self.trouble}' if self.trouble else ''}"
-        )
+        last = "" if self.trouble in ("", self._spent) else f", and the last failed: {self.trouble}"
+        return f"it is not started again: {self._limit}{last}"
+
+    @property
+    def _limit(self) -> str:
+        return f"recovery.restarts_per_hour allows {self._restarts.per_hour}"
+
+    @property
+    def _spent(self) -> str:
+        return f"{self._limit}, and they were taken"
 
     @property
     def failure(self) -> str:
@@ -156,9 +163,7 @@ class Upkeep:
         elif self._restarts.is_left(now_s):
             self._change = self._begin(self._replace)
         else:
-            self._complain(
-                f"recovery.restarts_per_hour allows {self._restarts.per_hour}, and they were taken"
-            )
+            self._complain(self.trouble or self._spent)
 
     def _replace(self) -> None:
         """Start a missing group; if the start fails, a later call of ``look`` tries again."""
@@ -181,11 +186,13 @@ class Upkeep:
     def _complain(self, reason: str) -> None:
         if reason != self.trouble:
             self.trouble = reason
-            logger.error(
-                "%d of %d groups are missing and could not be replaced: %s",
-                self._serving.num_missing,
-                self._serving.num_wanted,
-                reason,
+            event(
+                logger,
+                "groups_missing",
+                logging.ERROR,
+                missing=self._serving.num_missing,
+                wanted=self._serving.num_wanted,
+                cause=reason,
             )
 
     # ---- autoscaling
@@ -202,7 +209,14 @@ class Upkeep:
         demand = Demand(len(taking), running, waiting, rows, self._serving.num_missing)
         wanted = self._autoscaler.decide(now_s, demand)
         if wanted < len(taking) or (wanted > len(taking) and self._growth.is_due(now_s)):
-            logger.info("%d groups, as %d requests run and %d wait", wanted, running, waiting)
+            event(
+                logger,
+                "autoscale",
+                before=len(taking),
+                wanted=wanted,
+                running=running,
+                waiting=waiting,
+            )
             self._change = self._begin(partial(self._scale, wanted))
 
     def _scale(self, count: int) -> None:

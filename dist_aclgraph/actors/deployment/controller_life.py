@@ -28,6 +28,7 @@ from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import fetch
 from dist_aclgraph.config import Config
+from dist_aclgraph.logs import event
 from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
@@ -176,17 +177,19 @@ class ControllerKeeper:
 
     def _replace(self, death: str) -> None:
         """Start controllers until one serves, as long as the restart budget lasts."""
-        logger.error("%s, and all groups with it: another one is started", death)
+        event(logger, "controller_lost", logging.ERROR, cause=death)
+        lost_s = time.monotonic()
         self.progress = death
         while not self._stopping.is_set():
             if not self._restarts.spend(time.monotonic()):
                 allowed = f"recovery.restarts_per_hour allows {self._restarts.per_hour}"
                 self.failure = f"{death}; it is not started again: {allowed}"
+                event(logger, "controller_given_up", logging.ERROR, cause=self.failure)
                 return
             try:
                 self._start_another()
             except Exception as e:  # any exception: the budget ends repeated failures
-                logger.error("the controller could not be started again: %s", e)
+                event(logger, "controller_start_failed", logging.ERROR, cause=str(e))
                 death = f"{death}, and starting another failed: {e}"
                 self._restarts.failed(time.monotonic())
                 while not self._restarts.is_due(time.monotonic()):
@@ -194,6 +197,7 @@ class ControllerKeeper:
                         return
             else:
                 self._restarts.succeeded()
+                event(logger, "controller_replaced", seconds=time.monotonic() - lost_s)
                 self.progress = ""
                 return
 

@@ -27,6 +27,7 @@ from dist_aclgraph.actors.worker.worker_group import ask_workers, stop_devices
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.exchange import ExchangeRule
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 class EngineSettings:
     """The settings that the controller sends to a group's engine after the graphs are captured."""
 
+    group: int  # the group's number
     epoch: int
     num_blocks: int
     max_model_len: int
@@ -74,6 +76,8 @@ class Engine:
 
     def __init__(self, config: Config) -> None:
         leave_with_raylet()
+        self._log = ProcessLog("engine")
+        self._log.open(config.logging)
         self._config = config
         self._directory = RunDirectory()
         self._world_ranks: tuple[WorldRank, ...] = ()
@@ -185,6 +189,8 @@ class Engine:
         # Existing objects stay until the engine ends, so garbage collections need not visit them.
         gc.collect()
         gc.freeze()
+        self._log.group, self._log.get_epoch = settings.group, lambda: scheduler.epoch
+        event(logger, "engine_serving", pid=os.getpid(), ranks=len(self._world_ranks))
         self._thread = threading.Thread(target=self._loop.run, name="engine-loop", daemon=True)
         self._thread.start()
         return clients.address
@@ -235,6 +241,7 @@ class Engine:
     def stop(self) -> None:
         """End the loop, and let the workers leave their step loops."""
         if self._loop is not None and self._thread is not None:
+            event(logger, "engine_stopping")
             self._loop.stop()
             self._thread.join(timeout=self._config.timeouts.stop_s)
         self._directory.remove()

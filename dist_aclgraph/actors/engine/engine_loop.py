@@ -7,6 +7,7 @@ while the workers run step n + 1.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -29,6 +30,7 @@ from dist_aclgraph.errors import (
     WorkerLostError,
 )
 from dist_aclgraph.ints import INT_BYTES, unpack_ints
+from dist_aclgraph.logs import event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
@@ -40,6 +42,8 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import last_words
 from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
 from dist_aclgraph.token_ids import check_token_ids
+
+logger = logging.getLogger(__name__)
 
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
@@ -139,6 +143,8 @@ class EngineLoop:
 
     def fail(self, reason: str) -> None:
         """End all requests, and refuse later requests; their errors say why a worker is lost."""
+        if not (self._failure or self._stopping):
+            event(logger, "epoch_failed", logging.ERROR, step=self._num_steps, cause=reason)
         self._failure = self._failure or reason
         self._links.wake()
 

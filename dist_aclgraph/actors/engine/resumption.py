@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.errors import DeviceFault, DeviceFaultError, WorkerLostError
+from dist_aclgraph.logs import event
 from dist_aclgraph.planning.way_back import SOUND_STEPS, Failure, way_back
 from dist_aclgraph.steps.step import Resume
 from dist_aclgraph.topology import GroupRank, WorldRank
@@ -127,12 +128,14 @@ class Resumption:
         self._in_a_row += 1
         self._num_sound = 0
         self.counts[error.fault] += 1
-        logger.warning(
-            "the group came back within %.2f s, in epoch %d, %s its KV: %s",
-            time.monotonic() - begin_s,
-            epoch + 1,
-            "with" if keeps_kv else "without",
-            error,
+        event(
+            logger,
+            "group_resumed",
+            logging.WARNING,
+            epoch=epoch + 1,
+            seconds=time.monotonic() - begin_s,
+            keeps_kv=keeps_kv,
+            cause=str(error),
         )
         return Comeback(epoch + 1, keeps_kv)
 

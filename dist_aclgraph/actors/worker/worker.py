@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,7 @@ from dist_aclgraph.errors import (
     EngineDeadError,
     RankDisagreementError,
 )
+from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour, read_ahead
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
@@ -43,6 +46,8 @@ from dist_aclgraph.shapes.weight_files import weight_files
 from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 from dist_aclgraph.version import build
+
+logger = logging.getLogger(__name__)
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
 
@@ -70,6 +75,8 @@ class Worker:
 
     def __init__(self, config: Config, epoch: int) -> None:
         self._config = config
+        self._log = ProcessLog("worker")
+        self._log.get_epoch = lambda: self._epoch
         self._epoch = epoch
         self._rank = NO_RANK
         self._phase = "PLACING"
@@ -155,6 +162,7 @@ class Worker:
         """Return this worker's place. From this call on, the worker ends when its raylet ends."""
         if self._stage is None:
             leave_with_raylet()
+            self._log.open(self._config.logging)
         context = ray.get_runtime_context()
         return WorkerInfo(
             node_id=context.get_node_id(),
@@ -211,6 +219,8 @@ class Worker:
             group_rank: index in the lockstep group; the worker's answers contain it.
         """
         self._rank, self._phase = rank, "JOINING"
+        self._log.rank = rank
+        event(logger, "rank_joining", pid=os.getpid(), npus=str(visible_devices() or "all"))
         if rendezvous.startswith("tcp://"):
             prepare_network(self._config.device, ray.util.get_node_ip_address())
         else:
@@ -251,6 +261,8 @@ class Worker:
         """
         if not self._is_sound or not self._knows_bad_memory():
             raise DeviceError(f"rank {self._rank} cannot trust its memory any more")
+        self._log.group = None
+        event(logger, "rank_survives")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
         with self._leaving:  # the device may be stopped before this block, but not inside it
@@ -381,7 +393,7 @@ class Worker:
         rank = self._running
         rank.runner.launch(step, rank.joined.groups.dp_rank, rank.joined.group_rank, report)
 
-    def run_loop(self, address: ChannelAddress) -> None:
+    def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
         """Execute steps until the engine dismisses this worker.
 
         With two steps in flight, the worker answers a step after the next step is queued on the
@@ -389,7 +401,8 @@ class Worker:
         the worker waits for the engine's decision; it runs no step before the engine resumes the
         group. Any other failure ends the loop; then the group is rebuilt or stopped.
         """
-        self._phase = "SERVING"
+        self._phase, self._log.group = "SERVING", group
+        event(logger, "rank_serving")
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
         # Existing objects stay until the worker ends, so garbage collections need not visit them.
@@ -436,6 +449,8 @@ class Worker:
         # The report names the step after the last step. The last step may have been answered
         # already, and the engine ignores errors of answered steps.
         step = self._last_step + 1
+        cause = f"{type(error).__name__}: {error}"
+        event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)
         channel.send(
             StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
         )
@@ -466,6 +481,7 @@ class Worker:
         """Make the device usable again, and enter the group's next epoch."""
         rank = self._running
         self._doing, error = "coming back", ""
+        begin_s = time.monotonic()
         try:
             rank.resume(keeps_kv=order.keeps_kv)
             self._bad_memory.clear()
@@ -476,4 +492,8 @@ class Worker:
             # "stopped".
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
+        took_s = time.monotonic() - begin_s
+        event(
+            logger, "rank_resumed", seconds=took_s, keeps_kv=order.keeps_kv, problem=error or None
+        )
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

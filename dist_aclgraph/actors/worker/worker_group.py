@@ -188,14 +188,15 @@ class WorkerGroup:
         command = GraphCommand(0, self._num_commands, action, graph, plan)
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
-    def start_loops(self, addresses: Sequence[ChannelAddress]) -> list[Any]:
+    def start_loops(self, addresses: Sequence[ChannelAddress], number: int) -> list[Any]:
         """Start all workers' step loops. Each returned reference is ready when that loop ends.
 
         Args:
             addresses: where each rank connects to the step channel.
+            number: the group's number, for the log.
         """
         return [
-            worker.run_loop.remote(address)
+            worker.run_loop.remote(address, number)
             for worker, address in zip(self.workers, addresses, strict=True)
         ]
 
