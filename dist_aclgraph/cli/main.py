@@ -1,4 +1,4 @@
-"""``dist-aclgraph run | serve | scale | roll | plan | simulate | doctor | probe``.
+"""``dist-aclgraph run | serve | scale | roll | explain | plan | simulate | doctor | probe``.
 
 Heavy imports are inside the commands.
 
@@ -274,6 +274,24 @@ def roll(
             with StartProgress(Console(stderr=True)) as show:
                 running.roll(loaded, show)
             print(f"{running.name} serves {loaded.name} by {config}")
+
+
+@cli.command()
+def explain(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder of the logs, as the service printed it")
+    ],
+) -> None:
+    """Show which rank of each group stopped, in which step, and which ranks waited for it.
+
+    If the ranks of a group were on several nodes, copy the files of all nodes into one folder.
+    """
+    with _user_errors():
+        from rich.console import Console
+
+        from dist_aclgraph.cli.explain import read_groups, show_groups
+
+        show_groups(read_groups(folder), Console())
 
 
 @cli.command()

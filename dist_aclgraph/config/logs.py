@@ -53,6 +53,10 @@ class LoggingConfig(Section):
     max_old_files: int = Field(
         3, ge=1, le=100, description="number of renamed files that each process keeps"
     )
+    record_steps: bool = Field(
+        True,
+        description="keep the last 256 steps of each rank in a file, for `dist-aclgraph explain`",
+    )
     access: bool = Field(
         False,
         description="write one line for each HTTP request, with its tokens, its times and its"

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +71,13 @@ class Npu:
 
     Attributes:
         is_waiting: whether the host waits for the device; any thread may read it.
+        on_wait: called with True when the host begins to wait for the device, then with False.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
         self.kind = kind
         self.is_waiting = False
+        self.on_wait: Callable[[bool], None] = lambda _: None
         self._gate = LaunchGate()
         self.device = torch.device("npu", 0)
         runtime().set_device(0)
@@ -250,8 +252,10 @@ class Npu:
         """
         with self._gate.waiting():
             self.is_waiting = True
+            self.on_wait(True)
             try:
                 yield
+                self.on_wait(False)
             finally:
                 self.is_waiting = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +33,14 @@ class Stopwatch:
         stages: stages in sequence, from the plan's arrival to the result.
         beside: work that ran at the same time as a step, or between two steps, since the last
             report.
+        on_lap: called with each stage that has ended, even while the stopwatch is off.
     """
 
     enabled: bool
     stages: dict[str, float] = field(default_factory=dict)
     beside: dict[str, float] = field(default_factory=dict)
     last_s: float = 0.0
+    on_lap: Callable[[str], None] | None = None
 
     def start(self) -> None:
         if self.enabled:
@@ -46,6 +49,8 @@ class Stopwatch:
 
     def lap(self, stage: str) -> float:
         """Add the time since the last lap to ``stage``, and return this time."""
+        if self.on_lap is not None:
+            self.on_lap(stage)
         if not self.enabled:
             return 0.0
         now_s = time.perf_counter()
@@ -58,10 +63,9 @@ class Stopwatch:
         """Add the time since the last lap to ``stage`` of another step, whose stages are
         ``stages``.
         """
-        if self.enabled:
-            own, self.stages = self.stages, stages
-            self.lap(stage)
-            self.stages = own
+        own, self.stages = self.stages, stages
+        self.lap(stage)
+        self.stages = own
 
     def book(self, what: str, duration_us: float) -> None:
         """Add the time of work for which no step waits."""

@@ -234,6 +234,10 @@ class ModelRunner:
         caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
 
+    def note_stages(self, note: Callable[[str], None]) -> None:
+        """Call ``note`` from now on with each stage of a step that has ended on the host."""
+        self._watch.on_lap = note
+
     def clear_cache(self) -> None:
         """Set all KV to zero. Otherwise the memory may contain NaN, which would spread.
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_aclgraph.actors.worker.stopped_ranks import explain_stop
+from dist_aclgraph.cli.explain import read_groups
 from tests.actors.test_faults_while_serving import worker_pids
 from tests.checkpoints import make_prompts
 from tests.deployments import (
@@ -65,6 +67,10 @@ def test_the_logs_tell_the_start_a_loss_the_recovery_and_the_end(
         r"group_replaced group=0 way=rejoin seconds=\d",
         "state state=STOPPED",
     )
+    # The recorded steps of the lost group are kept; they blame the killed rank.
+    lost = read_groups(tmp_path / "start")[0]
+    assert [rank.pid for rank in lost][1] == victim
+    assert explain_stop(lost).blamed == (1,)
     # Each process says for which group and rank it works, and since which epoch.
     assert_told(
         story_of(tmp_path / "start", "engine"),

@@ -26,10 +26,12 @@ WAIT_S, BEATS_S = 60.0, 2.0
 PARTS = r"""
 SILENT_S = END_S = 60.0
 END_STARTED = lambda: None
-import os, select, signal, subprocess, sys, time
+import logging, os, select, signal, subprocess, sys, time
 from dist_aclgraph.cli.supervise import Supervisor
 from dist_aclgraph.errors import ConfigError, EngineDeadError, PlacementError, RayDiedError
 from dist_aclgraph.planning.restarts import RestartBudget
+
+logging.getLogger("dist_aclgraph").addHandler(logging.NullHandler())  # stderr has only sentences
 
 def say(text):  # in one piece, as several processes speak
     os.write(1, f"{text}\n".encode())

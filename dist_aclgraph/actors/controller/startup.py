@@ -26,7 +26,7 @@ from dist_aclgraph.actors.controller.lockstep_group import LockstepGroup
 from dist_aclgraph.actors.controller.state import State
 from dist_aclgraph.actors.engine.engine import Engine
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
-from dist_aclgraph.actors.worker.worker import WorkerInfo
+from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
 from dist_aclgraph.actors.worker.worker_group import (
     WorkerGroup,
     bundles_of_groups,

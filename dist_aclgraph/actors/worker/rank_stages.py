@@ -48,6 +48,21 @@ logger = logging.getLogger(__name__)
 NoteProgress = Callable[[int, int], None]  # bytes of weights loaded so far, total bytes
 
 
+@dataclass(frozen=True)
+class WorkerInfo:
+    """The process, node and device of a worker."""
+
+    node_id: str
+    node_ip: str
+    host: str
+    pid: int
+    npu_ids: tuple[int, ...]
+    kind: DeviceKind = "emulated"
+    # Whether the worker still has the weights that it loaded for a previous group.
+    has_weights: bool = False
+    build: str = ""
+
+
 def join_rank(
     config: Config,
     rank: WorldRank,

@@ -11,9 +11,7 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -22,11 +20,18 @@ from dist_aclgraph.actors.host.liveness import Lease, leave_with, leave_with_ray
 from dist_aclgraph.actors.host.processes import end_process
 from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
-from dist_aclgraph.actors.worker.rank_stages import JoinedRank, LoadedRank, RunningRank, join_rank
+from dist_aclgraph.actors.worker.rank_stages import (
+    JoinedRank,
+    LoadedRank,
+    RunningRank,
+    WorkerInfo,
+    join_rank,
+)
+from dist_aclgraph.actors.worker.step_recorder import StepRecorder, open_recorder
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.bad_memory import MemoryRange, touches
-from dist_aclgraph.device.kind import DeviceKind, resolve_kind
+from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import prepare_network, visible_devices
 from dist_aclgraph.errors import (
     DeviceError,
@@ -50,21 +55,6 @@ from dist_aclgraph.version import build
 logger = logging.getLogger(__name__)
 
 NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """The process, node and device of a worker."""
-
-    node_id: str
-    node_ip: str
-    host: str
-    pid: int
-    npu_ids: tuple[int, ...]
-    kind: DeviceKind = "emulated"
-    # Whether the worker still has the weights that it loaded for a previous group.
-    has_weights: bool = False
-    build: str = ""
 
 
 class Worker:
@@ -91,6 +81,7 @@ class Worker:
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
+        self._recorder = StepRecorder()  # of the group that the worker has joined
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
         self._lease = Lease(config.timeouts.link_s)
         self._channel: StepReceiver | None = None  # None while no step loop runs
@@ -303,8 +294,11 @@ class Worker:
     def make_runner(self, num_blocks: int, max_len: int, graphs: list[BatchDescriptor]) -> None:
         """Make a runner with a small KV cache for trials, and with buffers for all ``graphs``."""
         assert isinstance(self._stage, LoadedRank)
-        self._phase = "NEGOTIATING"
+        self._phase, joined = "NEGOTIATING", self._stage.joined
         self._stage = self._stage.make_runner(num_blocks, max_len, graphs)
+        recorder = self._recorder = open_recorder(self._config, self._rank, joined.group_rank)
+        self._running.runner.note_stages(recorder.lap)
+        joined.npu.on_wait = recorder.wait
 
     def make_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; the number of blocks is the same on every rank."""
@@ -322,6 +316,7 @@ class Worker:
 
         rank = self._running
         self._doing = str(command)
+        self._recorder.command(command)
         cost, failure, message = CaptureCost(), None, ""
         try:
             if command.plan is not None:
@@ -335,6 +330,7 @@ class Worker:
             if failure == "operator" and (fault := self._fault_of(e)) is not None:
                 self._note_fault(fault)
         self._doing = ""
+        self._recorder.idle()
         return GraphAnswer(
             command.epoch,
             command.number,
@@ -389,8 +385,9 @@ class Worker:
             DeviceError: the device failed.
         """
         self._last_step = step.step
-        self.check_plan(step)
         rank = self._running
+        self._recorder.begin(step, rank.joined.groups.dp_rank)
+        self.check_plan(step)
         rank.runner.launch(step, rank.joined.groups.dp_rank, rank.joined.group_rank, report)
 
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
@@ -403,6 +400,7 @@ class Worker:
         """
         self._phase, self._log.group = "SERVING", group
         event(logger, "rank_serving")
+        self._recorder.join(group)
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
         # Existing objects stay until the worker ends, so garbage collections need not visit them.
@@ -429,6 +427,10 @@ class Worker:
                         if fault is None:
                             raise
                         is_stopped = True
+            self._recorder.end()
+        except EngineDeadError as e:
+            self._recorder.fail(e)
+            raise
         finally:
             self._channel = None
             channel.close()
@@ -438,9 +440,10 @@ class Worker:
         with self._running.joined.npu.launching():
             if isinstance(plan, Pause):
                 channel.send(runner.finish())
-                return
-            self.launch(plan, channel.send)
-            runner.prepare_next(channel.has_message)
+            else:
+                self.launch(plan, channel.send)
+                runner.prepare_next(channel.has_message)
+        self._recorder.idle()
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
         """Report a failure to the engine; return the fault of the device, None if unknown."""
@@ -451,6 +454,10 @@ class Worker:
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)
+        if fault == "stopped":
+            self._recorder.end()
+        else:
+            self._recorder.fail(error)
         channel.send(
             StepResult(self._epoch, step, joined.group_rank, error=str(error), fault=fault)
         )
@@ -481,7 +488,6 @@ class Worker:
         """Make the device usable again, and enter the group's next epoch."""
         rank = self._running
         self._doing, error = "coming back", ""
-        begin_s = time.monotonic()
         try:
             rank.resume(keeps_kv=order.keeps_kv)
             self._bad_memory.clear()
@@ -492,8 +498,5 @@ class Worker:
             # "stopped".
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
-        took_s = time.monotonic() - begin_s
-        event(
-            logger, "rank_resumed", seconds=took_s, keeps_kv=order.keeps_kv, problem=error or None
-        )
+        event(logger, "rank_resumed", keeps_kv=order.keeps_kv, problem=error or None)
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

@@ -1,0 +1,305 @@
+"""The last steps of a rank, in a file that outlives the process: the rank's flight recorder.
+
+A rank writes the beginning of each step, and what its host does now. A write stores one or two
+records into mapped memory; it waits neither for the device nor for the disk.
+
+| offset | content |
+| --- | --- |
+| 0 | ``_HEAD``: whose steps these are |
+| ``STATE_AT`` | ``_STATE``: what the host does now |
+| ``WORDS_AT`` | the error that ended the steps, or the command for graphs; UTF-8, ends with zeros |
+| ``STEPS_AT`` | ``NUM_STEPS`` records: ``_STEP``, then the end of each stage of ``STAGES`` |
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import struct
+import time
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.log_folder import open_folder
+from dist_aclgraph.planning.commands import GraphCommand
+from dist_aclgraph.steps.step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+FOLDER, SUFFIX = "steps", ".steps"  # of the files, in the folder of the logs
+MAGIC = b"STEPS001"
+NUM_STEPS = 256
+KEPT_FILES = 64  # per node; a new file removes the oldest other files of ranks that ended in order
+STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
+# States of the host. A stage: this stage has ended. BEGUN: a step has begun; no stage has ended.
+# IDLE: it waits for a plan. WAITS: it waits for the device. COMMAND: it carries out a command for
+# graphs. ENDED: it was told to stop. FAILED: an error has ended the steps.
+BEGUN, IDLE, WAITS, COMMAND, ENDED, FAILED = "begun", "idle", "waits", "command", "ended", "failed"
+STATES = (*STAGES, BEGUN, IDLE, WAITS, COMMAND, ENDED, FAILED)
+_NUMBER_OF = {name: number for number, name in enumerate(STATES)}
+MODES = ("NONE", "PIECEWISE", "FULL")
+MAX_WORDS_BYTES = 512
+NO_GROUP = -1
+
+_HEAD = struct.Struct("=8siiii64s")  # MAGIC, pid, rank, index in the group, group, host
+_GROUP_AT = struct.calcsize("=8siii")
+_STATE = struct.Struct("=IQ")  # state, time in ns since 1970
+# epoch, plan version, step; mode and tokens of the graph; requests and tokens of the rank; digest
+# of the plan; time in ns since 1970
+_STEP = struct.Struct("=iiqiiiiIQ")
+_LAP = struct.Struct("=I")  # microseconds after the step's beginning; 0 before the stage's end
+MAX_LAP_US = 0xFFFFFFFF
+STATE_AT, WORDS_AT, STEPS_AT, STEP_BYTES = 128, 256, 1024, 128
+_COUNT_AT, _COUNT = STATE_AT + 32, struct.Struct("=Q")  # number of steps begun
+_LAPS_AT = _STEP.size
+_NO_LAPS = bytes(_LAP.size * len(STAGES))
+SIZE = STEPS_AT + NUM_STEPS * STEP_BYTES
+
+
+class StepRecorder:
+    """Records nothing: for a worker that has no file."""
+
+    def join(self, group: int | None) -> None:
+        """Record the number of the rank's group."""
+
+    def begin(self, plan: StepPlan, dp_rank: int) -> None:
+        """Record that a step begins."""
+
+    def lap(self, stage: str) -> None:
+        """Record that a stage of the last step has ended on the host."""
+
+    def wait(self, is_waiting: bool) -> None:
+        """Record that the host begins to wait for the device, or has waited."""
+
+    def idle(self) -> None:
+        """Record that the host waits for the next plan."""
+
+    def command(self, command: GraphCommand) -> None:
+        """Record that the host carries out a command for graphs."""
+
+    def end(self) -> None:
+        """Record that the rank was told to stop, unless it has failed before."""
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error that has ended the steps."""
+
+
+class FileRecorder(StepRecorder):
+    """Records the steps of one rank in one group. Owns the mapping.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, rank: int, group_rank: int) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _sweep(folder)
+        path = folder / f"rank-{rank}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
+        with open(path, "x+b") as file:
+            file.truncate(SIZE)
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        host = socket.gethostname().encode()[:64]
+        _HEAD.pack_into(self._map, 0, MAGIC, os.getpid(), rank, group_rank, NO_GROUP, host)
+        self._num_steps = 0
+        self._begin_ns = 0
+        self._before = 0  # number of the state before the host waited for the device
+        self._at = STEPS_AT
+        self.idle()
+
+    def join(self, group: int | None) -> None:
+        if group is not None:
+            struct.pack_into("=i", self._map, _GROUP_AT, group)
+
+    def begin(self, plan: StepPlan, dp_rank: int) -> None:
+        graph, own = plan.graph, unpack_ints(plan.batches[dp_rank].scheduled, 4)
+        self._at = STEPS_AT + self._num_steps % NUM_STEPS * STEP_BYTES
+        self._begin_ns = time.time_ns()
+        _STEP.pack_into(
+            self._map,
+            self._at,
+            plan.epoch,
+            plan.plan_version,
+            plan.step,
+            0 if graph is None else MODES.index(graph.mode),
+            0 if graph is None else graph.num_tokens,
+            len(own),
+            int(own[:, 2].sum()),
+            digest_of(plan),
+            self._begin_ns,
+        )
+        self._map[self._at + _LAPS_AT : self._at + _LAPS_AT + len(_NO_LAPS)] = _NO_LAPS
+        self._num_steps += 1
+        # The number is written last, so that a reader sees only whole records.
+        _COUNT.pack_into(self._map, _COUNT_AT, self._num_steps)
+        _STATE.pack_into(self._map, STATE_AT, _NUMBER_OF[BEGUN], self._begin_ns)
+
+    def lap(self, stage: str) -> None:
+        now_ns, number = time.time_ns(), _NUMBER_OF[stage]
+        took_us = min((now_ns - self._begin_ns) // 1000, MAX_LAP_US)
+        _LAP.pack_into(self._map, self._at + _LAPS_AT + number * _LAP.size, took_us)
+        _STATE.pack_into(self._map, STATE_AT, number, now_ns)
+
+    def wait(self, is_waiting: bool) -> None:
+        if is_waiting:
+            self._before, _ = _STATE.unpack_from(self._map, STATE_AT)
+            self._enter(WAITS)
+        else:
+            self._enter(STATES[self._before])
+
+    def idle(self) -> None:
+        self._enter(IDLE)
+
+    def command(self, command: GraphCommand) -> None:
+        self._write_words(str(command))
+        self._enter(COMMAND)
+
+    def end(self) -> None:
+        number, _ = _STATE.unpack_from(self._map, STATE_AT)
+        if STATES[number] != FAILED:
+            self._write_words(STATES[number])
+            self._enter(ENDED)
+
+    def fail(self, error: BaseException) -> None:
+        self._write_words(f"{type(error).__name__}: {error}")
+        self._enter(FAILED)
+
+    def _enter(self, state: str) -> None:
+        _STATE.pack_into(self._map, STATE_AT, _NUMBER_OF[state], time.time_ns())
+
+    def _write_words(self, words: str) -> None:
+        data = words.encode()[:MAX_WORDS_BYTES]
+        self._map[WORDS_AT : WORDS_AT + MAX_WORDS_BYTES] = data.ljust(MAX_WORDS_BYTES, b"\0")
+
+
+def open_recorder(config: Config, rank: int, group_rank: int) -> StepRecorder:
+    """Return the recorder of a rank that joins a group.
+
+    It records nothing if steps are not to be recorded, if no service has named the folder of logs,
+    or if the file cannot be made.
+    """
+    keys = config.logging
+    if not keys.record_steps or keys.folder is None:
+        return StepRecorder()
+    try:
+        folder, _ = open_folder(keys)  # the folder stays locked until the process ends
+        return FileRecorder(folder / FOLDER, rank, group_rank)
+    except OSError as e:
+        logger.warning("steps are not recorded: %s", e)
+        return StepRecorder()
+
+
+def digest_of(plan: StepPlan) -> int:
+    """Return a short hash of a plan: ranks that got the same plan have the same hash.
+
+    Prompts are left out, because they may be long.
+    """
+    graph = "" if plan.graph is None else f"{plan.graph} {plan.graph.num_reqs}"
+    found = zlib.crc32(f"{plan.step} {plan.plan_version} {graph} {plan.exchange}".encode())
+    for batch in plan.batches:
+        for part in (batch.scheduled, batch.appended, batch.blocks, batch.cleaned):
+            found = zlib.crc32(part, found)
+    return found
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step as a rank has recorded it.
+
+    Attributes:
+        graph: mode and bucket, e.g. ``FULL 8``; ``eager`` without a graph.
+        laps_us: end of each stage that has ended, in microseconds after the beginning.
+    """
+
+    epoch: int
+    step: int
+    plan_version: int
+    graph: str
+    num_reqs: int
+    num_tokens: int
+    digest: int
+    begin_ns: int
+    laps_us: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a rank has recorded.
+
+    Attributes:
+        state: one of ``STATES``.
+        words: the error, or the command for graphs.
+        at_ns: when the rank entered the state, in ns since 1970.
+        steps: the last steps, oldest first.
+    """
+
+    host: str
+    pid: int
+    rank: int
+    group_rank: int
+    group: int
+    state: str
+    words: str
+    at_ns: int
+    steps: tuple[RecordedStep, ...]
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a rank's file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a file of a rank's steps.
+    """
+    data = path.read_bytes()
+    if len(data) != SIZE or not data.startswith(MAGIC):
+        raise ValueError(f"{path} has no steps of a rank")
+    _, pid, rank, group_rank, group, host = _HEAD.unpack_from(data)
+    state, at_ns = _STATE.unpack_from(data, STATE_AT)
+    (count,) = _COUNT.unpack_from(data, _COUNT_AT)
+    places = [
+        STEPS_AT + n % NUM_STEPS * STEP_BYTES for n in range(max(0, count - NUM_STEPS), count)
+    ]
+    words = data[WORDS_AT : WORDS_AT + MAX_WORDS_BYTES].rstrip(b"\0").decode(errors="replace")
+    return Recording(
+        host.rstrip(b"\0").decode(errors="replace"),
+        pid,
+        rank,
+        group_rank,
+        group,
+        STATES[state] if state < len(STATES) else f"state {state}",
+        words,
+        at_ns,
+        tuple(_read_step(data, at) for at in places),
+    )
+
+
+def _read_step(data: bytes, at: int) -> RecordedStep:
+    found = _STEP.unpack_from(data, at)
+    epoch, version, step, mode, tokens, num_reqs, num_tokens, digest, begin_ns = found
+    laps = [_LAP.unpack_from(data, at + _LAPS_AT + i * _LAP.size)[0] for i in range(len(STAGES))]
+    return RecordedStep(
+        epoch,
+        step,
+        version,
+        f"{MODES[mode]} {tokens}" if tokens else "eager",
+        num_reqs,
+        num_tokens,
+        digest,
+        begin_ns,
+        {stage: lap for stage, lap in zip(STAGES, laps, strict=True) if lap},
+    )
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the oldest files of ranks whose step loops ended in order."""
+    files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    for path in files[:-KEPT_FILES]:
+        with suppress(OSError, ValueError):
+            if read_recording(path).state == ENDED:
+                path.unlink()

@@ -1,0 +1,204 @@
+"""Finds out, from the recorded steps of a group's ranks, which rank stopped first, and where.
+
+The rules are those of ``wire/blame.py``: a rank that waits for its device may be waiting for other
+ranks in a collective. So a rank that does something else, or nothing, is to blame.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dist_aclgraph.actors.worker.step_recorder import (
+    BEGUN,
+    COMMAND,
+    ENDED,
+    FAILED,
+    IDLE,
+    STAGES,
+    WAITS,
+    RecordedStep,
+    Recording,
+)
+
+ENGINE_GONE = "EngineDeadError"
+MIN_STEPS = 16  # number of steps before the waits of ranks are compared
+SLOW = 0.5  # a rank that waits less than this share of the others' wait is slow
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a group stopped.
+
+    Attributes:
+        blamed: the ranks to blame; empty if the cause is the engine, or not known.
+        sentence: what they did, and what the other ranks waited for.
+    """
+
+    blamed: tuple[int, ...]
+    sentence: str
+
+
+def explain_stop(recordings: Sequence[Recording]) -> Explanation:
+    """Return why a group of ranks stopped; the recordings are those of all its ranks."""
+    for rule in (_another_plan, _without_a_word, _failed, _behind, _not_waiting):
+        if (found := rule(recordings)) is not None:
+            return found
+    states = {doing_of(recording) for recording in recordings}
+    if states <= {IDLE}:
+        return _slow(recordings) or Explanation(
+            (), f"no rank was at work: the engine sent no step after step {_last(recordings)}"
+        )
+    return Explanation(
+        (),
+        f"all ranks waited for their devices {_in_step(_last(recordings))}: a link or a device "
+        "stalled, or all ranks waited in a collective for one of them",
+    )
+
+
+def doing_of(recording: Recording) -> str:
+    """Return the state of a rank before it was told to stop; else its state."""
+    return recording.words if recording.state == ENDED else recording.state
+
+
+def status_of(recording: Recording) -> str:
+    """Return in words what a rank did at last."""
+    if recording.state == FAILED:
+        return f"failed: {recording.words}"
+    words = _words_of(doing_of(recording), recording)
+    return f"{words}, until it was told to stop" if recording.state == ENDED else words
+
+
+def step_of(recording: Recording) -> int:
+    """Return the number of the last step that a rank has begun; -1 if it has begun none."""
+    return recording.steps[-1].step if recording.steps else -1
+
+
+def _words_of(state: str, recording: Recording) -> str:
+    if state == WAITS:
+        return "waits for its device"
+    if state == IDLE:
+        return "waits for a plan"
+    if state == COMMAND:
+        return (
+            f"is stuck in {recording.words}" if recording.state == COMMAND else "was in a command"
+        )
+    if state == BEGUN:
+        return "is stuck on its host, before the end of a step's first stage"
+    return f"is stuck on its host, after the stage {state}"
+
+
+def _last(recordings: Sequence[Recording]) -> int:
+    return max(map(step_of, recordings))
+
+
+def _in_step(step: int) -> str:
+    return "before the first step" if step < 0 else f"in step {step}"
+
+
+def _names(recordings: Sequence[Recording]) -> str:
+    return f"rank {', '.join(str(recording.rank) for recording in recordings)}"
+
+
+def _blame(found: Sequence[Recording], sentence: str) -> Explanation:
+    return Explanation(tuple(recording.rank for recording in found), sentence)
+
+
+def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
+    """Blame ranks whose plan of the same step differs from the plan of most ranks."""
+    of_rank = [
+        {(step.epoch, step.step): step.digest for step in recording.steps}
+        for recording in recordings
+    ]
+    common = sorted(set.intersection(*map(set, of_rank)) if of_rank else set())
+    for key in common:
+        digests = [steps[key] for steps in of_rank]
+        (most, _), *others = Counter(digests).most_common()
+        if others:
+            pairs = zip(recordings, digests, strict=True)
+            odd = [recording for recording, digest in pairs if digest != most]
+            return _blame(
+                odd, f"{_names(odd)} got another plan of step {key[1]} than the other ranks"
+            )
+    return None
+
+
+def _without_a_word(recordings: Sequence[Recording]) -> Explanation | None:
+    """Blame ranks that neither failed nor were told to stop, if the other ranks did."""
+    silent = [r for r in recordings if r.state not in (ENDED, FAILED)]
+    if not silent or len(silent) == len(recordings):
+        return None
+    found = _behind(silent) or _not_waiting(silent)
+    blamed = [r for r in silent if found is None or r.rank in found.blamed]
+    where = "; ".join(
+        f"{_in_step(step_of(r))}, rank {r.rank} {_words_of(r.state, r)}" for r in blamed
+    )
+    return _blame(
+        blamed,
+        f"{_names(blamed)} ended or hangs without a word ({where}); the others waited for it",
+    )
+
+
+def _failed(recordings: Sequence[Recording]) -> Explanation | None:
+    """Blame the rank that failed first."""
+    failed = sorted((r for r in recordings if r.state == FAILED), key=lambda r: r.at_ns)
+    if not failed:
+        return None
+    if all(r.words.startswith(ENGINE_GONE) for r in failed):
+        return Explanation((), f"the engine ended without a word after step {_last(recordings)}")
+    first = next(r for r in failed if not r.words.startswith(ENGINE_GONE))
+    return _blame(
+        [first], f"rank {first.rank} failed first, {_in_step(step_of(first))}: {first.words}"
+    )
+
+
+def _behind(recordings: Sequence[Recording]) -> Explanation | None:
+    """Blame ranks that have not begun the last step of the other ranks."""
+    last = _last(recordings)
+    behind = [recording for recording in recordings if step_of(recording) < last]
+    if not behind:
+        return None
+    where = "; ".join(f"rank {r.rank} {_words_of(doing_of(r), r)}" for r in behind)
+    return _blame(behind, f"{_names(behind)} never began step {last}: {where}")
+
+
+def _not_waiting(recordings: Sequence[Recording]) -> Explanation | None:
+    """Blame ranks whose hosts are stuck, if other ranks wait for their devices."""
+    odd = [r for r in recordings if doing_of(r) not in (WAITS, IDLE)]
+    if not odd or (len(odd) == len(recordings) and len(odd) > 1):
+        return None
+    where = "; ".join(f"rank {r.rank} {_words_of(doing_of(r), r)}" for r in odd)
+    others = "; the other ranks waited for it" if len(odd) < len(recordings) else ""
+    return _blame(odd, f"{_in_step(_last(recordings))}, {where}{others}")
+
+
+def _slow(recordings: Sequence[Recording]) -> Explanation | None:
+    """If all ranks ended in order, blame a rank for which the other ranks waited."""
+    waits = [mean_wait_us(recording) for recording in recordings]
+    known = [wait for wait in waits if wait is not None]
+    if len(known) < len(recordings) or len(known) < 2:
+        return None
+    shortest = min(known)
+    others = sorted(known)[1:]
+    if shortest >= SLOW * others[0]:
+        return None
+    rank = recordings[known.index(shortest)].rank
+    return Explanation(
+        (rank,),
+        f"no rank stopped; the others waited {others[0] / 1e3:.2f} ms per step or more for their "
+        f"devices, and rank {rank} {shortest / 1e3:.2f} ms: rank {rank} is slow",
+    )
+
+
+def mean_wait_us(recording: Recording) -> float | None:
+    """Return how long a rank's host waited for results, per step; None after too few steps."""
+    waits = [wait for step in recording.steps if (wait := _wait_us(step)) is not None]
+    return sum(waits) / len(waits) if len(waits) >= MIN_STEPS else None
+
+
+def _wait_us(step: RecordedStep) -> int | None:
+    if "read" not in step.laps_us:
+        return None
+    before = [step.laps_us[stage] for stage in STAGES[:-1] if stage in step.laps_us]
+    return max(0, step.laps_us["read"] - max(before, default=0))

@@ -1,0 +1,75 @@
+"""``dist-aclgraph explain``: which rank of a group stopped, and which ranks waited for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dist_aclgraph.actors.worker.step_recorder import (
+    FOLDER,
+    NO_GROUP,
+    SUFFIX,
+    Recording,
+    read_recording,
+)
+from dist_aclgraph.actors.worker.stopped_ranks import explain_stop, status_of, step_of
+from dist_aclgraph.errors import ConfigError
+
+COLUMNS = ("rank", "host", "process", "epoch", "step", "graph", "requests", "tokens", "plan")
+
+
+def read_groups(folder: Path) -> dict[int, list[Recording]]:
+    """Return the recordings of each group by its number, by rank.
+
+    Args:
+        folder: a folder of logs, or the folder of recorded steps in it.
+
+    Raises:
+        ConfigError: the folder has no recorded steps.
+    """
+    groups: defaultdict[int, dict[int, Recording]] = defaultdict(dict)
+    for path in sorted({*folder.glob(f"*{SUFFIX}"), *folder.glob(f"{FOLDER}/*{SUFFIX}")}):
+        with suppress(OSError, ValueError):  # removed meanwhile, or a file of something else
+            found = read_recording(path)
+            known = groups[found.group].get(found.rank)
+            if known is None or known.at_ns <= found.at_ns:
+                groups[found.group][found.rank] = found
+    if not any(groups.values()):
+        raise ConfigError(f"{folder} has no recorded steps; give the folder of a service's logs")
+    return {n: [found[r] for r in sorted(found)] for n, found in groups.items() if found}
+
+
+def show_groups(groups: dict[int, list[Recording]], console: Console) -> None:
+    """Print a table and a verdict for each group; the group that stopped last is the last one."""
+    for number in sorted(groups, key=lambda n: max(r.at_ns for r in groups[n])):
+        ranks = groups[number]
+        name = "a group that did not serve yet" if number == NO_GROUP else f"group {number}"
+        table = Table(*COLUMNS, "since (UTC)", "what it did", title=name, title_justify="left")
+        for recording in ranks:
+            table.add_row(*_row(recording))
+        console.print(table)
+        console.print(explain_stop(ranks).sentence, highlight=False, soft_wrap=True)
+
+
+def _row(recording: Recording) -> list[str]:
+    since = f"{datetime.fromtimestamp(recording.at_ns / 1e9, UTC):%H:%M:%S.%f}"[:-3]
+    who = [str(recording.rank), recording.host, str(recording.pid)]
+    if not recording.steps:
+        return [*who, "", "", "", "", "", "", since, status_of(recording)]
+    last = recording.steps[-1]
+    return [
+        *who,
+        str(last.epoch),
+        str(step_of(recording)),
+        last.graph,
+        str(last.num_reqs),
+        str(last.num_tokens),
+        f"{last.digest:08x}",
+        since,
+        status_of(recording),
+    ]
