@@ -71,11 +71,11 @@ class ProcessLog:
         folder: the folder of the files; None while there are no files.
     """
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, get_epoch: Callable[[], int | None] = lambda: None) -> None:
         self.role: Role = role
         self.group: int | None = None
         self.rank: int | None = None
-        self.get_epoch: Callable[[], int | None] = lambda: None
+        self.get_epoch = get_epoch
         self.folder: Path | None = None
         self._host = socket.gethostname()
 

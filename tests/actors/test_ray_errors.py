@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ray.exceptions import (
 )
 from ray.serve.exceptions import RayServeException
 
-from dist_aclgraph.actors.cluster.ray_errors import of_worker, ours
+from dist_aclgraph.actors.cluster.ray_errors import of_worker, ours, ray_logs
 from dist_aclgraph.errors import (
     CaptureError,
     ConfigError,
@@ -79,6 +80,19 @@ def test_an_error_of_ray_becomes_one_sentence_of_ours(
     assert type(found) is kind
     assert said in str(found)
     assert not any(word in str(found) for word in INTERNALS), found
+
+
+def test_a_death_names_the_folder_of_rays_logs_and_the_node() -> None:
+    found = str(ours(RayActorError(error_msg=DIED), "starting"))
+
+    assert found.endswith(f"its last words may be in {ray_logs()} on node 127.0.0.1")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_folder_of_rays_logs_is_that_of_this_session() -> None:
+    assert "session_latest" not in ray_logs()
+    assert list(Path(ray_logs()).glob("raylet*"))
 
 
 def test_a_workers_death_names_its_rank_and_process() -> None:

@@ -197,6 +197,7 @@ def test_the_first_failure_is_named(ranks: list[Rank]) -> None:
     ranks[1].recorder.fail(DeviceError("a link is down"))
     ranks[0].recorder.fail(DeviceError("the peer is gone"))
     ranks[2].recorder.fail(EngineDeadError("told to leave"))
+    ranks[1].recorder.end()  # it is told to stop after its failure
 
     blamed, sentence = explain(ranks)
     assert (blamed, sentence) == (

@@ -65,8 +65,7 @@ class Worker:
 
     def __init__(self, config: Config, epoch: int) -> None:
         self._config = config
-        self._log = ProcessLog("worker")
-        self._log.get_epoch = lambda: self._epoch
+        self._log = ProcessLog("worker", lambda: self._epoch)
         self._epoch = epoch
         self._rank = NO_RANK
         self._phase = "PLACING"
@@ -498,5 +497,4 @@ class Worker:
             # "stopped".
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
-        event(logger, "rank_resumed", keeps_kv=order.keeps_kv, problem=error or None)
         return Resumed(order.next_epoch, rank.joined.group_rank, error)
