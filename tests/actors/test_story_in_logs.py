@@ -48,6 +48,7 @@ def test_the_logs_tell_the_start_a_loss_the_recovery_and_the_end(
         answer = service.submit("r", prompt, greedy_params(400))
         assert answer.began.wait(ANSWER_S)
         victim = worker_pids(service)[1]
+        assert service.report()["logs"] == str(tmp_path / "start")
         os.kill(victim, signal.SIGKILL)
         tokens_of(ANSWER_S, [answer])
 

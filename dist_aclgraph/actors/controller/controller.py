@@ -40,7 +40,7 @@ from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.actors.worker.worker_group import bundles_of_groups
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import DistAclGraphError, EngineUnavailableError, WorkerError
-from dist_aclgraph.log_folder import with_log_folder
+from dist_aclgraph.log_folder import folder_path, with_log_folder
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.planning.restarts import StartLimit
@@ -149,7 +149,7 @@ class Controller:
         merged["state"] = self._state.value
         merged["failure"] = self.failure()
         merged["controller"] = self._name
-        merged["ray_logs"] = ray_logs()
+        merged["logs"], merged["ray_logs"] = str(folder_path(self._config.logging)), ray_logs()
         merged["ray_address"] = ray.get_runtime_context().gcs_address
         merged["groups"] = reports[1:]
         merged["lost_groups"], merged["missing_groups"] = lost_groups, missing_groups
