@@ -223,12 +223,15 @@ def test_the_engine_is_named_if_it_has_ended(ranks: list[Rank]) -> None:
 
 
 def test_the_engine_is_named_if_it_sends_no_step(ranks: list[Rank]) -> None:
-    blamed, sentence = explain(ranks)
+    assert explain(ranks) == ((), "no rank was at work: the engine sent nothing after step 1")
 
-    assert (blamed, sentence) == (
-        (),
-        "no rank was at work: the engine sent no step after step 1",
-    )
+
+def test_ranks_that_were_told_to_stop_are_not_blamed(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.recorder.end()
+
+    expected = "no rank stopped by itself: all ranks were told to stop after step 1"
+    assert explain(ranks) == ((), expected)
 
 
 def test_a_rank_that_is_stuck_in_a_capture_is_blamed(ranks: list[Rank]) -> None:

@@ -45,16 +45,21 @@ def explain_stop(recordings: Sequence[Recording]) -> Explanation:
     for rule in (_another_plan, _without_a_word, _failed, _behind, _not_waiting):
         if (found := rule(recordings)) is not None:
             return found
-    states = {doing_of(recording) for recording in recordings}
-    if states <= {IDLE}:
-        return _slow(recordings) or Explanation(
-            (), f"no rank was at work: the engine sent no step after step {_last(recordings)}"
-        )
+    if all(doing_of(recording) == IDLE for recording in recordings):
+        return _slow(recordings) or Explanation((), _idle(recordings))
     return Explanation(
         (),
         f"all ranks waited for their devices {_in_step(_last(recordings))}: a link or a device "
         "stalled, or all ranks waited in a collective for one of them",
     )
+
+
+def _idle(recordings: Sequence[Recording]) -> str:
+    last = _last(recordings)
+    when = "before the first step" if last < 0 else f"after step {last}"
+    if all(recording.state == ENDED for recording in recordings):
+        return f"no rank stopped by itself: all ranks were told to stop {when}"
+    return f"no rank was at work: the engine sent nothing {when}"
 
 
 def doing_of(recording: Recording) -> str:
