@@ -94,7 +94,8 @@ class ServeConfig(Section):
         description="limit in MiB of all request bodies in one ingress; requests above the limit "
         "get a 503. A body counts from its first byte until its request is answered. "
         "Under `dist-aclgraph serve` with recovery.keep_answers, a body counts twice, "
-        "because it is also kept for the next ingress",
+        "because it is also kept for the next ingress. The journals of answers count, too; if more "
+        "than half of the limit is used, further answers do not outlive their ingress",
     )
     max_header_bytes: int = Field(
         32 << 10,
@@ -122,8 +123,10 @@ class ServeConfig(Section):
     api_keys_file: str | None = Field(
         None,
         description="file with one API key per line. Every request must have one of these keys, "
-        "except requests for /health, /ready and /. The environment variable "
-        "DIST_ACLGRAPH_API_KEY adds one key",
+        "except requests for /health, /ready and /. After the key, a line may have a name for "
+        "logs and limits: name=NAME requests_per_minute=N running=N. A change of the file takes "
+        "effect within a second. Other users must not be able to read or change the file. The "
+        "environment variable DIST_ACLGRAPH_API_KEY adds one key",
     )
     insecure: bool = Field(
         False,

@@ -68,7 +68,7 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
     document = openapi.document(
         {"get": GETS, "post": POSTS},
         is_strict=state.config.serve.strict,
-        open_paths=OPEN_PATHS if access.digests else None,
+        open_paths=OPEN_PATHS if access.keys is not None else None,
     )
 
     async def show_document(request: Request) -> Response:

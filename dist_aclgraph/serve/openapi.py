@@ -47,6 +47,7 @@ ERRORS = {
     408: "The body did not arrive in time, or the answer took too long.",
     413: "The body is too large.",
     415: "The body is not application/json.",
+    429: "The API key has reached a limit; Retry-After says when to try again.",
     500: "The server failed.",
     503: "No request can be taken now; Retry-After says when to try again.",
 }

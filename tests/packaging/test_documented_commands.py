@@ -11,6 +11,7 @@ import pytest
 from dist_aclgraph.config import ServeConfig, load_config, parse_overrides
 from dist_aclgraph.environment import API_KEY_VARIABLE
 from dist_aclgraph.serve.http.access import read_access
+from tests.serve.keys import write_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("cluster", "configs", "docs", "examples")
@@ -38,7 +39,7 @@ def found(pattern: re.Pattern[str]) -> list[tuple[str, ...]]:
 def test_keys_are_long_enough(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, secrets.token_hex(16) if key == MADE else key)
 
-    assert read_access(ServeConfig(), checks_host=True).digests
+    assert read_access(ServeConfig(), checks_host=True).keys
 
 
 @pytest.mark.parametrize(("path", "arguments"), found(SERVE))
@@ -46,7 +47,7 @@ def test_what_is_served_has_weights_and_a_key(tmp_path: Path, path: str, argumen
     overrides = parse_overrides(arguments.split())
     if "serve.api_keys_file" in overrides:
         overrides["serve.api_keys_file"] = str(tmp_path / "keys")
-        (tmp_path / "keys").write_text(secrets.token_hex(16))
+        write_keys(tmp_path / "keys", secrets.token_hex(16))
 
     config = load_config(ROOT / path, overrides)
 

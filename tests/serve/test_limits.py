@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from dist_aclgraph.serve.http.access import Access
+from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys
 from tests.serve.conftest import serving, until
 from tests.serve.test_errors import CHAT, HI, MODEL
 
@@ -93,7 +94,10 @@ def test_bytes_that_begin_no_request_end_a_used_connection(limited, request_head
 
 
 def test_a_client_without_a_key_does_not_hold_a_connection_either():
-    with serving(Access((b"another",)), **LIMITS) as service, connect(service) as client:
+    with (
+        serving(Access(ApiKeys(fixed=(ApiKey.of("another"),))), **LIMITS) as service,
+        connect(service) as client,
+    ):
         client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.recv(65536).startswith(b"HTTP/1.1 401")
         client.sendall(b"\r\n")

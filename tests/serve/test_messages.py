@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import anthropic
 import pydantic
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.anthropic.messages import usage_of
 from dist_aclgraph.serve.http.access import Access
+from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys
 from dist_aclgraph.serve.openai.generation import Usage
 from tests.serve.conftest import WAIT_S, serving
 from tests.serve.test_hostile_bodies import filled
@@ -440,7 +439,7 @@ def test_errors_of_all_layers_have_anthropics_form(tooled):
 
 
 def test_a_key_may_come_as_x_api_key():
-    access = Access((hashlib.sha256(KEY.encode()).digest(),))
+    access = Access(ApiKeys(fixed=(ApiKey.of(KEY),)))
     with serving(access) as guarded:
         guarded.answer("Hello.")
         with pytest.raises(anthropic.AuthenticationError) as refused:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.access import Access
+from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys
 from tests.serve.conftest import Service, serving
 from tests.serve.test_errors import MODEL, TEXT, assert_error
 
@@ -29,7 +29,7 @@ def service() -> Iterator[Service]:
 
 def ask(service: Service, method: str, path: str, **request: Any) -> httpx.Response:
     """Send a request to the API in the same way as Ray's proxy."""
-    access = Access((hashlib.sha256(KEY.encode()).digest(),))
+    access = Access(ApiKeys(fixed=(ApiKey.of(KEY),)))
     api = make_api(service.state, access, names_requests=False)
 
     async def answer() -> httpx.Response:

@@ -18,6 +18,7 @@ from dist_aclgraph.serve.observe.metrics import ENGINE_METRICS
 from tests.serve.browser import NOTHING, StatusPage, open_browser, rounding_of, value_of
 from tests.serve.conftest import SILENT_S, serving
 from tests.serve.fake_engine import FakeEngine
+from tests.serve.keys import write_keys
 from tests.serve.scrape import scrape
 from tests.serve.test_access import KEY
 from tests.serve.test_service import MODEL
@@ -208,8 +209,7 @@ def test_a_page_that_is_opened_during_the_start_says_so_and_shows_numbers_then(b
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(KEY)
+    path = write_keys(tmp_path_factory.mktemp("keys") / "keys", KEY)
     access = read_access(ServeConfig(api_keys_file=str(path)), checks_host=True)
     with serving(access) as service:
         yield service

@@ -12,8 +12,6 @@ machine, addresses, and names without a dot (e.g. the name of an nginx upstream)
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from urllib.parse import urlsplit
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.environment import API_KEY_VARIABLE, api_key
 from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys, check_length
 from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
 # Probes send no key; the status page asks its user for a key.
@@ -30,8 +29,6 @@ OPEN_PATHS = ("/health", "/ping", "/ready", "/")
 ANY = "*"  # in ``serve.allowed_hosts`` and ``serve.allowed_origins``: allows all
 PREFLIGHT_S = 600  # seconds for which a browser may cache a response to OPTIONS
 EXPOSED = b"x-request-id, x-ignored-parameters, retry-after"  # headers that pages may read
-MIN_KEY_CHARS = 16
-MAX_KEYS_BYTES = 1 << 20
 
 Headers = Mapping[bytes, bytes]
 
@@ -41,17 +38,20 @@ class Access:
     """The rules of access.
 
     Attributes:
-        digests: SHA-256 of each API key; if there are none, requests need no key.
+        keys: the API keys; if this is None, requests need no key.
         hosts: names with a dot that the Host header may contain; None allows all names.
         origins: origins of the other sites whose pages may use the API.
     """
 
-    digests: tuple[bytes, ...] = ()
+    keys: ApiKeys | None = None
     hosts: frozenset[str] | None = None
     origins: frozenset[str] = frozenset()
 
-    def authorize(self, method: str, path: str, headers: Headers) -> None:
+    def authorize(self, method: str, path: str, headers: Headers) -> ApiKey | None:
         """Check that the request may be read.
+
+        Returns:
+            The request's key; None if the request needs no key.
 
         Raises:
             ForbiddenError: the request names another host, or comes from a page of another site.
@@ -64,12 +64,14 @@ class Access:
                 f"this service is not known as {host[:200]!r}; it may be added to "
                 "serve.allowed_hosts"
             )
-        if self.digests and path not in OPEN_PATHS:
-            self._check_key(headers)
+        key = None
+        if self.keys is not None and path not in OPEN_PATHS:
+            key = _check_key(self.keys, headers)
         if method == "POST":
             if self.cors_origin(headers) is None:
                 _check_site(headers, host)
             _check_type(headers)
+        return key
 
     def cors_origin(self, headers: Headers) -> bytes | None:
         """Return the request's origin if browsers may allow it; otherwise None."""
@@ -109,19 +111,6 @@ class Access:
                 found.append((b"access-control-allow-headers", asked))
         return found
 
-    def _check_key(self, headers: Headers) -> None:
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            key = headers.get(b"x-api-key", b"")
-        digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, so that nobody can guess keys from the time of a response.
-        found = [hmac.compare_digest(digest, known) for known in self.digests]
-        if not any(found):
-            raise UnauthorizedError(
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as "
-                "X-API-Key: KEY"
-            )
-
 
 def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
     """Read the API keys that the configuration and the environment name.
@@ -130,30 +119,31 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
         checks_host: whether clients connect to the address ``serve.host``.
 
     Raises:
-        ConfigError: the keys file cannot be read; or it contains no valid key; or the service would
-            be open to anyone who reaches it over a network.
+        ConfigError: the keys file cannot be used; or the service would be open to anyone who
+            reaches it over a network.
     """
-    keys = _read_keys(Path(config.api_keys_file)) if config.api_keys_file else []
+    path = Path(config.api_keys_file).absolute() if config.api_keys_file else None
+    fixed: tuple[ApiKey, ...] = ()
     if (key := api_key()) is not None:
-        _check_length(key, API_KEY_VARIABLE)
-        keys.append(key)
-    digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        check_length(key, API_KEY_VARIABLE)
+        fixed = (ApiKey.of(key, API_KEY_VARIABLE),)
+    keys = ApiKeys(path, fixed) if path is not None or fixed else None
     origins = frozenset(origin.lower().rstrip("/") for origin in config.allowed_origins)
     hosts = frozenset(name.lower() for name in config.allowed_hosts)
     is_limited = bool(hosts) and ANY not in hosts
     if not checks_host or config.uds is not None:
-        return Access(digests, None, origins)
+        return Access(keys, None, origins)
     if is_loopback(config.host):
         # Pages of other sites have no key, so ``Host`` needs no check if requests need a key.
-        is_limited = is_limited or not (digests or hosts)
-        return Access(digests, hosts if is_limited else None, origins)
-    if not digests and not config.insecure:
+        is_limited = is_limited or not (keys or hosts)
+        return Access(keys, hosts if is_limited else None, origins)
+    if keys is None and not config.insecure:
         raise ConfigError(
             f"serve.host is {config.host}, which others can reach, and there is no API key: put "
             f"keys into a file and name it with serve.api_keys_file, or set {API_KEY_VARIABLE}, "
             "or let anyone in with serve.insecure=true"
         )
-    return Access(digests, hosts if is_limited else None, origins)
+    return Access(keys, hosts if is_limited else None, origins)
 
 
 def is_loopback(host: str) -> bool:
@@ -163,29 +153,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _read_keys(path: Path) -> list[str]:
-    try:
-        if path.stat().st_size > MAX_KEYS_BYTES:
-            raise ConfigError(f"serve.api_keys_file {path} exceeds {MAX_KEYS_BYTES} bytes")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as e:
-        raise ConfigError(f"cannot read serve.api_keys_file {path}: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"serve.api_keys_file {path} is not text: {e}") from e
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"serve.api_keys_file {path} has no keys; write one on each line")
-    for key in keys:
-        _check_length(key, f"serve.api_keys_file {path}")
-    return keys
-
-
-def _check_length(key: str, where: str) -> None:
-    if len(key) < MIN_KEY_CHARS:
-        raise ConfigError(
-            f"{where} has a key of {len(key)} characters; keys have at least {MIN_KEY_CHARS}, "
-            "as of: openssl rand -hex 16"
+def _check_key(keys: ApiKeys, headers: Headers) -> ApiKey:
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        given = headers.get(b"x-api-key", b"")
+    if (key := keys.find(given)) is None:
+        raise UnauthorizedError(
+            "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as "
+            "X-API-Key: KEY"
         )
+    return key
 
 
 def _check_site(headers: Headers, host: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from contextlib import ExitStack
 from functools import lru_cache
 
 from starlette.responses import Response
@@ -14,10 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist_aclgraph.errors import DistAclGraphError, QueueFullError
 from dist_aclgraph.serve.http.access import Access
+from dist_aclgraph.serve.http.key_limits import KeyLimits
 from dist_aclgraph.serve.http.refusal import Refusal
 from dist_aclgraph.serve.observe.request_account import (
     ACCOUNT,
     FIRST_ERROR,
+    KEY_NAME,
     RequestAccount,
     note_error,
 )
@@ -46,7 +49,9 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Edge:
-    """Checks access and free slots, then admits the request. Streams pass through unchanged.
+    """Checks access, limits and free slots, then admits the request. Streams are not changed.
+
+    Owns the counts of the keys' requests.
 
     Args:
         names_requests: whether to return X-Request-Id, with the client's name or a new name; false
@@ -60,6 +65,7 @@ class Edge:
         self._access = access
         self._state = state
         self._names_requests = names_requests
+        self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
         """See ``GatedApp``. A client without a key learns only whether the service is full."""
@@ -96,34 +102,62 @@ class Edge:
     async def _answer(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
     ) -> None:
-        method, path = scope["method"], _own_path(scope)
-        extensions = scope.get("extensions", {})
-        is_owed = RESUMED in extensions
         if cors := self._access.cors_headers(headers):
             send = _adding(send, cors)
-        try:
-            if method == "OPTIONS":
-                response = Response(status_code=204)
-                response.raw_headers += self._access.preflight(headers)
-                await response(scope, receive, send)
-                return
-            self._access.authorize(method, path, headers)
-            if method == "POST" and path in GENERATING:
-                self._state.admit(None)
-                self._state.slots.acquire(1, is_owed=is_owed)
-        except DistAclGraphError as e:
-            note_error(scope, e)
-            await error_response(e, path)(scope, receive, send)
-            return
-        # Only the body of a POST is read. A journal keeps the body until the request is answered.
+        path = _own_path(scope)
+        app: ASGIApp
+        with ExitStack() as held:
+            try:
+                if scope["method"] == "OPTIONS":
+                    app = self._preflight(headers)
+                else:
+                    receive = self._admit(scope, path, headers, receive, held)
+                    app = self._app
+            except DistAclGraphError as e:
+                note_error(scope, e)
+                app = error_response(e, path)
+            await app(scope, receive, send)
+
+    def _preflight(self, headers: dict[bytes, bytes]) -> Response:
+        response = Response(status_code=204)
+        response.raw_headers += self._access.preflight(headers)
+        return response
+
+    def _admit(
+        self,
+        scope: Scope,
+        path: str,
+        headers: dict[bytes, bytes],
+        receive: Receive,
+        held: ExitStack,
+    ) -> Receive:
+        """Admit a request; return the callable that reads its body.
+
+        Args:
+            held: frees what the request takes, once the request has ended.
+
+        Raises:
+            DistAclGraphError: the request is refused.
+        """
+        key = self._access.authorize(scope["method"], path, headers)
+        if key is not None:
+            scope[KEY_NAME] = key.name
+        if scope["method"] != "POST":
+            return receive
+        extensions = scope.get("extensions", {})
+        is_owed = RESUMED in extensions
+        if path in GENERATING:
+            self._state.admit(None)
+            self._state.slots.acquire(1, is_owed=is_owed)
+            held.callback(self._state.slots.release, 1)
+        if key is not None:
+            self._limits.begin(key, is_owed=is_owed)
+            held.callback(self._limits.end, key)
+        # A journal keeps the body until the request is answered.
         copies = 2 if JOURNAL in extensions else 1
         body = HeldBody(self._state.bodies, receive, copies=copies, is_owed=is_owed)
-        try:
-            await self._app(scope, body if method == "POST" else receive, send)
-        finally:
-            body.release()
-            if method == "POST" and path in GENERATING:
-                self._state.slots.release(1)
+        held.callback(body.release)
+        return body
 
     def _counting(self, send: Send, account: RequestAccount | None) -> Send:
         async def send_and_count(message: Message) -> None:

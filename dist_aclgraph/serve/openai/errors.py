@@ -1,7 +1,7 @@
 """Our errors as HTTP statuses, and as error objects of OpenAI and of Anthropic.
 
-No other module maps errors to statuses. Errors of ``ANTHROPIC_PATHS`` have Anthropic's form. A 503
-has the header Retry-After.
+No other module maps errors to statuses. Errors of ``ANTHROPIC_PATHS`` have Anthropic's form. A 429
+and a 503 have the header Retry-After.
 
 | error | status | type of OpenAI | type of Anthropic |
 | --- | --- | --- | --- |
@@ -11,6 +11,7 @@ has the header Retry-After.
 | BodyTimeoutError, GenerationTimeoutError | 408 | invalid_request_error | timeout_error |
 | BodyTooLargeError | 413 | invalid_request_error | request_too_large |
 | NotJsonError | 415 | invalid_request_error | invalid_request_error |
+| RateLimitError | 429 | rate_limit_error | rate_limit_error |
 | RequestError and its other children | 400 | invalid_request_error | invalid_request_error |
 | EngineUnavailableError, QueueFullError | 503 | service_unavailable | overloaded_error |
 | everything else | 500 | internal_error | api_error |
@@ -77,6 +78,16 @@ class NotJsonError(RequestError):
     code = "unsupported_media_type"
 
 
+class RateLimitError(RequestError):
+    """The request's API key has reached a limit; after ``retry_after_s`` seconds it may be free."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, param: str | None = None, *, retry_after_s: int = 1) -> None:
+        super().__init__(message, param)
+        self.retry_after_s = retry_after_s
+
+
 STATUS_OF: dict[type[DistAclGraphError], int] = {
     UnauthorizedError: 401,
     ForbiddenError: 403,
@@ -86,6 +97,7 @@ STATUS_OF: dict[type[DistAclGraphError], int] = {
     GenerationTimeoutError: 408,
     BodyTooLargeError: 413,
     NotJsonError: 415,
+    RateLimitError: 429,
     RequestError: 400,
     EngineUnavailableError: 503,
 }
@@ -93,6 +105,7 @@ TYPE_OF = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    429: "rate_limit_error",
     500: "internal_error",
     503: "service_unavailable",
 }
@@ -103,6 +116,7 @@ ANTHROPIC_TYPE_OF = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
 }
@@ -157,7 +171,13 @@ def error_response(error: BaseException, path: str = "") -> Response:
     body = error_body(error)
     if path.endswith(ANTHROPIC_PATHS):
         body = anthropic_error_body(status, public_message(error))
-    return json_response(body, status, _of_kind(HEADERS_OF, error, {}))
+    return json_response(body, status, _headers_of(error))
+
+
+def _headers_of(error: BaseException) -> Mapping[str, str]:
+    if isinstance(error, RateLimitError):
+        return {"Retry-After": str(error.retry_after_s)}
+    return _of_kind(HEADERS_OF, error, {})
 
 
 def plain_error(

@@ -1,0 +1,212 @@
+"""API keys, each with a name and limits; the keys file is read again after it has changed.
+
+Only hashes of keys stay in memory, and no message contains a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import os
+import re
+import shlex
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_aclgraph.errors import ConfigError
+
+MIN_KEY_CHARS = 16
+MAX_FILE_BYTES = 1 << 20
+LOOK_S = 1.0  # seconds between two looks at the file
+OPTIONS = "name=NAME, requests_per_minute=N, running=N"
+# Modes of a file that lets other users read or change the keys. The file's group may read them.
+_OPEN_MODES = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_LIMIT = re.compile(r"[1-9][0-9]{0,8}")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One API key.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        name: identifies the key in logs. A key without a name gets the first digits of its digest.
+        requests_per_minute: limit of POST requests; None means no limit.
+        max_running: limit of POST requests that may be in progress; None means no limit.
+    """
+
+    digest: bytes
+    name: str
+    requests_per_minute: int | None = None
+    max_running: int | None = None
+
+    @property
+    def has_limits(self) -> bool:
+        return self.requests_per_minute is not None or self.max_running is not None
+
+    @classmethod
+    def of(cls, key: str, name: str | None = None, **limits: int | None) -> ApiKey:
+        digest = hashlib.sha256(key.encode()).digest()
+        return cls(digest, name or f"key-{digest.hex()[:8]}", **limits)
+
+
+class ApiKeys:
+    """The valid keys: the keys of a file as it is now, and fixed keys. For one thread.
+
+    If the changed file cannot be used, the previous keys stay valid, and one error is logged.
+    Copies for other processes, which pickle makes, read the file on their own.
+
+    Args:
+        path: the file ``serve.api_keys_file``; None without a file.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        fixed: tuple[ApiKey, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
+        self._fixed = fixed
+        self._clock = clock
+        self._keys = fixed
+        self._seen: Any = None
+        self._problem = ""
+        # A copy may be used on another machine, so this has no value of this machine's clock.
+        self._next_look_s = -math.inf
+        if path is not None:
+            self._read(path)
+
+    def find(self, given: bytes) -> ApiKey | None:
+        """Return the valid key that a client has sent; None if the key is not valid."""
+        if self._path is not None and self._clock() >= self._next_look_s:
+            self._next_look_s = self._clock() + LOOK_S
+            self._look(self._path)
+        digest = hashlib.sha256(given.strip()).digest()
+        # Every key is compared, so that nobody can guess keys from the time of a response.
+        found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        return found[0] if found else None
+
+    def _look(self, path: Path) -> None:
+        """Read the file if it has changed."""
+        try:
+            if self._read(path):
+                log.info("serve.api_keys_file %s was read again: %d keys", path, len(self._keys))
+            return
+        except ConfigError as e:
+            problem = str(e)
+        if problem != self._problem:
+            log.error("the API keys stay as they were: %s", problem)
+        self._problem = problem
+
+    def _read(self, path: Path) -> bool:
+        """Read the file unless it is unchanged since it was last read; return whether it was read.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        try:
+            state = path.stat()
+        except OSError as e:
+            raise _unreadable(path, e) from e
+        seen = state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+        if seen == self._seen:
+            return False
+        self._keys = (*read_keys(path), *self._fixed)
+        self._seen, self._problem = seen, ""
+        return True
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """Return the keys of a file, whose lines are ``KEY [name=NAME] [LIMIT=N] ...``.
+
+    Raises:
+        ConfigError: the file cannot be read, other users can read or change it, a line is wrong, or
+            the file contains no key.
+    """
+    lines = _read_text(path).splitlines()
+    numbered = [(number, line.split()) for number, line in enumerate(lines, 1)]
+    keys = [
+        _parse(words, f"line {number} of serve.api_keys_file {path}")
+        for number, words in numbered
+        if words and not words[0].startswith("#")
+    ]
+    if not keys:
+        raise ConfigError(f"serve.api_keys_file {path} has no keys; write one on each line")
+    return keys
+
+
+def check_length(key: str, where: str) -> None:
+    """Check the length of a key; ``where`` names its place.
+
+    Raises:
+        ConfigError: the key is too short.
+    """
+    if len(key) < MIN_KEY_CHARS:
+        raise ConfigError(
+            f"{where} has a key of {len(key)} characters; keys have at least {MIN_KEY_CHARS}, "
+            "as of: openssl rand -hex 16"
+        )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                raise ConfigError(f"serve.api_keys_file {path} is not a regular file")
+            if state.st_mode & _OPEN_MODES:
+                raise ConfigError(
+                    f"serve.api_keys_file {path} has mode {stat.S_IMODE(state.st_mode):04o}, so "
+                    "other users can read or change the keys; run: chmod 600 "
+                    f"{shlex.quote(str(path))}"
+                )
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as e:
+        raise _unreadable(path, e) from e
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"serve.api_keys_file {path} exceeds {MAX_FILE_BYTES} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"serve.api_keys_file {path} is not text: {e}") from e
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot read serve.api_keys_file {path}: {error.strerror}")
+
+
+def _parse(words: list[str], where: str) -> ApiKey:
+    """Return the key of one line. Messages do not repeat its words, which may contain a key."""
+    key, *options = words
+    check_length(key, where)
+    given = dict(option.partition("=")[::2] for option in options)
+    name = given.pop("name", None)
+    rate, running = given.pop("requests_per_minute", None), given.pop("running", None)
+    if given:
+        raise ConfigError(f"{where} has words that are no options; after the key: {OPTIONS}")
+    if name is not None and not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where} has a wrong name; names have up to 64 letters, digits and the characters ._@-"
+        )
+    if any(limit is not None and not _LIMIT.fullmatch(limit) for limit in (rate, running)):
+        raise ConfigError(f"{where} has a wrong limit; limits are whole numbers from 1 on")
+    return ApiKey.of(
+        key,
+        name,
+        requests_per_minute=None if rate is None else int(rate),
+        max_running=None if running is None else int(running),
+    )

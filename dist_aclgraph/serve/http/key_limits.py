@@ -1,0 +1,83 @@
+"""Limits the requests of each API key: requests a minute, and requests in progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dist_aclgraph.serve.http.api_keys import ApiKey
+from dist_aclgraph.serve.openai.errors import RETRY_AFTER_S, RateLimitError
+
+MINUTE_S = 60.0
+
+
+@dataclass
+class _Usage:
+    """The use of one key.
+
+    Attributes:
+        running: requests in progress.
+        tokens: requests that may begin now, a token bucket of one minute's requests.
+        counted_s: time at which ``tokens`` was computed.
+    """
+
+    running: int
+    tokens: float
+    counted_s: float
+
+
+class KeyLimits:
+    """Counts the requests of the keys that have limits; for one event loop.
+
+    Requests are counted by key, so that a key keeps its counts when the keys file is read again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usage: dict[bytes, _Usage] = {}
+
+    def begin(self, key: ApiKey, *, is_owed: bool = False) -> None:
+        """Count a request that begins; ``end`` must follow unless an error is raised.
+
+        Args:
+            is_owed: whether an earlier process has accepted the request. If so, the request counts
+                as a running request, but is never refused.
+
+        Raises:
+            RateLimitError: the key has reached a limit.
+        """
+        if not key.has_limits:
+            return
+        now_s = self._clock()
+        rate = key.requests_per_minute
+        usage = self._usage.setdefault(key.digest, _Usage(0, math.inf, now_s))
+        if rate is not None:
+            refilled = usage.tokens + (now_s - usage.counted_s) * rate / MINUTE_S
+            usage.tokens, usage.counted_s = min(refilled, float(rate)), now_s
+        if not is_owed:
+            _check(key, usage)
+            usage.tokens -= 1
+        usage.running += 1
+
+    def end(self, key: ApiKey) -> None:
+        """Count the end of a request, which has begun with the same key and limits."""
+        if key.has_limits:
+            self._usage[key.digest].running -= 1
+
+
+def _check(key: ApiKey, usage: _Usage) -> None:
+    if key.max_running is not None and usage.running >= key.max_running:
+        raise RateLimitError(
+            f"{usage.running} requests of the API key {key.name!r} are in progress, and it may "
+            f"have {key.max_running}; wait until one has ended",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    if key.requests_per_minute is not None and usage.tokens < 1:
+        wait_s = math.ceil((1 - usage.tokens) * MINUTE_S / key.requests_per_minute)
+        raise RateLimitError(
+            f"the API key {key.name!r} may begin {key.requests_per_minute} requests a minute; "
+            f"try again in {wait_s} s",
+            retry_after_s=wait_s,
+        )
