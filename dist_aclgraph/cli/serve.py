@@ -97,13 +97,15 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
 
 def _allow_connections(max_connections: int) -> None:
     """Raise the limit of open files, and warn if the system's limit is too low."""
-    num_kept = allow_connections(max_connections)
-    if num_kept < max_connections:
+    allowed = allow_connections(max_connections)
+    if allowed.max_kept < max_connections:
         log.warning(
-            "only %d of %d connections outlive an ingress that dies: raise the limit of open files"
-            " (ulimit -n) or lower serve.max_connections",
-            num_kept,
+            "serve.max_connections is %d, but only %d connections may be open, and %d of them "
+            "outlive an ingress that dies: raise the limit of open files (ulimit -n) or lower "
+            "serve.max_connections",
             max_connections,
+            allowed.max_open,
+            allowed.max_kept,
         )
 
 

@@ -4,8 +4,34 @@ from __future__ import annotations
 
 import resource
 import sys
+from typing import NamedTuple
 
 OTHER_FILES = 512  # descriptors that do not belong to clients
+
+
+class ConnectionLimits(NamedTuple):
+    """How many connections the limit of open files allows.
+
+    Attributes:
+        max_open: connections that may be open at once.
+        max_kept: connections that may outlive this process (``resume/``); each of them needs a
+            second descriptor, for its journal.
+    """
+
+    max_open: int
+    max_kept: int
+
+
+def allow_connections(max_connections: int) -> ConnectionLimits:
+    """Raise the limit of open files for this many clients, and return what the limit allows.
+
+    If the limit is too low, a third of the clients' descriptors are for journals: without journals,
+    all answers would be lost with this process.
+    """
+    limit = _allow_open_files(2 * max_connections + OTHER_FILES)
+    room = max(limit - OTHER_FILES, limit // 2)
+    max_kept = min(max_connections, max(room - max_connections, room // 3))
+    return ConnectionLimits(min(max_connections, room - max_kept), max_kept)
 
 
 def _allow_open_files(wanted: int) -> int:
@@ -17,13 +43,3 @@ def _allow_open_files(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
-def allow_connections(max_connections: int) -> int:
-    """Raise the limit for this many clients; return how many connections can outlive this process.
-
-    A connection that can outlive its process (``resume/``) needs a second descriptor, for its
-    journal.
-    """
-    others = max_connections + OTHER_FILES
-    return min(max_connections, max(0, _allow_open_files(max_connections + others) - others))

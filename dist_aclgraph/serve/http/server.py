@@ -73,9 +73,10 @@ class HttpServer:
 
     def start(self, app: GatedApp) -> None:
         """Begin to answer requests, even on connections that a previous process has left."""
-        max_held = allow_connections(self._limits.max_connections)
+        max_open, max_kept = allow_connections(self._limits.max_connections)
+        self._limits = self._limits.model_copy(update={"max_connections": max_open})
         if self._link is not None:
-            self._link.max_held = max_held
+            self._link.max_held = max_kept
         self._thread = threading.Thread(target=self._run, args=[app], name="http", daemon=True)
         self._thread.start()
 
