@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 HOUR_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
@@ -64,7 +65,23 @@ class RestartBudget(Backoff):
 
     def is_left(self, now_s: float) -> bool:
         """Whether a restart is allowed now; any thread may call this."""
-        return sum(taken_s > now_s - HOUR_S for taken_s in tuple(self._taken_s)) < self.per_hour
+        return self.num_left(now_s) > 0
+
+    def num_left(self, now_s: float) -> int:
+        """Return how many restarts are allowed now; any thread may call this."""
+        return max(0, self.per_hour - len(self.ages_s(now_s)))
+
+    def ages_s(self, now_s: float) -> tuple[float, ...]:
+        """Return how many seconds ago each restart of the last hour was; any thread may call this.
+
+        A process with another clock can make a copy of the budget from these numbers.
+        """
+        taken_s = tuple(self._taken_s)
+        return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
+
+    def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
+        """Replace the restarts by those of another budget; see ``ages_s``."""
+        self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:
         """If a restart is allowed, count it; return whether it is allowed."""

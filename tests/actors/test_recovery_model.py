@@ -6,7 +6,7 @@ is a variable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -53,6 +53,7 @@ class Groups:
     comes_up: bool = True
     started: int = 0
     is_changing: bool = False
+    restart_ages_s: tuple[float, ...] = ()  # what engines were told last
 
     def __post_init__(self) -> None:
         for _ in range(self.num_wanted):
@@ -98,6 +99,9 @@ class Groups:
         for group in lost:
             self.watched.remove(group)
             self.groups.remove(group)
+
+    def set_restarts(self, ages_s: Sequence[float]) -> None:
+        self.restart_ages_s = tuple(ages_s)
 
     def failure(self) -> str:
         """Return the same as ``GroupWatch.failure``, for the watched groups."""
@@ -321,3 +325,17 @@ def test_a_place_that_appears_ends_the_pause() -> None:
         clock[0] += 1.0
 
     assert groups.taking
+
+
+def test_engines_know_the_restarts_of_lost_groups() -> None:
+    groups = Groups(1, load_config(CONFIG))
+    clock = [50.0]
+    upkeep = Upkeep(
+        cast(ServingGroups, groups), lambda serves: None, lambda: clock[0], lambda work: work()
+    )
+    for _ in range(2):
+        groups.taking[0].lost_because = "a rank died"
+        upkeep.look()
+        clock[0] += 10.0
+
+    assert groups.restart_ages_s == (10.0, 0.0)

@@ -76,6 +76,12 @@ METRICS: dict[str, Any] = {
     "streams_offered": {"0": 1800, "1": 1792},
     "streams_predicted": {"0": 30, "1": 30},
     "streams_measured": {"0": 28, "1": 29},
+    "group_start_time_seconds": 1.8e9,
+    "restarts_left": 5,
+    "process_resident_memory_bytes": {"engine": 300 << 20, "worker-0": 900 << 20},
+    "process_open_fds": {"engine": 60},
+    "host_memory_bytes": {"node-a": 64 << 30},
+    "host_memory_available_bytes": {"node-a": 40 << 30},
 }
 
 

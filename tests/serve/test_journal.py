@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.serve.http.server import listen
+from dist_aclgraph.serve.openai.body import BodyBudget
 from dist_aclgraph.serve.resume.counters import read_counters
 from dist_aclgraph.serve.resume.holder import ConnectionHolder, HeldConnection, HolderLink
 from dist_aclgraph.serve.resume.journal import (
+    JOURNAL,
     Chance,
     Entry,
     Journal,
@@ -531,3 +533,60 @@ def test_a_link_that_is_full_holds_nothing_and_says_later_what_has_ended() -> No
     holder.close()
     os.close(read)
     os.close(write)
+
+
+class Budget:
+    """A budget with room for ``room`` bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def take(self, num_bytes: int) -> bool:
+        if num_bytes > self.room:
+            return False
+        self.room -= num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        self.room += num_bytes
+
+
+def test_a_journal_ends_when_the_memory_of_all_journals_is_used() -> None:
+    with new_memory() as (memory, _):
+        write_opening(memory, OPENING)
+        budget, ended = Budget(1000), []
+        journal = Journal(OPENING.chance, memory=memory, on_end=lambda: ended.append(True))
+        journal.count_in(budget)
+        assert budget.room == 1000 - memory.num_record_bytes
+
+        journal.note(0, RequestDelta("a", bytes(100)))
+        assert budget.room < 900 and not ended
+        journal.note(0, RequestDelta("a", bytes(1000)))
+
+        assert ended == [True]
+        assert budget.room == 1000
+        assert len(memory.records()) == 2
+
+
+def test_the_journal_of_a_request_counts_as_its_body_does(service: Any) -> None:
+    with new_memory() as (memory, _):
+        journal = Journal(OPENING.chance, memory=memory)
+        scope = {"extensions": {JOURNAL: lambda chance: journal}}
+        before = service.state.bodies.num_bytes
+
+        assert service.state.open_journal(scope) is journal
+        journal.note(0, RequestDelta("a", bytes(100)))
+        assert service.state.bodies.num_bytes >= before + 100
+        journal.end()
+
+        assert service.state.bodies.num_bytes == before
+
+
+def test_journals_take_half_of_the_budget_and_bodies_all_of_it() -> None:
+    budget = BodyBudget(100)
+
+    assert budget.take(50) and not budget.take(1)
+    budget.num_bytes += 50
+    budget.check_room()
+    budget.give_back(51)
+    assert budget.take(1)

@@ -79,6 +79,24 @@ def test_metrics_are_well_formed_and_count(service):
     assert min(counts.values()) >= 1
 
 
+def test_metrics_tell_memory_open_files_and_restarts(service):
+    text = service.http.get("/metrics").text
+
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = [v for k, v in sample.labels.items() if k not in ("model_name", "replica")]
+            values[(sample.name.removeprefix("dist_aclgraph_"), *own)] = sample.value
+    assert values["restarts_left", "0"] == 5
+    assert values["restarts_per_hour",] == 6
+    assert values["process_resident_memory_bytes", "0", "worker-0"] == 900 << 20
+    assert values["host_memory_available_bytes", "0", "node-a"] == 40 << 30
+    assert values["group_start_time_seconds", "0"] == 1.8e9
+    assert 10 << 20 < values["ingress_resident_memory_bytes",] < 100 << 30
+    assert 3 < values["ingress_open_fds",] < values["ingress_max_fds",]
+    assert values["body_bytes",] == 0 and values["body_limit_bytes",] == 1 << 30
+
+
 def test_replicas_count_under_names_of_their_own(service):
     found = set()
     for _ in range(2):

@@ -474,6 +474,11 @@ class ServingGroups:
             group.engine.set_groups.remote(listed)
         return self._version
 
+    def set_restarts(self, ages_s: Sequence[float]) -> None:
+        """Tell all engines how many seconds ago groups were started again within the last hour."""
+        for group in self.groups:
+            group.engine.set_restarts.remote(ages_s)
+
     # ---- one group
 
     def _open(self, group: LockstepGroup) -> None:

@@ -172,7 +172,9 @@ class Upkeep:
             self._serving.find_place()
             has_begun = self._restarts.spend(self._clock())
             assert has_begun, "looked at before"
+            self._tell_restarts()
             self._serving.replace_one()
+            self._tell_restarts()
         except Exception as e:  # any exception: the other groups continue to serve
             if has_begun:
                 self._restarts.failed(self._clock())
@@ -182,6 +184,10 @@ class Upkeep:
         else:
             self._restarts.succeeded()
             self.trouble = ""
+
+    def _tell_restarts(self) -> None:
+        """Tell the engines about the budget, for /metrics."""
+        self._serving.set_restarts(self._restarts.ages_s(self._clock()))
 
     def _complain(self, reason: str) -> None:
         if reason != self.trouble:

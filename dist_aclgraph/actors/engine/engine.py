@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,7 @@ from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.lazy import LazyGraphs
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action
+from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.topology import ParallelLayout, WorldRank
@@ -86,6 +88,7 @@ class Engine:
         self._resumption: Resumption | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
+        self._restarts = RestartBudget(config.recovery.restarts_per_hour)
         self._lease = Lease(config.timeouts.link_s)
         leave_with(self._lease, "this engine")
 
@@ -134,6 +137,7 @@ class Engine:
         """Wait until all workers are connected, start the loop, and return the clients' address."""
         assert self._channel is not None and self._clients_at is not None
         assert self._resumption is not None
+        began_s = time.time()
         config = self._config
         layout = ParallelLayout.from_config(config.parallel).within_group
         self._channel.wait_for_workers(config.timeouts.join_s, lambda: None)
@@ -184,7 +188,12 @@ class Engine:
                 settings.costs,
             ),
             resumption=self._resumption,
-            report=lambda: {**settings.report, "pool_bytes": ranks.pool_bytes},
+            report=lambda: {
+                **settings.report,
+                "began_s": began_s,
+                "pool_bytes": ranks.pool_bytes,
+                "restarts_left": self._restarts.num_left(time.monotonic()),
+            },
         )
         # Existing objects stay until the engine ends, so garbage collections need not visit them.
         gc.collect()
@@ -214,6 +223,10 @@ class Engine:
         """Send the deployment's list of groups to all clients."""
         assert self._loop is not None
         self._loop.set_groups(groups)
+
+    def set_restarts(self, ages_s: Sequence[float]) -> None:
+        """Store the restarts of lost groups, for /metrics; see ``RestartBudget.ages_s``."""
+        self._restarts.adopt(ages_s, time.monotonic())
 
     def drain(self, version: int, timeout_s: float) -> bool:
         """Wait until all running requests have ended; see ``EngineLoop.drain``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import select
 import signal
@@ -116,6 +117,29 @@ def kill_all(pids: set[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 if there is no such process."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+    return 0
+
+
+def count_open_files(pid: int) -> int:
+    """Return how many files a process has open; 0 if there is no such process, or it is another
+    user's.
+    """
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
+
+
+def host_memory() -> tuple[int, int]:
+    """Return this machine's memory, and the part that programs can still get, in bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {name: int(kib) << 10 for name, kib, *_ in lines}
+    return sizes["MemTotal:"], sizes["MemAvailable:"]
 
 
 def _all() -> Iterator[int]:

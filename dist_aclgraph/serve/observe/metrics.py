@@ -7,9 +7,11 @@ value is in this object. If a value is itself an object, each of its keys gives 
 
 from __future__ import annotations
 
+import os
+import resource
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +21,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.errors import EngineDeadError
 from dist_aclgraph.serve.observe.frequent import FrequentHistogram
 from dist_aclgraph.serve.observe.vllm_names import vllm_names
@@ -91,6 +94,25 @@ ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "graph_streams_offered": ("gauge", "rank", "Streams that a rank offered for graphs."),
     "graph_streams_predicted": ("gauge", "rank", "Streams that the first plan was to take."),
     "graph_streams_measured": ("gauge", "rank", "Streams that it took."),
+    "group_start_time_seconds": ("gauge", "", "When the group began to serve, since 1970."),
+    "restarts_left": (
+        "gauge",
+        "",
+        "How many lost groups may still be started again within this hour "
+        "(recovery.restarts_per_hour).",
+    ),
+    "process_resident_memory_bytes": (
+        "gauge",
+        "process",
+        "Resident memory of the engine, and of each worker on the engine's host.",
+    ),
+    "process_open_fds": ("gauge", "process", "Files that the engine has open."),
+    "host_memory_bytes": ("gauge", "host", "Memory of the engine's host."),
+    "host_memory_available_bytes": (
+        "gauge",
+        "host",
+        "Memory of the engine's host that programs can still get.",
+    ),
 }
 RANK_LABELS = ("rank", "node", "npus", "kind")
 # The requests and tokens that this replica has sent to each engine.
@@ -98,6 +120,21 @@ ROUTING_METRICS = {
     "routed_requests": "Requests that this replica sent to an engine.",
     "routed_prompt_tokens": "Prompt tokens of those requests.",
     "routed_cached_tokens": "Those of them that the engine was taken to have in its cache.",
+}
+# Gauges of this process. The values are help, and a function that reads the value.
+INGRESS_GAUGES: dict[str, tuple[str, Callable[[], float]]] = {
+    "ingress_resident_memory_bytes": (
+        "Resident memory of this replica's process.",
+        lambda: processes.resident_bytes(os.getpid()),
+    ),
+    "ingress_open_fds": (
+        "Files and connections that this replica's process has open.",
+        lambda: processes.count_open_files(os.getpid()),
+    ),
+    "ingress_max_fds": (
+        "How many files and connections this replica's process may have open.",
+        lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    ),
 }
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_BUCKETS = tuple(float(n * 10**k) for k in range(6) for n in (1, 2, 5))
@@ -166,6 +203,13 @@ class Metrics:
         self._values = values
         self._has_aliases = has_aliases
         self._registry.register(_EngineCollector(values, client))
+        for name, (text, read) in INGRESS_GAUGES.items():
+            self.track(name, text, read)
+
+    def track(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a gauge whose value ``read`` returns at every scrape, on any thread."""
+        gauge = Gauge(f"{PREFIX}{name}", text, LABELS, registry=self._registry)
+        gauge.labels(*self._values).set_function(read)
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -282,7 +326,8 @@ class _EngineCollector(Collector):
         yield outage
         losses = CounterMetricFamily(
             f"{PREFIX}group_losses",
-            "Groups that this replica has lost, by what it has seen of it.",
+            "Groups that this replica has lost, by what it has seen of it; the end of a group that "
+            "has drained is no loss.",
             labels=(*LABELS, "kind"),
         )
         for kind, count in client.num_losses().items():

@@ -71,7 +71,10 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies in memory; used on one event loop only."""
+    """Counts the bytes of all request bodies and journals in memory; for one event loop only.
+
+    Journals get room only below half of the limit, so that they do not make requests wait.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -89,6 +92,17 @@ class BodyBudget:
                 f"the bodies of requests in progress take more than {self.max_bytes >> 20} MiB; "
                 "try again later"
             )
+
+    def take(self, num_bytes: int) -> bool:
+        """Count more bytes of a journal if there is room for them; return whether there is."""
+        has_room = self.num_bytes + num_bytes <= self.max_bytes // 2
+        if has_room:
+            self.num_bytes += num_bytes
+        return has_room
+
+    def give_back(self, num_bytes: int) -> None:
+        """Subtract bytes that are freed."""
+        self.num_bytes -= num_bytes
 
 
 class HeldBody:
@@ -120,7 +134,7 @@ class HeldBody:
 
     def release(self) -> None:
         """Subtract the request's bytes from the budget. Idempotent."""
-        self._budget.num_bytes -= self._num_bytes
+        self._budget.give_back(self._num_bytes)
         self._num_bytes = 0
 
 

@@ -82,6 +82,21 @@ class ApiState:
         self.ignored_fields = IgnoredFields()
         self.bodies = BodyBudget(config.serve.max_bodies_mib << 20)
         self.metrics = Metrics(config.name, client, has_aliases=config.serve.vllm_metrics)
+        self.metrics.track(
+            "body_bytes",
+            "Memory of the bodies of requests in progress and of their journals.",
+            lambda: self.bodies.num_bytes,
+        )
+        self.metrics.track(
+            "body_limit_bytes",
+            "Limit of body_bytes (serve.max_bodies_mib).",
+            lambda: self.bodies.max_bytes,
+        )
+        self.metrics.track(
+            "restarts_per_hour",
+            "Lost groups that may be started again within an hour (recovery.restarts_per_hour).",
+            lambda: config.recovery.restarts_per_hour,
+        )
         self.status = StatusNumbers(config.name, self.metrics, client)
         # None: seed from the system's entropy. Seeds in configurations are below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
@@ -203,7 +218,10 @@ class ApiState:
         """Return a request's journal; it has entries if an earlier process began the answer."""
         chance = Chance.draw(self._seeds.randrange(2**31))
         open_it = scope.get("extensions", {}).get(JOURNAL)
-        journal: Journal = open_it(chance) if open_it is not None else Journal(chance)
+        if open_it is None:
+            return Journal(chance)
+        journal: Journal = open_it(chance)
+        journal.count_in(self.bodies)
         if journal.is_resumed and (account := scope.get(ACCOUNT)) is not None:
             account.resume(journal.chance.created_s)
         return journal

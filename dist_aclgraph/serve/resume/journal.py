@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,16 @@ class Chance(msgspec.Struct, frozen=True):
     @classmethod
     def draw(cls, seed: int) -> Chance:
         return cls(secrets.token_hex(12), int(time.time()), seed)
+
+
+class JournalBudget(Protocol):
+    """Limits the memory of all journals."""
+
+    def take(self, num_bytes: int) -> bool:
+        """Count more bytes if there is room for them; return whether there is."""
+        ...
+
+    def give_back(self, num_bytes: int) -> None: ...
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +123,26 @@ class Journal:
         self._entries = entries
         self._memory = memory
         self._on_end = on_end
+        self._budget: JournalBudget | None = None
+        self._num_bytes = 0  # bytes that the budget counts
+
+    def count_in(self, budget: JournalBudget) -> None:
+        """Count the journal's memory in a budget until the journal ends.
+
+        Without room, the journal ends: the answer does not outlive this process.
+        """
+        if self._memory is not None:
+            self._budget = budget
+            self._count(self._memory.num_record_bytes)
+
+    def _count(self, num_bytes: int) -> bool:
+        if self._budget is None:
+            return True
+        if not self._budget.take(num_bytes):
+            self.end()
+            return False
+        self._num_bytes += num_bytes
+        return True
 
     def take_entries(self) -> tuple[Entry, ...]:
         """Return a previous process's entries, and free them, because they may be large."""
@@ -120,15 +151,18 @@ class Journal:
 
     def note(self, index: int, delta: RequestDelta) -> None:
         """Write a choice's delta, before its text is sent."""
-        if self._memory is not None:
-            entry = Entry.of_delta(index, delta)
-            if not self._memory.append(_encode(entry)):
-                self.end()
+        if (memory := self._memory) is None:
+            return
+        record = _encode(Entry.of_delta(index, delta))
+        if self._count(len(record)) and not memory.append(record):
+            self.end()
 
     def end(self) -> None:
         """Stop writing. Idempotent."""
         if self._memory is not None:
             self._memory = None
+            if self._budget is not None:
+                self._budget.give_back(self._num_bytes)
             self._on_end()
 
 

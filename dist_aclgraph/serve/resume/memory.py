@@ -108,6 +108,11 @@ class JournalMemory:
         self._words[self._slot_at + _RECORDS_END] = self._records_end = end
         return True
 
+    @property
+    def num_record_bytes(self) -> int:
+        """Number of bytes that all records take."""
+        return self._records_end
+
     def records(self) -> list[bytes]:
         """Return all records."""
         start, end = RECORDS_AT, RECORDS_AT + self._records_end

@@ -66,3 +66,15 @@ def test_a_start_may_take_longer_after_each_start_that_took_too_long(
 
     limit.note(0.0)
     assert limit.seconds(longest_s) == limits[0]
+
+
+def test_a_copy_of_a_budget_on_another_clock_has_the_same_restarts_left() -> None:
+    budget, copy = RestartBudget(3), RestartBudget(3)
+    for now_s in (0.0, 100.0):
+        budget.spend(now_s)
+
+    copy.adopt(budget.ages_s(200.0), now_s=5000.0)
+
+    assert (budget.num_left(200.0), copy.num_left(5000.0)) == (1, 1)
+    assert copy.num_left(5000.0 + HOUR_S - 200.0) == 2
+    assert copy.num_left(5000.0 + HOUR_S - 100.0) == 3
