@@ -187,6 +187,19 @@ def test_a_drained_engine_that_goes_is_no_loss(both, engine, other):
 
     until(lambda: both.capacity().total == 1)
     assert both.losses() == []
+    assert sum(both.num_losses().values()) == 0
+
+
+def test_an_engine_that_dies_while_it_drains_is_a_loss(both, engine, other):
+    both.submit("a", [1], LONG, (), lambda delta: None)
+    until(lambda: engine.submitted or other.submitted)
+    dying, draining = (engine, "0") if engine.submitted else (other, "1")
+    engine.groups = other.groups = list_groups(1, engine, other, draining=draining)
+    until(lambda: both.capacity().draining == 1)
+
+    dying.silent = True
+
+    until(lambda: both.num_losses()["silent"] == 1)
 
 
 def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine, other):

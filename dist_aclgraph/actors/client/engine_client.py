@@ -644,7 +644,8 @@ class EngineClient:
     def _lose(self, engine: KnownEngine, reason: str) -> None:
         """Let other engines continue this engine's requests; end the queries to this engine."""
         with self._lock:
-            if not (engine.dead_because or self._closing.is_set()):
+            # The process of a group that has drained ends in order, for example after a roll.
+            if not (engine.dead_because or engine.has_drained or self._closing.is_set()):
                 self._losses[engine.link.loss_kind] += 1
             engine.dead_because = reason
             engine.link.is_lost = True

@@ -48,6 +48,11 @@ class KnownEngine:
             return "lost"
         return "draining" if self.is_draining else "serving"
 
+    @property
+    def has_drained(self) -> bool:
+        """Whether the engine accepts no new requests, and none of this client's requests runs."""
+        return self.is_draining and not self.requests
+
 
 @dataclass(frozen=True)
 class Capacity:
