@@ -209,6 +209,11 @@ def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
+def may_use_ray_token() -> bool:
+    """Return whether the environment lets a Ray that is started here require a token."""
+    return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
+
+
 def api_key() -> str | None:
     """Return the HTTP service's API key from the environment; None without a key."""
     return os.environ.get(API_KEY_VARIABLE) or None

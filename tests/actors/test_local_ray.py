@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -143,6 +144,31 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
             stranger.wait()
 
         assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["friend"]
+
+
+PROTECT = """
+import os
+from dist_aclgraph.actors.cluster.local_ray import protect_token
+os.umask(0o022)
+protect_token()
+"""
+
+
+@pytest.mark.parametrize("given", [None, 0o644])
+def test_only_this_user_can_read_the_token_of_ray(tmp_path: Path, given: int | None) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    if given is not None:
+        token.parent.mkdir()
+        token.write_text("a" * 32)
+        token.chmod(given)
+    known = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+
+    subprocess.run(
+        [sys.executable, "-c", PROTECT], check=True, env={**known, "HOME": str(tmp_path)}
+    )
+
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) >= 32
 
 
 def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -23,11 +23,15 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
+from ray._private.authentication.authentication_token_generator import (
+    generate_new_authentication_token,
+)
 from ray._private.authentication.authentication_token_setup import (
+    _get_default_token_path,
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.services import find_gcs_addresses
-from ray._raylet import GcsClient, NodeID  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, GcsClient, NodeID  # type: ignore[attr-defined]
 from ray.exceptions import RpcError
 
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
@@ -38,7 +42,12 @@ from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.config import Config
 from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
-from dist_aclgraph.environment import RAYLET_VARIABLE, prepare_ray_environment, ray_address
+from dist_aclgraph.environment import (
+    RAYLET_VARIABLE,
+    may_use_ray_token,
+    prepare_ray_environment,
+    ray_address,
+)
 from dist_aclgraph.errors import PlacementError
 
 NAMESPACE = "dist_aclgraph"
@@ -186,6 +195,7 @@ def start_ray(
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)
+        protect_token()
         with own_process_group(), starter.ray_settings() as settings, acl:
             started = start_daemons(
                 num_cpus=max(4, os.cpu_count() or 1),
@@ -218,6 +228,28 @@ def _raylet_of_this_node() -> int | None:
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid: int = struct.unpack("3i", credentials)[0]
     return pid or None
+
+
+def protect_token() -> None:
+    """Make Ray's token file so that only this user can read it; a client of Ray can run code.
+
+    Ray itself would make the file with the permissions that the umask leaves.
+    """
+    path = _get_default_token_path()
+    with suppress(FileNotFoundError):
+        state = path.stat()
+        if state.st_uid == os.getuid() and state.st_mode & 0o077:
+            path.chmod(0o600)
+            logger.warning("other users could read Ray's token %s; its mode is 0600 now", path)
+    loader = AuthenticationTokenLoader.instance()
+    if not may_use_ray_token() or loader.has_token(ignore_auth_mode=True):
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # another process has just made it
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(generate_new_authentication_token())
+    loader.reset_cache()
 
 
 def start_daemons(**options: Any) -> set[int]:
