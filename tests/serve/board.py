@@ -1,4 +1,4 @@
-"""Compares the queries of the Grafana board with the samples of /metrics."""
+"""Compares the queries of Grafana boards and alert rules with the samples of /metrics."""
 
 from __future__ import annotations
 
@@ -9,13 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import promql_parser
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+LITERALS = ("NumberLiteral", "StringLiteral")
 GRAFANA = Path(__file__).parents[2] / "cluster" / "grafana"
 
 
-def board() -> dict[str, Any]:
-    return dict(json.loads((GRAFANA / "dashboard.json").read_text(encoding="utf-8")))
+BOARDS = ("dashboard.json", "operators.json")
+# Metrics of others: Prometheus itself, and npu-exporter with the label that prometheus.yml adds.
+OTHERS = {
+    "up": {"job", "instance"},
+    "npu_chip_info_health_status": {"id", "node"},
+    "npu_chip_info_temperature": {"id", "node"},
+}
+
+
+def board(name: str = "dashboard.json") -> dict[str, Any]:
+    return dict(json.loads((GRAFANA / name).read_text(encoding="utf-8")))
+
+
+def alerts() -> list[dict[str, Any]]:
+    """Return all alert rules."""
+    groups = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
@@ -27,38 +44,57 @@ def labels_of(text: str) -> dict[str, set[str]]:
     return found
 
 
-def unknown(known: dict[str, set[str]]) -> list[str]:
-    """Return each metric and label that the board uses and that does not exist.
+def unknown_in_alerts(known: dict[str, set[str]]) -> list[str]:
+    """Return each metric and label that an alert rule uses and that does not exist.
 
     Args:
         known: see ``labels_of``.
     """
     missing = []
-    for panel in board()["panels"]:
+    for rule in alerts():
+        try:
+            left = labels_after(promql_parser.parse(rule["expr"]), known | OTHERS)
+        except KeyError as e:
+            missing.append(f"{rule['alert']}: {e.args[0]}")
+            continue
+        for label in re.findall(r"{{ \$labels\.(\w+) }}", " ".join(rule["annotations"].values())):
+            if label not in left:
+                missing.append(f"{rule['alert']}: the annotations' {label}")
+    return missing
+
+
+def unknown(name: str, known: dict[str, set[str]]) -> list[str]:
+    """Return each metric and label that a board uses and that does not exist.
+
+    Args:
+        name: file of the board.
+        known: see ``labels_of``.
+    """
+    missing = []
+    for panel in board(name)["panels"]:
         for target in panel["targets"]:
             expression = promql_parser.parse(
                 target["expr"].replace("$__rate_interval", "1m").replace("$model", "m")
             )
             try:
-                left = labels_after(expression, known)
+                left = labels_after(expression, known | OTHERS)
             except KeyError as e:
                 missing.append(f"{panel['title']}: {e.args[0]}")
                 continue
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
                 if label not in left:
                     missing.append(f"{panel['title']}: the legend's {label}")
-    for name, label in queried_variables():
-        if label not in known.get(name, ()):
-            missing.append(f"a variable: {name} with {label}")
+    for metric, label in queried_variables(name):
+        if label not in known.get(metric, ()):
+            missing.append(f"a variable: {metric} with {label}")
     return missing
 
 
-def queried_variables() -> Iterator[tuple[str, str]]:
+def queried_variables(name: str) -> Iterator[tuple[str, str]]:
     """Yield metric and label of each variable of the board that uses ``label_values``."""
-    for variable in board()["templating"]["list"]:
+    for variable in board(name)["templating"]["list"]:
         if variable["type"] == "query":
-            name, label = re.findall(r"label_values\((\w+), (\w+)\)", variable["definition"])[0]
-            yield name, label
+            yield re.findall(r"label_values\((\w+), (\w+)\)", variable["definition"])[0]
 
 
 def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
@@ -80,15 +116,25 @@ def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
                 return set()
             assert "by" in str(expression.modifier)
             return {_require(label, inner, expression) for label in expression.modifier.labels}
+        case "NumberLiteral":
+            return set()
         case "Call":
-            vectors = [a for a in expression.args if type(a).__name__ != "NumberLiteral"]
+            vectors = [a for a in expression.args if type(a).__name__ not in LITERALS]
+            if not vectors:  # time()
+                return set()
             inner = labels_after(vectors[-1], known)
+            if expression.func.name == "label_replace":
+                _, new, _, source, _ = expression.args
+                _require(source.val, inner, expression)
+                inner = inner | {new.val}
             if expression.func.name == "histogram_quantile":
                 inner = inner - {_require("le", inner, expression)}
             return inner
         case "BinaryExpr":
             left = labels_after(expression.lhs, known)
             right = labels_after(expression.rhs, known)
+            if not (left and right):  # one side is a number
+                return left | right
             matching = expression.modifier and expression.modifier.matching
             for label in matching.labels if matching else left | right:
                 _require(label, left, expression)

@@ -1,11 +1,24 @@
-"""The Grafana board in cluster/grafana uses only metrics and labels that /metrics has."""
+"""Boards and alert rules in cluster/grafana use only metrics and labels that /metrics has."""
 
 from __future__ import annotations
+
+import shutil
+import subprocess
 
 import pytest
 import yaml
 
-from tests.serve.board import GRAFANA, board, labels_after, labels_of, promql_parser, unknown
+from tests.serve.board import (
+    BOARDS,
+    GRAFANA,
+    alerts,
+    board,
+    labels_after,
+    labels_of,
+    promql_parser,
+    unknown,
+    unknown_in_alerts,
+)
 
 NEEDED = {
     "groups": "dist_aclgraph_group_state",
@@ -27,13 +40,51 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def known(shared_service):
-    # A counter by reason exists only after it has counted something.
+    # A counter by reason or status exists only after it has counted something.
+    shared_service.http.get("/no-such-path")
     shared_service.openai.completions.create(model="tiny-qwen3", prompt="abc", max_tokens=4)
     return labels_of(shared_service.http.get("/metrics").text)
 
 
-def test_every_metric_and_label_of_the_board_exists(known):
-    assert unknown(known) == []
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_metric_and_label_of_a_board_exists(known, name):
+    assert unknown(name, known) == []
+
+
+def test_every_metric_and_label_of_an_alert_exists(known):
+    assert unknown_in_alerts(known) == []
+
+
+def test_alerts_have_a_weight_and_say_what_to_do():
+    names = [rule["alert"] for rule in alerts()]
+
+    assert len(set(names)) == len(names) > 10
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"].keys() == {"summary", "description"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize(("check", "name"), [("rules", "alerts.yml"), ("config", "prometheus.yml")])
+def test_promtool_finds_no_fault(check, name):
+    done = subprocess.run(
+        ["promtool", "check", check, name], cwd=GRAFANA, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_samples_cause_the_right_alerts():
+    samples = GRAFANA.parents[1] / "tests" / "data" / "alerts_test.yml"
+    done = subprocess.run(
+        ["promtool", "test", "rules", samples.name],
+        cwd=samples.parent,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("what", NEEDED)
@@ -49,6 +100,8 @@ def test_the_board_shows_what_the_status_page_does(what):
         ("dist_aclgraph_no_such_metric", "dist_aclgraph_no_such_metric"),
         ('dist_aclgraph_engine_healthy{engine="0"}', "engine"),
         ("max by (rank) (dist_aclgraph_kv_cache_usage)", "rank"),
+        ("min by (rank) (dist_aclgraph_restarts_left) > 0.5", "rank"),
+        ('label_replace(dist_aclgraph_rank_info, "a", "$1", "id", "(.*)")', "id"),
         ("histogram_quantile(0.5, rate(dist_aclgraph_expert_tokens_total[1m]))", "le"),
         (
             "dist_aclgraph_expert_tokens_total / on (graph) dist_aclgraph_kv_cache_usage",
@@ -61,9 +114,10 @@ def test_the_check_finds_what_is_missing(known, expression, missing):
         labels_after(promql_parser.parse(expression), known)
 
 
-def test_panels_do_not_overlap_and_say_their_unit():
+@pytest.mark.parametrize("name", BOARDS)
+def test_panels_do_not_overlap_and_say_their_unit(name):
     taken = set()
-    for panel in board()["panels"]:
+    for panel in board(name)["panels"]:
         place = panel["gridPos"]
         cells = {
             (x, y)
@@ -79,6 +133,8 @@ def test_panels_do_not_overlap_and_say_their_unit():
 def test_the_files_beside_the_board_fit_each_other():
     scraped = yaml.safe_load((GRAFANA / "prometheus.yml").read_text())
     [job] = scraped["scrape_configs"]
+    monitor = yaml.safe_load((GRAFANA.parent / "podmonitor.yaml").read_text())
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
     [source] = yaml.safe_load(
         (GRAFANA / "provisioning" / "datasources" / "prometheus.yaml").read_text()
     )["datasources"]
@@ -86,7 +142,10 @@ def test_the_files_beside_the_board_fit_each_other():
         (GRAFANA / "provisioning" / "dashboards" / "dist_aclgraph.yaml").read_text()
     )["providers"]
 
-    assert job["metrics_path"] == "/metrics"
+    assert job["metrics_path"] == endpoint["path"] == "/metrics"
+    assert endpoint["interval"] == scraped["global"]["scrape_interval"]
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": job["job_name"]}]
+    assert scraped["rule_files"] == ["alerts.yml"]
     assert source["type"] == "prometheus"
     assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
     assert provider["type"] == "file" and provider["options"]["path"]

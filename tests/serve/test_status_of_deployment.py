@@ -12,7 +12,7 @@ from dist_aclgraph.config import load_config
 from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.deployments import start_deployment
-from tests.serve.board import labels_of, unknown
+from tests.serve.board import BOARDS, labels_of, unknown
 from tests.serve.browser import StatusPage, open_browser
 from tests.serve.conftest import open_port
 from tests.serve.fake_engine import METRICS
@@ -80,8 +80,12 @@ def test_numbers_on_the_page_are_those_of_the_metrics_under_load_and_after_it(se
 
 def test_the_board_asks_for_what_a_deployment_has(service):
     ask(service)
+    service.http.get("/no-such-path")
 
-    assert unknown(labels_of(service.http.get("/metrics").text)) == []
+    known = labels_of(service.http.get("/metrics").text)
+    # No device has had a fault, and no fault means no sample.
+    known["dist_aclgraph_resumptions_total"] = {"model_name", "replica", "engine", "fault"}
+    assert [unknown(name, known) for name in BOARDS] == [[]] * len(BOARDS)
 
 
 def test_the_engine_of_other_tests_answers_as_a_real_one_does(service):
