@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step bench-structured chaos setup setup-bench setup-clients \
+	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step bench-structured chaos soak setup setup-bench setup-clients \
 	setup-dev emulator python
 
 help: ## Show the targets
@@ -129,6 +129,10 @@ FAULTS ?= 12
 SHAPE ?= replicas
 chaos: setup-dev emulator ## Inject faults into a service: SEED=1 FAULTS=12 SHAPE=replicas, experts or streams
 	$(BIN)/python -m tools.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
+
+MINUTES ?= 120
+soak: setup-dev emulator ## Run load and faults for MINUTES=120, and find what grows; writes docs/operate/soak.md
+	$(BIN)/python -m tools.chaos.soak --minutes $(MINUTES) --seed $(SEED) --shape $(SHAPE)
 
 bench-overload: setup-dev emulator ## Measure readers during ten times too many requests, stalled readers, huge bodies
 	$(BIN)/python -m tools.chaos.overload

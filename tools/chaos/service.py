@@ -8,6 +8,7 @@ the rig can distinguish the service's processes and files from others on this ma
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -137,6 +138,14 @@ class Service:
         """Return the service's processes whose names begin with the prefix, oldest first."""
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
+    def by_name(self) -> dict[str, list[int]]:
+        """Return the service's living processes by their names."""
+        found: dict[str, list[int]] = {}
+        for pid in self._all():
+            name = "supervisor" if pid == self._process.pid else processes.name_of(pid)
+            found.setdefault(name, []).append(pid)
+        return found
+
     def _all(self) -> set[int]:
         """Return all living processes of the service: those in its session, or with its temporary
         folder.
@@ -150,6 +159,22 @@ class Service:
         # Other services may make segments, too, but the processes that made these segments are
         # alive.
         return sorted(name for name in _segments() - self._segments if _is_dead(name))
+
+    def segments(self) -> set[str]:
+        """Return HCCL's segments that were made since the start."""
+        return _segments() - self._segments
+
+    def num_run_directories(self) -> int:
+        return len(run_directory.directories(self.folder))
+
+    def temporary_bytes(self) -> int:
+        """Return the size of all temporary files, which include Ray's logs."""
+        size = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    size += os.lstat(os.path.join(folder, name)).st_blocks * 512
+        return size
 
     def dead_run_directories(self) -> list[str]:
         """Return directories whose owners have exited."""

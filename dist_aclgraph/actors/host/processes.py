@@ -135,6 +135,13 @@ def count_open_files(pid: int) -> int:
     return 0
 
 
+def count_threads(pid: int) -> int:
+    """Return how many threads a process has; 0 if there is no such process."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task"))
+    return 0
+
+
 def host_memory() -> tuple[int, int]:
     """Return this machine's memory, and the part that programs can still get, in bytes."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())

@@ -1,0 +1,82 @@
+"""Whether the resources of a service grow: samples over time, and the slope of each resource."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import linear_regression, median
+
+HOUR_S = 3600.0
+WARM_UP = 0.2  # share of the samples at the beginning that the slope leaves out
+FLAT_SHARE = 0.05  # share of its median by which a flat value may grow over the whole run
+# A flat value may grow by this amount, too: one process more or less of a kind is no leak.
+FLAT_AMOUNTS = {"MiB": 16.0, "files": 16.0, "threads": 8.0, "processes": 1.0}
+COLUMNS = ("resource", "unit", "first", "median", "last", "growth per hour", "flat")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The resources at one time, when no request runs.
+
+    Attributes:
+        values: value by (resource, unit), such as ("ray::Engine", "MiB").
+    """
+
+    at_s: float
+    values: Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How one resource changed over a run."""
+
+    resource: str
+    unit: str
+    first: float
+    median: float
+    last: float
+    per_hour: float
+    is_flat: bool
+
+    def cells(self) -> list[str]:
+        numbers = [f"{x:.0f}" for x in (self.first, self.median, self.last)]
+        verdict = "yes" if self.is_flat else "NO"
+        return [self.resource, self.unit, *numbers, f"{self.per_hour:+.1f}", verdict]
+
+
+def growths(samples: Sequence[Sample]) -> Iterator[Growth]:
+    """Yield the growth of each resource; a resource without a value in a sample counts as 0.
+
+    Args:
+        samples: at least two, in the order of their times.
+    """
+    names = sorted({name for sample in samples for name in sample.values})
+    warm = samples[min(int(WARM_UP * len(samples)), len(samples) - 2) :]
+    times_s = [sample.at_s for sample in warm]
+    for resource, unit in names:
+        values = [sample.values.get((resource, unit), 0.0) for sample in samples]
+        late = values[-len(warm) :]
+        slope = linear_regression(times_s, late).slope
+        growth = slope * (times_s[-1] - times_s[0])
+        allowed = max(FLAT_SHARE * median(late), FLAT_AMOUNTS[unit])
+        yield Growth(
+            resource,
+            unit,
+            values[0],
+            median(values),
+            values[-1],
+            slope * HOUR_S,
+            growth <= allowed,
+        )
+
+
+def sums_over_time(samples: Sequence[Sample], count: int) -> Iterator[list[str]]:
+    """Yield up to ``count`` lines: minutes since the first sample, and the sum of each unit."""
+    step = max(1, -(-len(samples) // count))
+    for sample in samples[::step]:
+        minutes = (sample.at_s - samples[0].at_s) / 60
+        yield [f"{minutes:.0f}", *(f"{_sum(sample, unit):.0f}" for unit in FLAT_AMOUNTS)]
+
+
+def _sum(sample: Sample, wanted: str) -> float:
+    return sum(value for (_, unit), value in sample.values.items() if unit == wanted)
