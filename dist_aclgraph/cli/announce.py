@@ -92,7 +92,8 @@ def _curl_options(config: Config) -> str:
     if api_key() is not None:
         options += f'-H "Authorization: Bearer ${API_KEY_VARIABLE}" '
     elif config.serve.api_keys_file is not None:
-        found = f"grep -m1 '^[^#]' {shlex.quote(config.serve.api_keys_file)}"
+        # A line may have a name and limits after the key.
+        found = f"awk '/^[^# ]/ {{print $1; exit}}' {shlex.quote(config.serve.api_keys_file)}"
         options += f'-H "Authorization: Bearer $({found})" '
     return options
 

@@ -212,7 +212,7 @@ def test_the_announcement_has_device_plan_and_a_curl_line(capsys, task, path):
         (
             {"serve.api_keys_file": "/etc/my keys"},
             None,
-            """-H "Authorization: Bearer $(grep -m1 '^[^#]' '/etc/my keys')\"""",
+            """-H "Authorization: Bearer $(awk '/^[^# ]/ {print $1; exit}' '/etc/my keys')\"""",
         ),
         ({"serve.uds": "/run/api"}, None, "curl -s --unix-socket /run/api http://localhost/v1"),
     ],
