@@ -138,6 +138,7 @@ def test_an_engine_that_hangs_loses_no_request_and_its_group_is_replaced(pair: P
 
 def test_groups_are_added_and_drain_side_by_side_under_streams(pair: Pair) -> None:
     service, before = pair.service, pids_of(pair.service)
+    losses = service.client.num_losses()
     with streams(service, len(PROMPTS)) as found:
         service.deployment.scale(3)
 
@@ -161,6 +162,7 @@ def test_groups_are_added_and_drain_side_by_side_under_streams(pair: Pair) -> No
 
         assert service.client.capacity().by_state() == {"serving": 1, "draining": 0, "lost": 0}
         assert_processes_are_gone(pids[1:])
+        assert service.client.num_losses() == losses  # these groups have ended in order
         for answer in answers:
             assert answer.ended.wait(120)
             assert (answer.finish_reason, answer.error) == ("length", "")
