@@ -139,10 +139,14 @@ class Service:
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
-        """Return the service's living processes by their names."""
+        """Return the service's living processes by their names; a script's name is its file's."""
         found: dict[str, list[int]] = {}
         for pid in self._all():
-            name = "supervisor" if pid == self._process.pid else processes.name_of(pid)
+            name = processes.name_of(pid)
+            if pid == self._process.pid:
+                name = "supervisor"
+            elif name.startswith("python"):
+                name = _script_of(pid) or name
             found.setdefault(name, []).append(pid)
         return found
 
@@ -258,6 +262,14 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 def new_folder(parent: Path | None) -> Path:
     """Return a new folder with a short path for a service's temporary files."""
     return Path(tempfile.mkdtemp(prefix="s-", dir=parent))
+
+
+def _script_of(pid: int) -> str:
+    """Return the file name of the script that a Python process runs, or ""."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return next((Path(word).name for word in words if word.endswith(".py")), "")
+    return ""
 
 
 def _segments() -> set[str]:

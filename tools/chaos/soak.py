@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated
 
 import typer
@@ -102,13 +103,11 @@ def soak(
             return samples, outcomes, rig.stop()
 
 
-def tables_of(
-    title: str, samples: list[Sample], outcomes: list[Outcome], found: list[Growth]
-) -> list[Table]:
+def tables_of(samples: list[Sample], outcomes: list[Outcome], found: list[Growth]) -> list[Table]:
     lines = [growth.cells() for growth in found]
     over_time = list(sums_over_time(samples, SAMPLES_SHOWN))
     return [
-        Table(f"{title}: growth", COLUMNS, lines),
+        Table("Growth", COLUMNS, lines),
         Table("All processes over time", ("minute", *FLAT_AMOUNTS), over_time),
         Table("Faults", report.COLUMNS, list(report.lines_of(outcomes))),
     ]
@@ -131,22 +130,22 @@ def main(
     found = list(growths(samples))
     lasted = (samples[-1].at_s - samples[0].at_s) / 60
     title = f"{shape}, seed {seed}, {lasted:.0f} minutes, {len(outcomes)} faults"
-    tables = tables_of(title, samples, outcomes, found)
+    tables = tables_of(samples, outcomes, found)
     for table in tables:
         console.print(table.for_terminal())
     growing = [f"{g.resource} ({g.unit})" for g in found if not g.is_flat]
     bad = [outcome for outcome in outcomes if not outcome.is_good]
-    verdict = [
+    verdict = (
         f"Growing: {', '.join(growing) or 'nothing'}. Left behind in the end: "
         f"{', '.join(left) or 'nothing'}. Faults with a lost or different answer, or with "
-        f"something left behind: {len(bad)} of {len(outcomes)}.",
-    ]
+        f"something left behind: {len(bad)} of {len(outcomes)}."
+    )
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[2]:.1f} in the last 15 minutes"
-    lines = [INTRODUCTION, f"## {title}", "", f"On {machine}. {verdict[0]}", ""]
+    lines = [INTRODUCTION, f"## {title}", "", *wrap(f"On {machine}. {verdict}", 118), ""]
     for table in tables:
-        lines += [f"{table.title}:", "", *table.for_document(), ""]
+        lines += [f"### {table.title}", "", *table.for_document(), ""]
     out.write_text("\n".join(lines).rstrip() + "\n")
-    console.print(verdict[0], f"Saved in {out}.", soft_wrap=True)
+    console.print(verdict, f"Saved in {out}.", soft_wrap=True)
     if growing or bad or left:
         raise SystemExit(1)
 
