@@ -39,6 +39,7 @@ KINDS = (
     Kind.OVERLOAD,
     Kind.KILL_CONTROLLER,
 )
+FAULT_COLUMNS = ("fault", "tried", "requests", "lost", "differ", "longest pause, s")
 MAX_FAULTS = 100_000
 SHARE = 0.05  # a fault is injected before this share of all deltas has arrived
 SAMPLES_SHOWN = 12
@@ -106,10 +107,12 @@ def soak(
 def tables_of(samples: list[Sample], outcomes: list[Outcome], found: list[Growth]) -> list[Table]:
     lines = [growth.cells() for growth in found]
     over_time = list(sums_over_time(samples, SAMPLES_SHOWN))
+    lines_of_faults = report.lines_of(outcomes)
+    places = [report.COLUMNS.index(name) for name in FAULT_COLUMNS]
     return [
         Table("Growth", COLUMNS, lines),
         Table("All processes over time", ("minute", *FLAT_AMOUNTS), over_time),
-        Table("Faults", report.COLUMNS, list(report.lines_of(outcomes))),
+        Table("Faults", FAULT_COLUMNS, [[line[at] for at in places] for line in lines_of_faults]),
     ]
 
 
