@@ -7,7 +7,7 @@ from typing import Literal
 
 from dist_aclgraph.errors import MissingPackageError
 
-Extra = Literal["plots", "bench", "modelscope"]
+Extra = Literal["plots", "bench", "modelscope", "otel"]
 
 
 def require(package: str, extra: Extra, purpose: str) -> None:
@@ -16,7 +16,11 @@ def require(package: str, extra: Extra, purpose: str) -> None:
     Raises:
         MissingPackageError: the package is not installed; the message names its extra.
     """
-    if find_spec(package) is None:
+    try:
+        is_installed = find_spec(package) is not None
+    except ModuleNotFoundError:  # not even its parent is installed
+        is_installed = False
+    if not is_installed:
         raise MissingPackageError(
             f"{purpose} needs {package}, which is not installed: "
             f"pip install 'dist-aclgraph[{extra}]'"

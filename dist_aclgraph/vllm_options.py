@@ -77,6 +77,7 @@ OPTIONS: dict[str, Option] = {
     "port": Option("serve.port", int),
     "uds": Option("serve.uds", str),
     "allowed_origins": Option("serve.allowed_origins", list),
+    "otlp_traces_endpoint": Option("serve.traces", str, note="OTLP over HTTP, not gRPC"),
     "revision": Option("revision", str),
     "enable_auto_tool_choice": Option(
         "serve.tool_format", bool, {True: None}, note="no effect, tools may always be called"

@@ -92,7 +92,7 @@ def _serve(
         failure = e
         front.close(f"the service has ended: {e}")
     finally:
-        state.client.close()
+        state.close()
         asker.close()
         owner.close()
     # The owner also notices the failure, and stops.

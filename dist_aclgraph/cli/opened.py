@@ -20,6 +20,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.log_folder import with_log_folder
 from dist_aclgraph.serve.http.access import Access, read_access
 from dist_aclgraph.serve.http.server import listen_at
+from dist_aclgraph.serve.observe.traces import check_packages
 from dist_aclgraph.text.rerank import answer_tokens
 from dist_aclgraph.text.tokenizer import Tokenizer
 
@@ -57,6 +58,7 @@ def open_service(config: Config) -> Iterator[Opened]:
             configuration does not fit the model.
         DeviceError: the NPUs of this machine cannot be used.
         ModelError: the model cannot be served.
+        MissingPackageError: the packages of ``serve.traces`` are not installed.
     """
     if config.serve.replicas > 1:
         raise ConfigError(
@@ -64,6 +66,8 @@ def open_service(config: Config) -> Iterator[Opened]:
             "leave it out, or use Ray Serve (`serve run dist_aclgraph:app`)"
         )
     access = read_access(config.serve, checks_host=True)
+    if config.serve.traces is not None:
+        check_packages()
     with listen_at(config.serve) as http:
         config = with_log_folder(check_deployment(config))
         tokenizer = Tokenizer(config.model)

@@ -174,6 +174,13 @@ class ServeConfig(Section):
         description="show metrics also under the names of vLLM's metrics with the same meaning, "
         "for vLLM's dashboards",
     )
+    traces: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s]+$",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP), such as "
+        "http://127.0.0.1:4318/v1/traces, which gets one span per request. This needs the extra "
+        "otel: pip install 'dist-aclgraph[otel]'. null: no traces",
+    )
     autoscale: AutoscaleConfig = AutoscaleConfig()
     replicas: int = Field(
         1,

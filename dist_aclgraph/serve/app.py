@@ -34,6 +34,7 @@ from dist_aclgraph.log_folder import file_name, with_log_folder
 from dist_aclgraph.logs import ProcessLog
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.http.access import Access, read_access
+from dist_aclgraph.serve.observe.traces import check_packages
 from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
@@ -148,7 +149,7 @@ class Ingress:
 
     def _leave(self) -> None:
         self._state.drain(self._state.config.serve.drain_s)
-        self._state.client.close()
+        self._state.close()
 
 
 def _leave_s(config: Config) -> float:
@@ -188,8 +189,11 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
 
     Raises:
         ConfigError: the API keys cannot be read.
+        MissingPackageError: the packages of ``serve.traces`` are not installed.
     """
     access = read_access(config.serve, checks_host=False)
+    if config.serve.traces is not None:
+        check_packages()
     # The name does not depend on the time: Serve replaces replicas whose arguments have changed.
     config = with_log_folder(config, f"serve-{file_name(config.name)}")
     drain_s = config.serve.drain_s

@@ -89,7 +89,9 @@ class Edge:
         if self._names_requests:
             name = request_name(name)
             send = _adding(send, [(REQUEST_ID, name)])
-        if not self._state.config.logging.access:
+        has_line = self._state.config.logging.access
+        traces = self._state.traces if scope["method"] == "POST" else None
+        if not has_line and traces is None:
             await self._answer(scope, receive, self._counting(send, None), headers)
             return
         account = RequestAccount(name.decode("latin-1") or "-", scope)
@@ -97,7 +99,10 @@ class Edge:
         try:
             await self._answer(scope, receive, self._counting(send, account), headers)
         finally:
-            account.write()
+            if has_line:
+                account.write()
+            if traces is not None:
+                traces.export(account)
 
     async def _answer(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]

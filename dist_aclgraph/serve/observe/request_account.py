@@ -1,4 +1,4 @@
-"""The access log: one line for each request, written when the request has been answered."""
+"""The account of one request: its tokens, times and outcome, for the access log and for traces."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from starlette.types import Scope
 
 from dist_aclgraph.logs import ACCESS, event
 
-ACCOUNT = "dist_aclgraph.account"  # in a request's scope: its account, if there is an access log
+# In a request's scope: its account, if there is an access log or if there are traces.
+ACCOUNT = "dist_aclgraph.account"
 KEY_NAME = "dist_aclgraph.key_name"  # in a request's scope: the name of its API key
 FIRST_ERROR = 400  # the lowest HTTP status that is an error
+FIRST_SERVER_ERROR = 500  # the lowest HTTP status that is an error of the server
 DONE, CLIENT_GONE, FAILED, UNANSWERED = "done", "client_gone", "failed", "unanswered"
 
 logger = logging.getLogger(ACCESS)
@@ -26,6 +28,8 @@ class RequestAccount:
         began_s: when the request arrived, by the monotonic clock.
         status: HTTP status of the answer; 0 before the answer begins.
         num_prompt_tokens, num_tokens: tokens of all prompts, and of all choices.
+        submitted_s: when the request was given to an engine, by the monotonic clock; None before
+            that.
         first_token_s: when the first token arrived, by the monotonic clock; None before that.
         finish_reason: why the last choice ended.
         error: name of the error that ended the request; ``CLIENT_GONE`` if the client ended it.
@@ -37,6 +41,7 @@ class RequestAccount:
     status: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    submitted_s: float | None = None
     first_token_s: float | None = None
     finish_reason: str | None = None
     error: str = ""
@@ -53,7 +58,7 @@ class RequestAccount:
         return FAILED if self.status >= FIRST_ERROR else DONE
 
     def write(self) -> None:
-        """Write the request's line."""
+        """Write the request's line of the access log."""
         first_s, client = self.first_token_s, self.scope.get("client")
         event(
             logger,

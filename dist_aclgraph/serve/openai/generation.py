@@ -127,7 +127,7 @@ class Generation:
     Attributes:
         make_reader: makes the reader of a choice's answer; returns None if answers are only text.
         max_calls: an answer ends with this number of calls; None if there is no limit.
-        account: the request's account; None if there is no access log.
+        account: the request's account; None if nobody needs it.
     """
 
     state: ApiState
@@ -151,6 +151,8 @@ class Generation:
         """Submit all choices. ``sink`` first gets the journal's pieces, then the new pieces."""
         inbox = self.state.inbox()
         now_s = time.monotonic()
+        if self.account is not None:
+            self.account.submitted_s = self.account.submitted_s or now_s
         num_others = len(self.prompts) * self.num_choices - 1
         self.state.slots.acquire(num_others, is_owed=self.journal.is_resumed)
         self._num_slots = num_others

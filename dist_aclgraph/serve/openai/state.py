@@ -27,6 +27,7 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.metrics import Metrics
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
 from dist_aclgraph.serve.observe.status import StatusNumbers
+from dist_aclgraph.serve.observe.traces import Traces
 from dist_aclgraph.serve.openai.body import BodyBudget, IgnoredFields
 from dist_aclgraph.serve.openai.completion_slots import CompletionSlots
 from dist_aclgraph.serve.openai.errors import WrongTaskError
@@ -44,9 +45,9 @@ WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that gener
 
 
 class ApiState:
-    """Owns the ingress's metrics, their history, and its source of seeds.
+    """Owns the ingress's metrics, their history, its traces, and its source of seeds.
 
-    Borrows the client and the tokenizer.
+    Borrows the tokenizer; closes the client in the end.
 
     Args:
         replica: index of this ingress among the replicas.
@@ -97,6 +98,8 @@ class ApiState:
             "Lost groups that may be started again within an hour (recovery.restarts_per_hour).",
             lambda: config.recovery.restarts_per_hour,
         )
+        endpoint = config.serve.traces
+        self.traces = Traces(endpoint, config.name) if endpoint is not None else None
         self.status = StatusNumbers(config.name, self.metrics, client)
         # None: seed from the system's entropy. Seeds in configurations are below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
@@ -116,6 +119,12 @@ class ApiState:
         deadline_s = time.monotonic() + seconds
         while self.slots.taken and time.monotonic() < deadline_s:
             time.sleep(0.02)
+
+    def close(self) -> None:
+        """Disconnect from the engines, and send the last traces."""
+        self.client.close()
+        if self.traces is not None:
+            self.traces.close()
 
     def raise_if_dead(self) -> None:
         """Raise if no request can be served any more."""
@@ -238,7 +247,7 @@ def open_state(
     ask: AskOutlook,
     replica: int = 0,
 ) -> ApiState:
-    """Connect to a deployment's engines; ``client.close`` of the returned state disconnects.
+    """Connect to a deployment's engines; ``close`` of the returned state disconnects.
 
     Args:
         reach: where clients reach the deployment; its ``node_id`` must be this process's node.
