@@ -396,7 +396,7 @@ def test_any_message_pack_library_reads_the_wire(client, engine):
     collect(deltas)
 
     messages = [msgpack.unpackb(frame) for frame in engine.frames]
-    assert messages[0].keys() == {"type", "token", "client"}
+    assert messages[0].keys() == {"type", "token", "client", "protocol"}
     assert (messages[0]["type"], messages[0]["token"]) == ("hello", TOKEN)
     (submit,) = [m for m in messages if m["type"] == "submit"]
     assert submit["prompt"] == b"\x01\0\0\0\x00\x01\0\0"

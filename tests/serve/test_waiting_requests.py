@@ -207,7 +207,7 @@ def test_a_controller_that_is_gone_ends_the_wait(one: Deployment) -> None:
         raise EngineDeadError("the controller: the process died")
 
     one.ask = gone  # type: ignore[method-assign]
-    one.client._outage.outlook_poller._ask = gone  # type: ignore[union-attr]
+    one.client._table.outage.outlook_poller._ask = gone  # type: ignore[union-attr]
     one.submit("a", 100_000)
     one.collect("a", 20)
     one.lose()

@@ -1,11 +1,9 @@
 """EngineClient connects an ingress or an LLM object to the engines of a deployment.
 
 One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link; the
-client gives these requests to another engine, which continues after the tokens that each request
-already has (``token_log.py``). If there is no other engine, the requests wait for another engine
-(``outage.py``). If no engine will be started, the requests end with an error. So no request hangs.
-Requests of an engine that died take turns, because one of them may be the cause (``trials.py``).
-The client opens another link to the lost engine, and uses that engine again after it has answered.
+client gives these requests to another engine, or lets them wait (``request_table.py``). If no
+engine will be started, the requests end with an error. So no request hangs. The client opens
+another link to the lost engine, and uses that engine again after it has answered.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
@@ -21,11 +19,9 @@ import queue
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,9 +29,9 @@ import msgspec
 import zmq
 
 from dist_aclgraph.actors.client.known_engine import Capacity, KnownEngine, SeenGroupState
-from dist_aclgraph.actors.client.outage import Outage, Recovery
+from dist_aclgraph.actors.client.outage import Recovery
+from dist_aclgraph.actors.client.request_table import STOPPING, RequestTable
 from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest
-from dist_aclgraph.actors.client.trials import Trials
 from dist_aclgraph.actors.host.liveness import beat_s
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.engine_link import (
@@ -60,7 +56,6 @@ from dist_aclgraph.actors.wire.sockets import Wakeup
 from dist_aclgraph.errors import (
     DistAclGraphError,
     EngineDeadError,
-    EngineUnavailableError,
     InvalidParameterError,
     PlacementError,
 )
@@ -72,8 +67,6 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 # Assumed sizes of an engine's cache, until the engine has told the real sizes.
 TOKENS_PER_BLOCK, CACHE_BLOCKS = 128, 4096
-NUMBERS = 1 << 31  # request numbers of one engine; after the last number, 0 follows again
-STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
 
@@ -112,23 +105,22 @@ class EngineClient:
         self._link_s = link_s
         self._groups_version = 0
         # If several groups are equally good, replicas of the ingress start with different groups.
-        self._router = RequestRouter(first=secrets.randbelow(len(addresses)))
-        self._engines: dict[str, KnownEngine] = {}  # the key is the engine's URL, as in the router
+        router = RequestRouter(first=secrets.randbelow(len(addresses)))
+        self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
             self._add(str(index), address, CACHE_BLOCKS, TOKENS_PER_BLOCK)
         # Groups that run requests. Only the I/O thread changes this value, so a reader needs no
         # lock.
-        self.num_groups = len(self._engines)
+        self.num_groups = len(addresses)
         self._beat_s = beat_s(link_s)
-        # By request id: the engine, and the request's number there.
-        self._owner: dict[str, tuple[KnownEngine, int]] = {}
-        self.num_resumed = 0  # requests that another engine continued
-        self._losses: Counter[LossKind] = Counter()
-        self._outage = Outage(recovery)
-        self._trials = Trials()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
+
+    @property
+    def num_resumed(self) -> int:
+        """The number of requests that another engine continued."""
+        return self._table.num_resumed
 
     # -- any thread ---------------------------------------------------------------------------
 
@@ -174,74 +166,18 @@ class EngineClient:
         )
         request.append(output)
         with self._lock:
-            places = (self._owner, self._outage, self._trials)
-            if any(request_id in place for place in places):
+            if request_id in self._table:
                 raise InvalidParameterError(f"request id {request_id!r} is in use", "request_id")
-            if not self._place(request):
-                raise EngineDeadError(self._why_dead())
+            if self._closing.is_set() or not self._table.place(request, time.monotonic()):
+                raise EngineDeadError(self._table.why_dead())
         self._wakeup.wake()
-
-    def _place(self, request: OpenRequest) -> bool:
-        """Send a request to an engine, or let it wait. Return False if neither is possible.
-
-        The caller holds the lock.
-        """
-        if self._closing.is_set():
-            return False
-        now_s = time.monotonic()
-        if request.is_suspect and self._taking():
-            self._trials.wait(request, self._outage.deadline_s(now_s))
-            return True
-        return self._give(request) or self._outage.hold(request, now_s)
-
-    def _taking(self) -> list[str]:
-        """Return the URLs of the engines that accept requests. The caller holds the lock.
-
-        An engine that has not answered yet is used only if no engine has answered.
-        """
-        serving = [engine for engine in self._engines.values() if engine.state == "serving"]
-        return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
-
-    def _give(self, request: OpenRequest, among: Sequence[str] = ()) -> bool:
-        """Send a request to an engine; return whether an engine accepts requests.
-
-        The caller holds the lock.
-
-        Args:
-            among: URLs of engines; by default, of all engines that accept requests.
-        """
-        taking = among or self._taking()
-        if not taking:
-            return False
-        request_id, tokens = request.request_id, bytes(request.tokens)
-        engine = self._engines[self._router.route(request_id, tokens, request.cache_salt, taking)]
-        number = engine.num_submitted % NUMBERS
-        engine.num_submitted += 1
-        engine.requests[request_id] = request
-        engine.names[number] = request_id
-        self._owner[request_id] = engine, number
-        self.num_resumed += request.is_resumed
-        # The lock is held, so that a request that was routed by one version of the group list is
-        # sent before the client confirms the next version.
-        self._commands.put((engine, request.submit(number)))
-        return True
 
     def abort(self, request_id: str) -> None:
         """End a request whose deltas are not needed any more; unknown ids are ignored."""
         with self._lock:
-            engine = self._forget(request_id)
+            engine = self._table.forget(request_id)
         if engine is not None:
             self._command(engine, Abort(request_id))
-
-    def _forget(self, request_id: str) -> KnownEngine | None:
-        """Remove a request; return the engine that had it. The caller holds the lock."""
-        self._outage.forget(request_id)
-        self._trials.leave(request_id)
-        engine, number = self._owner.pop(request_id, (None, 0))
-        if engine is not None:
-            del engine.requests[request_id], engine.names[number]
-            self._router.ended(request_id)
-        return engine
 
     def query(self, what: QueryKind, timeout_s: float = 5.0) -> dict[str, dict[str, Any]]:
         """Return the response of each living engine; the keys are the names of the groups.
@@ -257,7 +193,7 @@ class EngineClient:
             query = Query(next(self._query_ids), what)
             future: Future[dict[str, Any]] = Future()
             with self._lock:
-                if engine.dead_because or engine.url not in self._engines:
+                if engine.dead_because or engine.url not in self._table.engines:
                     continue
                 engine.queries[query.query_id] = future
             asked.append((engine, query.query_id, future))
@@ -283,10 +219,10 @@ class EngineClient:
     def raise_if_dead(self) -> None:
         """Raise EngineDeadError with the causes if no engine is alive and none will be started."""
         with self._lock:
-            capacity = Capacity.of(self._engines.values())
-            is_alive = capacity.serving + capacity.draining or self._outage.may_end
+            capacity = Capacity.of(self._table.engines.values())
+            is_alive = capacity.serving + capacity.draining or self._table.outage.may_end
             if not is_alive or not self._thread.is_alive():
-                raise EngineDeadError(self._why_dead())
+                raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
         """Return why no group accepts or runs requests, and the progress of another group's start.
@@ -294,22 +230,22 @@ class EngineClient:
         Returns "" while a group both accepts and runs requests.
         """
         with self._lock:
-            if taking := self._taking():
-                pauses = [self._engines[url].link.pause for url in taking]
+            if taking := self._table.taking():
+                pauses = [self._table.engines[url].link.pause for url in taking]
                 return "" if "" in pauses else pauses[0]
-            progress = self._outage.outlook.progress or "no other one has been started yet"
-            return f"no group takes requests: {self._why_dead()}; recovering: {progress}"
+            progress = self._table.outage.outlook.progress or "no other one has been started yet"
+            return f"no group takes requests: {self._table.why_dead()}; recovering: {progress}"
 
     def outage_seconds(self) -> float:
         """Return the total time during which no group accepted requests."""
         with self._lock:
-            return self._outage.seconds(time.monotonic())
+            return self._table.outage.seconds(time.monotonic())
 
     @property
     def num_held(self) -> int:
         """Requests that wait for a group, or for their turn there."""
         with self._lock:
-            return self._num_held
+            return self._table.num_held
 
     def losses(self) -> list[str]:
         """Return one reason for each dead engine; the other engines continue to serve."""
@@ -318,17 +254,17 @@ class EngineClient:
     def num_losses(self) -> dict[LossKind, int]:
         """Return how many times an engine was lost, by kind of loss."""
         with self._lock:
-            return {kind: self._losses[kind] for kind in LOSS_KINDS}
+            return {kind: self._table.losses[kind] for kind in LOSS_KINDS}
 
     def capacity(self) -> Capacity:
         """Return the number of groups in each state."""
         with self._lock:
-            return Capacity.of(self._engines.values())
+            return Capacity.of(self._table.engines.values())
 
     def states(self) -> dict[str, SeenGroupState]:
         """Return the state of each group, by the group's name."""
         with self._lock:
-            return {engine.name: engine.state for engine in self._engines.values()}
+            return {engine.name: engine.state for engine in self._table.engines.values()}
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` for the call of ``close``; return whether it was called."""
@@ -337,35 +273,28 @@ class EngineClient:
     def routed(self) -> dict[str, RoutedCounts]:
         """Return the counts of routed requests, by the group's name."""
         with self._lock:
-            counts = self._router.counts
-            return {e.name: replace(counts[e.url]) for e in self._engines.values()}
-
-    def _why_dead(self) -> str:
-        losses = [e.dead_because for e in self._engines.values() if e.dead_because]
-        return self._outage.outlook.failure or "; ".join(losses) or STOPPING
+            return self._table.routed()
 
     def _known(self) -> list[KnownEngine]:
         with self._lock:
-            return list(self._engines.values())
+            return list(self._table.engines.values())
 
     def _add(self, name: str, address: Address, cache_blocks: int, tokens_per_block: int) -> None:
         """Add an engine, or update its sizes. Once the thread runs, the caller holds the lock."""
-        url = address.file.url
-        if url not in self._engines:
-            endpoint = address.seen_from(self._node_id)
-            link = partial(EngineLink, self._context, endpoint, self._hello, self._link_s)
-            self._engines[url] = KnownEngine(name, url, link, time.monotonic())
-        self._engines[url].name = name
-        self._router.add(url, cache_blocks, tokens_per_block)
-
-    @property
-    def _num_held(self) -> int:
-        return len(self._outage) + len(self._trials)
+        endpoint = address.seen_from(self._node_id)
+        self._table.add(
+            name,
+            address.file.url,
+            partial(EngineLink, self._context, endpoint, self._hello, self._link_s),
+            time.monotonic(),
+            cache_blocks=cache_blocks,
+            tokens_per_block=tokens_per_block,
+        )
 
     @property
     def num_outstanding(self) -> int:
         with self._lock:
-            return len(self._owner) + self._num_held
+            return len(self._table)
 
     def close(self) -> None:
         """End all requests and the I/O thread. Idempotent; not for use inside ``on_delta``."""
@@ -373,8 +302,8 @@ class EngineClient:
             self._closing.set()
             self._wakeup.wake()
             self._thread.join()
-            if self._outage.outlook_poller is not None:
-                self._outage.outlook_poller.close()
+            if self._table.outage.outlook_poller is not None:
+                self._table.outage.outlook_poller.close()
             self._wakeup.close()
             self._context.term()
 
@@ -391,7 +320,7 @@ class EngineClient:
         for engine in self._known():
             self._lose(engine, reason)
         with self._lock:
-            waiting = self._outage.take_all() + self._trials.take_waiting()
+            waiting = self._table.take_waiting()
         for request in waiting:
             self._end(request, EngineDeadError(reason))
         for engine in self._known():
@@ -421,64 +350,19 @@ class EngineClient:
     def _look_at_outage(self) -> None:
         """Adopt the controller's last outlook, and end requests that have waited too long."""
         outlook = None
-        if self._outage.outlook_poller is not None:
-            outlook = self._outage.outlook_poller.take_answer()
+        if self._table.outage.outlook_poller is not None:
+            outlook = self._table.outage.outlook_poller.take_answer()
         if outlook is not None:
             if outlook.groups.groups:
                 self._follow(outlook.token, outlook.node_id)
             self._adopt(outlook.groups)
         now_s = time.monotonic()
-        over: list[tuple[OpenRequest, DistAclGraphError]] = []
         with self._lock:
-            self.num_groups = sum(not engine.dead_because for engine in self._engines.values())
-            is_served = bool(self._taking())
-            self._outage.see(now_s, is_served=is_served)
-            if is_served:
-                for request in self._outage.take_all():
-                    self._trials.wait(request, self._outage.deadline_s(now_s))
-                self._begin_turn()
-            else:
-                if outlook is not None:
-                    self._outage.outlook = outlook
-                for request in self._trials.take_waiting():
-                    if not self._outage.hold(request, now_s):
-                        over.append((request, EngineDeadError(self._why_dead())))
-                if not self._outage.may_end:
-                    dead = EngineDeadError(self._why_dead())
-                    over += [(request, dead) for request in self._outage.take_all()]
-            overdue = self._outage.take_overdue(now_s) + self._trials.take_waiting(now_s)
-            if overdue:
-                late = EngineUnavailableError(self._outage.overdue_reason())
-                over += [(request, late) for request in overdue]
+            engines = self._table.engines.values()
+            self.num_groups = sum(not engine.dead_because for engine in engines)
+            over = self._table.look(now_s, outlook)
         for request, error in over:
             self._end(request, error)
-
-    def _begin_turn(self) -> None:
-        """Let the next requests run that lost their engine. The caller holds the lock."""
-        if self._trials.is_turn:
-            return
-        taking = [self._engines[url] for url in self._taking()]
-        unproven = [engine.url for engine in taking if not engine.is_proven]
-        if unproven and self._trials.has_suspects:
-            probes = {f"probe-{secrets.token_hex(8)}": url for url in unproven}
-            self._trials.begin_probes(probes)
-            for request_id, url in probes.items():
-                self._give(OpenRequest.probe(request_id), [url])
-            return
-
-        def suitable(request: OpenRequest) -> list[str]:
-            fit = request.num_deaths < 2
-            return [e.url for e in taking if fit or self._is_newer(e, request)]
-
-        for request in self._trials.begin_turn(lambda request: bool(suitable(request))):
-            self._give(request, suitable(request))
-
-    def _is_newer(self, engine: KnownEngine, request: OpenRequest) -> bool:
-        """Whether an engine has started since a request lost its first engine.
-
-        If lost engines are not replaced, each engine counts as such an engine.
-        """
-        return not self._outage.has_recovery or engine.added_s > request.first_death_s
 
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -504,7 +388,7 @@ class EngineClient:
                 engine.link, engine.is_proven = engine.open_link(), False
                 is_new = True
             with self._lock:
-                load = self._router.load(engine.url)
+                load = self._table.router.load(engine.url)
             try:
                 engine.link.beat(load, self._groups_version)
             except EngineDeadError as e:
@@ -517,8 +401,7 @@ class EngineClient:
             is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
             if not (engine.is_draining and is_over):
                 return False
-            del self._engines[engine.url]
-            self._router.remove(engine.url)
+            self._table.remove(engine)
             queries, engine.queries = engine.queries, {}
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
@@ -544,11 +427,11 @@ class EngineClient:
         with self._lock:
             self._groups_version = groups.version
             listed = {entry.address.file.url: entry for entry in groups.groups}
-            for url, engine in self._engines.items():
+            for url, engine in self._table.engines.items():
                 engine.is_listed = url in listed
                 engine.is_draining = not engine.is_listed or listed[url].is_draining
             for url, entry in listed.items():
-                if url not in self._engines and entry.is_draining:
+                if url not in self._table.engines and entry.is_draining:
                     continue
                 try:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
@@ -570,7 +453,7 @@ class EngineClient:
             self._lose(engine, str(e))
             return
         with self._lock:
-            self._router.hear(engine.url, engine.link.others_tokens)
+            self._table.router.hear(engine.url, engine.link.others_tokens)
             if engine.dead_because and engine.link.is_welcome:
                 engine.dead_because = ""
 
@@ -586,38 +469,12 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine has ended. All other requests of this engine are still open.
         """
-        told: list[tuple[OnDelta, RequestDelta]] = []
-        death = ""
         with self._lock:  # lock once for all requests
-            engine.is_proven = True
-            for delta in message.step.each(engine.names):
-                if delta.error_kind == EngineDeadError.__name__:
-                    death = delta.error
-                    break
-                request = engine.requests[delta.request_id]
-                request.note(delta)
-                if self._trials.is_turn and not request.is_suspect:
-                    self._trials.leave(delta.request_id)
-                self._router.begun(delta.request_id)
-                told.append((request.on_delta, delta))
-                if delta.finish_reason is not None:
-                    self._forget(delta.request_id)
+            told, death = self._table.take_deltas(engine, message)
         for on_delta, delta in told:
             self._tell(on_delta, delta)
         if death:
             raise EngineDeadError(death)
-
-    def _resume(self, request: OpenRequest, kind: LossKind, *, is_proof: bool) -> bool:
-        """Continue a request of a lost link; return whether that is possible.
-
-        The caller holds the lock.
-        """
-        if request.is_probe:
-            return False
-        request.is_resumed = True
-        if kind != "refused":  # an engine that refuses its client is not dead
-            request.see_death(time.monotonic(), is_proof=is_proof)
-        return not request.is_cause and self._place(request)
 
     def _end(self, request: OpenRequest, error: DistAclGraphError) -> None:
         """End a request that will not be continued."""
@@ -643,34 +500,12 @@ class EngineClient:
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
         """Let other engines continue this engine's requests; end the queries to this engine."""
+        # Keep the lock, so that an abort finds each request either at this engine or at its new
+        # engine.
         with self._lock:
-            # The process of a group that has drained ends in order, for example after a roll.
-            if not (engine.dead_because or engine.has_drained or self._closing.is_set()):
-                self._losses[engine.link.loss_kind] += 1
-            engine.dead_because = reason
-            engine.link.is_lost = True
-            requests = list(engine.requests.values())
             queries, engine.queries = engine.queries, {}
-            alone = self._trials.alone if engine.is_proven else None
-            for request in requests:
-                self._forget(request.request_id)
-            self._router.forget_cache(engine.url)
-            # Keep the lock, so that an abort finds each request either at this engine or at its new
-            # engine.
-            over = []
-            for request in requests:
-                is_proof = request.request_id == alone and self._is_newer(engine, request)
-                if not self._resume(request, engine.link.loss_kind, is_proof=is_proof):
-                    over.append(request)
-            self._outage.see(time.monotonic(), is_served=bool(self._taking()))
-            num_held = self._num_held
-        if len(over) < len(requests):
-            logger.info(
-                "%d requests go on elsewhere, %d wait for a group: %s",
-                len(requests) - len(over) - num_held,
-                num_held,
-                reason,
-            )
+            is_over = self._closing.is_set()
+            over = self._table.lose(engine, reason, time.monotonic(), is_over=is_over)
         for request in over:
             self._end(request, EngineDeadError(reason))
         for future in queries.values():

@@ -1,0 +1,289 @@
+"""RequestTable: decides which engine runs each open request of a client.
+
+If an engine dies, the table gives its requests to other engines, which continue after the tokens
+that each request already has (``token_log.py``). Requests of an engine that died take turns,
+because one of them may be the cause (``trials.py``). If no engine accepts requests, requests wait
+(``outage.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dist_aclgraph.actors.client.known_engine import KnownEngine
+from dist_aclgraph.actors.client.outage import Outage, Outlook, Recovery
+from dist_aclgraph.actors.client.token_log import OnDelta, OpenRequest
+from dist_aclgraph.actors.client.trials import Trials
+from dist_aclgraph.actors.wire.engine_link import EngineLink, LossKind
+from dist_aclgraph.actors.wire.messages import Deltas, Submit
+from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, EngineUnavailableError
+from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
+from dist_aclgraph.steps.delta import RequestDelta
+
+NUMBERS = 1 << 31  # request numbers of one engine; after the last number, 0 follows again
+STOPPING = "the service is stopping"
+
+logger = logging.getLogger(__name__)
+
+Over = tuple[OpenRequest, DistAclGraphError]  # a request that ends, and why
+
+
+class RequestTable:
+    """Owns the engines that a client knows, and all open requests.
+
+    The client's lock guards this object. No method waits or calls a request's callback.
+
+    Args:
+        router: chooses among engines by their URLs.
+        recovery: how requests wait while no group accepts requests; None if requests do not wait.
+        send: queues a request for an engine.
+
+    Attributes:
+        engines: the engines; the key is the engine's URL, as in the router.
+        num_resumed: how many requests another engine continued.
+        losses: how many times an engine was lost, by kind of loss.
+    """
+
+    def __init__(
+        self,
+        router: RequestRouter,
+        recovery: Recovery | None,
+        send: Callable[[KnownEngine, Submit], None],
+    ) -> None:
+        self.engines: dict[str, KnownEngine] = {}
+        self.num_resumed = 0
+        self.losses: Counter[LossKind] = Counter()
+        self.outage = Outage(recovery)
+        self.router = router
+        self._send = send
+        # By request id: the engine, and the request's number there.
+        self._owner: dict[str, tuple[KnownEngine, int]] = {}
+        self._trials = Trials()
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id in place for place in (self._owner, self.outage, self._trials))
+
+    def __len__(self) -> int:
+        """The number of open requests."""
+        return len(self._owner) + self.num_held
+
+    @property
+    def num_held(self) -> int:
+        """The number of requests that wait for a group, or for their turn there."""
+        return len(self.outage) + len(self._trials)
+
+    # ---- engines
+
+    def add(
+        self,
+        name: str,
+        url: str,
+        open_link: Callable[[], EngineLink],
+        now_s: float,
+        *,
+        cache_blocks: int,
+        tokens_per_block: int,
+    ) -> None:
+        """Add an engine, or update its name and its sizes."""
+        if url not in self.engines:
+            self.engines[url] = KnownEngine(name, url, open_link, now_s)
+        self.engines[url].name = name
+        self.router.add(url, cache_blocks, tokens_per_block)
+
+    def remove(self, engine: KnownEngine) -> None:
+        """Remove an engine without requests."""
+        del self.engines[engine.url]
+        self.router.remove(engine.url)
+
+    def taking(self) -> list[str]:
+        """Return the URLs of the engines that accept requests.
+
+        An engine that has not answered yet is used only if no engine has answered.
+        """
+        serving = [engine for engine in self.engines.values() if engine.state == "serving"]
+        return [e.url for e in serving if e.link.is_welcome] or [e.url for e in serving]
+
+    def why_dead(self) -> str:
+        """Return why no engine accepts requests."""
+        losses = [e.dead_because for e in self.engines.values() if e.dead_because]
+        return self.outage.outlook.failure or "; ".join(losses) or STOPPING
+
+    def routed(self) -> dict[str, RoutedCounts]:
+        """Return the counts of routed requests, by the group's name."""
+        counts = self.router.counts
+        return {engine.name: replace(counts[engine.url]) for engine in self.engines.values()}
+
+    # ---- requests
+
+    def place(self, request: OpenRequest, now_s: float) -> bool:
+        """Send a request to an engine, or let it wait. Return False if neither is possible."""
+        if request.is_suspect and self.taking():
+            self._trials.wait(request, self.outage.deadline_s(now_s))
+            return True
+        return self._give(request) or self.outage.hold(request, now_s)
+
+    def forget(self, request_id: str) -> KnownEngine | None:
+        """Remove a request; return the engine that had it."""
+        self.outage.forget(request_id)
+        self._trials.leave(request_id)
+        engine, number = self._owner.pop(request_id, (None, 0))
+        if engine is not None:
+            del engine.requests[request_id], engine.names[number]
+            self.router.ended(request_id)
+        return engine
+
+    def take_deltas(
+        self, engine: KnownEngine, message: Deltas
+    ) -> tuple[list[tuple[OnDelta, RequestDelta]], str]:
+        """Store the deltas of a step, and remove the requests that have ended.
+
+        Returns:
+            The deltas with their callbacks, and the engine's last words if it has ended; all its
+            other requests are still open then.
+        """
+        told: list[tuple[OnDelta, RequestDelta]] = []
+        engine.is_proven = True
+        for delta in message.step.each(engine.names):
+            if delta.error_kind == EngineDeadError.__name__:
+                return told, delta.error
+            request = engine.requests[delta.request_id]
+            request.note(delta)
+            if self._trials.is_turn and not request.is_suspect:
+                self._trials.leave(delta.request_id)
+            self.router.begun(delta.request_id)
+            told.append((request.on_delta, delta))
+            if delta.finish_reason is not None:
+                self.forget(delta.request_id)
+        return told, ""
+
+    def lose(
+        self, engine: KnownEngine, reason: str, now_s: float, *, is_over: bool
+    ) -> list[OpenRequest]:
+        """Let other engines continue the requests of an engine that is lost.
+
+        Args:
+            is_over: whether the client ends, so no request continues.
+
+        Returns:
+            The requests that end.
+        """
+        # The process of a group that has drained ends in order, for example after a roll.
+        if not (engine.dead_because or engine.has_drained or is_over):
+            self.losses[engine.link.loss_kind] += 1
+        engine.dead_because = reason
+        engine.link.is_lost = True
+        requests = list(engine.requests.values())
+        alone = self._trials.alone if engine.is_proven else None
+        for request in requests:
+            self.forget(request.request_id)
+        self.router.forget_cache(engine.url)
+        ended = []
+        for request in requests:
+            is_proof = request.request_id == alone and self._is_newer(engine, request)
+            if is_over or not self._resume(request, engine, now_s, is_proof=is_proof):
+                ended.append(request)
+        self.outage.see(now_s, is_served=bool(self.taking()))
+        if len(ended) < len(requests):
+            logger.info(
+                "%d requests go on elsewhere, %d wait: %s",
+                len(requests) - len(ended) - self.num_held,
+                self.num_held,
+                reason,
+            )
+        return ended
+
+    def look(self, now_s: float, outlook: Outlook | None) -> list[Over]:
+        """Let waiting requests run if an engine accepts requests; return the requests that end.
+
+        Args:
+            outlook: the controller's answer since the last call; None without an answer.
+        """
+        over: list[Over] = []
+        is_served = bool(self.taking())
+        self.outage.see(now_s, is_served=is_served)
+        if is_served:
+            for request in self.outage.take_all():
+                self._trials.wait(request, self.outage.deadline_s(now_s))
+            self._begin_turn()
+        else:
+            if outlook is not None:
+                self.outage.outlook = outlook
+            dead = EngineDeadError(self.why_dead())
+            for request in self._trials.take_waiting():
+                if not self.outage.hold(request, now_s):
+                    over.append((request, dead))
+            if not self.outage.may_end:
+                over += [(request, dead) for request in self.outage.take_all()]
+        overdue = self.outage.take_overdue(now_s) + self._trials.take_waiting(now_s)
+        if overdue:
+            late = EngineUnavailableError(self.outage.overdue_reason())
+            over += [(request, late) for request in overdue]
+        return over
+
+    def take_waiting(self) -> list[OpenRequest]:
+        """Remove and return all requests that wait."""
+        return self.outage.take_all() + self._trials.take_waiting()
+
+    def _give(self, request: OpenRequest, among: Sequence[str] = ()) -> bool:
+        """Send a request to an engine; return whether an engine accepts requests.
+
+        Args:
+            among: URLs of engines; by default, of all engines that accept requests.
+        """
+        taking = among or self.taking()
+        if not taking:
+            return False
+        request_id, tokens = request.request_id, bytes(request.tokens)
+        engine = self.engines[self.router.route(request_id, tokens, request.cache_salt, taking)]
+        number = engine.num_submitted % NUMBERS
+        engine.num_submitted += 1
+        engine.requests[request_id] = request
+        engine.names[number] = request_id
+        self._owner[request_id] = engine, number
+        self.num_resumed += request.is_resumed
+        # Under the lock: a request that was routed by one version of the group list is sent before
+        # the client confirms the next version.
+        self._send(engine, request.submit(number))
+        return True
+
+    def _resume(
+        self, request: OpenRequest, engine: KnownEngine, now_s: float, *, is_proof: bool
+    ) -> bool:
+        """Continue a request of a lost engine; return whether that is possible."""
+        if request.is_probe:
+            return False
+        request.is_resumed = True
+        if engine.link.loss_kind != "refused":  # an engine that refuses its client is not dead
+            request.see_death(now_s, is_proof=is_proof)
+        return not request.is_cause and self.place(request, now_s)
+
+    def _begin_turn(self) -> None:
+        """Let the next requests run that lost their engine."""
+        if self._trials.is_turn:
+            return
+        taking = [self.engines[url] for url in self.taking()]
+        unproven = [engine.url for engine in taking if not engine.is_proven]
+        if unproven and self._trials.has_suspects:
+            probes = {f"probe-{secrets.token_hex(8)}": url for url in unproven}
+            self._trials.begin_probes(probes)
+            for request_id, url in probes.items():
+                self._give(OpenRequest.probe(request_id), [url])
+            return
+
+        def suitable(request: OpenRequest) -> list[str]:
+            fit = request.num_deaths < 2
+            return [e.url for e in taking if fit or self._is_newer(e, request)]
+
+        for request in self._trials.begin_turn(lambda request: bool(suitable(request))):
+            self._give(request, suitable(request))
+
+    def _is_newer(self, engine: KnownEngine, request: OpenRequest) -> bool:
+        """Whether an engine has started since a request lost its first engine.
+
+        If lost engines are not replaced, each engine counts as such an engine.
+        """
+        return not self.outage.has_recovery or engine.added_s > request.first_death_s
