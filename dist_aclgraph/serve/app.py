@@ -19,6 +19,7 @@ import ray
 import yaml
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
@@ -33,7 +34,7 @@ from dist_aclgraph.hub import with_local_model
 from dist_aclgraph.log_folder import file_name, with_log_folder
 from dist_aclgraph.logs import ProcessLog
 from dist_aclgraph.serve.api import make_api
-from dist_aclgraph.serve.http.access import Access, read_access
+from dist_aclgraph.serve.http.access import Access, check_exposure, read_access
 from dist_aclgraph.serve.observe.traces import check_packages
 from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -112,6 +113,9 @@ class Ingress:
         self, config: Config, access: Access, groups: Any
     ) -> None:
         ProcessLog("ingress").open(config.logging)
+        # Only this function of Ray Serve tells where its proxies listen.
+        host = _get_global_client().http_config.host or "127.0.0.1"
+        check_exposure(access, config.serve, "Ray Serve's http_options.host", host)
         self._access = access
         self._stay = asyncio.create_task(_stay(groups))
         reach = await groups.reach.remote()

@@ -169,6 +169,24 @@ serve.shutdown()
 ray.shutdown()
 """
 )
+EXPOSED = (
+    FAKE
+    + """
+from ray import serve
+from dist_aclgraph.serve.app import make_app
+start_daemons(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+serve.start(http_options={"port": config.serve.port, "host": "0.0.0.0"})
+try:
+    serve.run(make_app(config, start))
+    print("said nothing", flush=True)
+except RuntimeError:
+    [application] = serve.status().applications.values()
+    messages = [each.message for each in application.deployments.values()]
+    print("said", " ".join(" ".join(messages).split()), flush=True)
+serve.shutdown()
+ray.shutdown()
+"""
+)
 QUESTION = {"model": "tiny-qwen3", "prompt": [70, 71], "max_tokens": 2, "stream": True}
 
 
@@ -342,3 +360,16 @@ def text_of(lines: list[str]) -> str:
     assert not any("error" in body for body in bodies), lines[-3:]
     assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
     return "".join(choice["text"] for body in bodies for choice in body["choices"])
+
+
+@pytest.mark.slow
+def test_a_proxy_that_others_reach_needs_a_key() -> None:
+    """As on Kubernetes, where Ray Serve listens at all addresses of a pod."""
+    process = launch(EXPOSED, free_port())
+    try:
+        said = read_until(process, "said")
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+
+    assert "http_options.host is 0.0.0.0" in said and "there is no API key" in said

@@ -137,13 +137,26 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
         # Pages of other sites have no key, so ``Host`` needs no check if requests need a key.
         is_limited = is_limited or not (keys or hosts)
         return Access(keys, hosts if is_limited else None, origins)
-    if keys is None and not config.insecure:
+    access = Access(keys, hosts if is_limited else None, origins)
+    check_exposure(access, config, "serve.host", config.host)
+    return access
+
+
+def check_exposure(access: Access, config: ServeConfig, name: str, host: str) -> None:
+    """Raise an error if a service without keys listens where others can reach it.
+
+    Args:
+        name: the setting that has the value ``host``.
+
+    Raises:
+        ConfigError: the message says how to protect the service.
+    """
+    if not (is_loopback(host) or access.keys or config.insecure):
         raise ConfigError(
-            f"serve.host is {config.host}, which others can reach, and there is no API key: put "
-            f"keys into a file and name it with serve.api_keys_file, or set {API_KEY_VARIABLE}, "
-            "or let anyone in with serve.insecure=true"
+            f"{name} is {host}, which others can reach, and there is no API key: put keys into a "
+            f"file and name it with serve.api_keys_file, or set {API_KEY_VARIABLE}, or let anyone "
+            "in with serve.insecure=true"
         )
-    return Access(keys, hosts if is_limited else None, origins)
 
 
 def is_loopback(host: str) -> bool:
