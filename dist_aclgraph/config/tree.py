@@ -55,6 +55,13 @@ class ParallelConfig(Section):
         description="expert parallel size: number of ranks that share one set of experts. The "
         "value is a multiple of tp x pcp, or 1; it is 1 for dense models",
     )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="number of additional copies of experts. ep divides the number of the model's "
+        "experts and copies together; a token uses one of the copies of its expert",
+    )
     exchange: ExchangeSetting = Field(
         "auto",
         description="how tokens are sent to experts on other ranks. auto decides for each batch "

@@ -48,12 +48,14 @@ class ExpertSetup:
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
         mc2: MC2's operators on this chip; None without MC2.
+        redundant: number of additional copies of experts, see ``place_experts``.
     """
 
     groups: RankGroups
     capacity_factor: float = 2.0
     side: SideStream | None = None
     mc2: Mc2Operators | None = None
+    redundant: int = 0
 
 
 @dataclass(frozen=True)

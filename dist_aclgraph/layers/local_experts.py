@@ -74,8 +74,8 @@ class LocalExperts:
     Attributes:
         gate_up: for each expert, hidden -> 2 * width.
         down: for each expert, width -> hidden.
-        first: index of this rank's first expert among all experts.
-        num_experts: number of experts of the layer.
+        first: index of this rank's first expert among the experts of all ranks.
+        num_experts: number of experts of all ranks together, copies included.
     """
 
     gate_up: ExpertProduct

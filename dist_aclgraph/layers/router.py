@@ -18,6 +18,31 @@ GROUP_SELECT_MODES: dict[GroupScore, int] = {"max": 0, "top2": 1}
 
 
 @dataclass(frozen=True)
+class ExpertCopies:
+    """Chooses one of the copies of each token's experts.
+
+    Neighbouring tokens choose different copies, and so do the first tokens of different
+    data-parallel ranks. All ranks of a tensor parallel group choose the same copies.
+
+    Attributes:
+        slots: [num_experts + 1, most copies] int32, see ``ExpertPlacement.slot_table``.
+        dp_rank: data-parallel rank of the tokens.
+    """
+
+    slots: Tensor
+    dp_rank: int
+
+    def __call__(self, experts: Tensor) -> Tensor:
+        """Return the slots of the experts, both [n, top_k] int32."""
+        (n, top_k), width = experts.shape, self.slots.shape[1]
+        tokens = torch.arange(
+            self.dp_rank, self.dp_rank + n, dtype=torch.int32, device=experts.device
+        )
+        index = experts * width + tokens.fmod(width).unsqueeze(1)
+        return self.slots.flatten().index_select(0, index.flatten()).view(n, top_k)
+
+
+@dataclass(frozen=True)
 class Router:
     """Chooses the experts of each token by ``npu_moe_gating_top_k``.
 
@@ -35,6 +60,7 @@ class Router:
         group_score: how groups are compared. "max" compares the best score of each group; "top2"
             compares the sum of the two best scores of each group.
         scale: factor of all weights.
+        copies: chooses one of the copies of an expert; None if no expert has copies.
     """
 
     weight: Tensor
@@ -46,12 +72,15 @@ class Router:
     top_groups: int = 1
     group_score: GroupScore = "max"
     scale: float = 1.0
+    copies: ExpertCopies | None = None
 
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts [n, top_k] int32 and weights [n, top_k] float32.
 
-        The experts of padding are the id after the last expert. Operators accept this id, and no
-        rank has such an expert. (Negative ids are not allowed; on CANN 9 they hide all other ids.)
+        If experts have copies, the ids are those of the chosen copies: slots of an
+        ``ExpertPlacement``. The experts of padding are the id after the last id. Operators accept
+        this id, and no rank has such an expert. (Negative ids are not allowed; on CANN 9 they hide
+        all other ids.)
 
         Args:
             x: [n, hidden].
@@ -74,4 +103,5 @@ class Router:
             # The operator always divides sigmoid scores by their sum, so weights are recomputed.
             weights = logits.sigmoid().gather(1, experts.long()) * self.scale
         nowhere = self.weight.shape[1]
-        return experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere), weights
+        experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)
+        return experts if self.copies is None else self.copies(experts), weights

@@ -1,18 +1,21 @@
 """Loads the experts of a layer.
 
-With expert parallelism, a rank loads some whole experts. Without expert parallelism, the tensor
+With expert parallelism, a rank loads some whole experts, perhaps copies of experts that other ranks
+have, too. Without expert parallelism, the tensor
 parallel group splits each expert by its inner width. Shared experts are always split.
 """
 
 from __future__ import annotations
 
+import torch
+
 from dist_aclgraph.layers.experts import ExpertLayer
 from dist_aclgraph.layers.local_experts import LocalExperts
-from dist_aclgraph.layers.router import Router
+from dist_aclgraph.layers.router import ExpertCopies, Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
 from dist_aclgraph.layers.token_exchange import make_exchanges
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
-from dist_aclgraph.planning.exchange import experts_per_rank
+from dist_aclgraph.planning.expert_placement import ExpertPlacement, place_experts
 from dist_aclgraph.shapes.model_spec import ExpertSpec
 
 
@@ -29,17 +32,16 @@ def load_experts(
         ConfigError: the experts cannot be divided among the ranks.
     """
     setup, ep = slices.experts, slices.experts.groups.ep
-    num_local = experts_per_rank(experts.num_experts, ep.size)
-    first = ep.rank * num_local
+    placement = place_experts(experts.num_experts, ep.size, setup.redundant)
     share = slices.share(experts.width) if ep.size == 1 else (0, experts.width)
     sizes = hidden, experts.width, share
 
-    names = [f"{prefix}.experts.{first + index}" for index in range(num_local)]
+    names = [f"{prefix}.experts.{expert}" for expert in placement.ranks[ep.rank]]
     gate_up = slices.expert_product([_gate_up(slices, name, *sizes) for name in names])
     down = slices.expert_product([_down(slices, name, *sizes) for name in names])
-    local = LocalExperts(gate_up, down, first, experts.num_experts)
+    local = LocalExperts(gate_up, down, ep.rank * placement.per_rank, placement.num_slots)
     return ExpertLayer(
-        _load_router(slices, experts, hidden, f"{prefix}.gate"),
+        _load_router(slices, experts, hidden, f"{prefix}.gate", placement),
         local,
         setup.groups,
         make_exchanges(setup.groups, local, setup.capacity_factor, setup.mc2),
@@ -47,7 +49,13 @@ def load_experts(
     )
 
 
-def _load_router(slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix: str) -> Router:
+def _load_router(
+    slices: WeightSlices,
+    experts: ExpertSpec,
+    hidden: int,
+    prefix: str,
+    placement: ExpertPlacement,
+) -> Router:
     read, count = slices.checkpoint.read_float32, experts.num_experts
     bias = None
     if experts.has_bias:
@@ -62,7 +70,16 @@ def _load_router(slices: WeightSlices, experts: ExpertSpec, hidden: int, prefix:
         top_groups=experts.top_groups,
         group_score=experts.group_score,
         scale=experts.scaling,
+        copies=_load_copies(slices, placement),
     )
+
+
+def _load_copies(slices: WeightSlices, placement: ExpertPlacement) -> ExpertCopies | None:
+    """Return the slots of experts with copies; None if every expert has one slot, its own id."""
+    if not placement.has_copies:
+        return None
+    table = slices.place(torch.from_numpy(placement.slot_table()))
+    return ExpertCopies(table, slices.experts.groups.dp_rank)
 
 
 def _load_shared(

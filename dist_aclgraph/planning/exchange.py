@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dist_aclgraph.config import Config, ExchangeSetting
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.chip import Chip
+from dist_aclgraph.planning.expert_placement import place_experts
 from dist_aclgraph.planning.mc2 import MIB, Mc2
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import ExchangeKind
@@ -33,17 +34,6 @@ def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
     """
     expected = num_rows * (1 - (1 - 1 / ep) ** top_k)
     return min(num_rows, max(MIN_CAPACITY, math.ceil(factor * expected)))
-
-
-def experts_per_rank(num_experts: int, ep: int) -> int:
-    """Return the number of whole experts of each of ``ep`` ranks.
-
-    Raises:
-        ConfigError: the experts cannot be divided evenly.
-    """
-    if num_experts % ep:
-        raise ConfigError(f"parallel.ep is {ep}; it must divide the model's {num_experts} experts")
-    return num_experts // ep
 
 
 class Decision(NamedTuple):
@@ -92,14 +82,19 @@ class ExchangeRule:
                 impossible; the message names value, limit and remedy.
         """
         parallel, experts = config.parallel, facts.experts
+        if parallel.redundant_experts and parallel.ep == 1:
+            raise ConfigError(
+                f"parallel.redundant_experts is {parallel.redundant_experts} and parallel.ep is 1; "
+                "copies are for experts that ranks share: set parallel.ep, or redundant_experts=0"
+            )
         mc2 = None
         if parallel.ep > 1:
             if experts is None:
                 raise ConfigError(f"parallel.ep is {parallel.ep}; the model has no experts: set 1")
-            experts_per_rank(experts.num_experts, parallel.ep)
+            placement = place_experts(experts.num_experts, parallel.ep, parallel.redundant_experts)
             mc2 = Mc2(
                 ep=parallel.ep,
-                num_experts=experts.num_experts,
+                num_experts=placement.num_slots,
                 top_k=experts.top_k,
                 hidden=facts.hidden_size,
                 element_bytes=4 if config.dtype == "float32" else 2,

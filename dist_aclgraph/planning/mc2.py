@@ -131,6 +131,7 @@ class Mc2:
     """MC2 in one deployment. Every attribute is the same on all ranks.
 
     Attributes:
+        num_experts: number of experts on all ranks together, copies included.
         element_bytes: bytes of one element of activations.
         buffer_mb: size of HCCL's buffer for MC2's domain, in MB; None means the size that the
             largest batch needs.

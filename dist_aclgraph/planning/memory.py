@@ -99,6 +99,7 @@ class RankMemory:
             model,
             tp=parallel.tp,
             ep=parallel.ep,
+            redundant_experts=parallel.redundant_experts,
             element_bytes=element_bytes,
             matrix_bytes=1 if config.quantization or model.holds_int8 else None,
             drafts=k > 0,

@@ -36,6 +36,7 @@ def weight_parts(
     element_bytes: int,
     matrix_bytes: int | None = None,
     drafts: bool = False,
+    redundant_experts: int = 0,
 ) -> tuple[WeightPart, ...]:
     """Return the parts of the weights on one rank, with their bytes.
 
@@ -46,6 +47,7 @@ def weight_parts(
             scales, one for each output, are not counted.
         drafts: whether the next-token module is counted; it shares the decoder's embedding and
             head.
+        redundant_experts: number of copies beside the experts of all ``ep`` ranks.
     """
     sizes = element_bytes, matrix_bytes or element_bytes
     indices = range(spec.num_layers + (1 if drafts else 0))
@@ -60,7 +62,7 @@ def weight_parts(
         _part("dense MLPs", _mlp(spec.hidden_size, spec.intermediate_size, tp), num_dense, sizes),
     ]
     if spec.experts is not None:
-        routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep)
+        routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
         found += [
             _part("experts", routed, num_sparse, sizes),
             _part("shared experts", shared, num_sparse, sizes),
@@ -113,11 +115,11 @@ def _mlp(hidden: int, width: int, tp: int) -> _Elements:
 
 
 def _experts(
-    hidden: int, experts: ExpertSpec, tp: int, ep: int
+    hidden: int, experts: ExpertSpec, tp: int, ep: int, redundant: int
 ) -> tuple[_Elements, _Elements, _Elements]:
     """Return the elements of a layer's routed experts, of its shared experts, and of its router."""
     if ep > 1:
-        routed = experts.num_experts // ep * 3 * hidden * experts.width
+        routed = (experts.num_experts + redundant) // ep * 3 * hidden * experts.width
     else:
         routed = experts.num_experts * _mlp(hidden, experts.width, tp).matrices
     shared = _mlp(hidden, experts.num_shared * experts.width, tp)

@@ -18,7 +18,9 @@ from tests.slow import slow_unless
 
 
 class Layout(NamedTuple):
-    """A deployment: numbers of ranks, the exchange, the graph mode, and drafts of a step."""
+    """A deployment: numbers of ranks, the exchange, the graph mode, drafts of a step, and copies of
+    the eight experts.
+    """
 
     architecture: str
     tp: int
@@ -27,6 +29,7 @@ class Layout(NamedTuple):
     exchange: str
     mode: str
     drafts: int
+    copies: int = 0
 
 
 V3, V2, QWEN = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Qwen3MoeForCausalLM"
@@ -47,6 +50,10 @@ LAYOUTS = [
     Layout(QWEN, 1, 2, 2, "all_gather", BOTH, 0),
     Layout(QWEN, 2, 2, 4, "all_to_all", EAGER, 0),
     Layout(QWEN, 4, 1, 4, "all_gather", DECODE, 0),
+    Layout(QWEN, 1, 3, 3, "all_gather", BOTH, 0, 1),
+    Layout(V3, 1, 3, 3, "all_to_all", DECODE, 1, 4),
+    Layout(V3, 2, 1, 2, "all_gather", DECODE, 1, 2),
+    Layout(V2, 1, 6, 6, "all_gather", EAGER, 0, 4),
 ]
 # Two independent groups, which serve as one deployment.
 INDEPENDENT = Layout(V3, 1, 2, 1, "auto", BOTH, 2)
@@ -56,6 +63,7 @@ MC2_LAYOUTS = [
     Layout(V3, 2, 2, 4, "mc2", BOTH, 2),
     Layout(V2, 4, 1, 4, "mc2", EAGER, 0),
     Layout(QWEN, 1, 2, 2, "mc2", BOTH, 0),
+    Layout(V2, 1, 3, 3, "mc2", DECODE, 0, 4),
 ]
 
 
@@ -74,6 +82,7 @@ def make_config(reference: Reference, layout: Layout, dtype: str) -> Config:
             "dp": layout.dp,
             "ep": layout.ep,
             "exchange": layout.exchange,
+            "redundant_experts": layout.copies,
         },
         graph={"mode": layout.mode, **sizes(layout)},
         speculative={"num_tokens": layout.drafts},
@@ -90,7 +99,7 @@ def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[in
 
 
 # Each exchange, each mode, and drafts; the other layouts take minutes.
-QUICK = (LAYOUTS[8], LAYOUTS[10], MC2_LAYOUTS[1])
+QUICK = (LAYOUTS[8], LAYOUTS[10], LAYOUTS[15], MC2_LAYOUTS[1])
 
 
 def name(layout: Layout) -> str:

@@ -298,6 +298,7 @@ class JoinedRank:
             self.config.parallel.expert_capacity,
             side,
             self.exchange.mc2.operators if self.exchange.mc2 is not None else None,
+            self.config.parallel.redundant_experts,
         )
 
 

@@ -281,3 +281,15 @@ def test_ranks_with_equal_numbers_choose_alike(rule: ExchangeRule, num_tokens: i
 def test_experts_that_cannot_be_divided_are_refused(num_experts: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rule_of(make_facts(num_experts))
+
+
+def test_copies_of_experts_count_as_experts_of_mc2() -> None:
+    rule = rule_of(make_facts(256), dp=40, ep=320, redundant_experts=64)
+
+    assert rule.mc2 is not None
+    assert (rule.mc2.num_experts, rule.mc2.num_local) == (320, 1)
+
+
+def test_copies_without_ranks_that_share_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="redundant_experts is 2 and parallel.ep is 1"):
+        rule_of(make_facts(256), ep=1, redundant_experts=2)

@@ -63,3 +63,13 @@ def test_ranks_that_do_not_divide_the_vocabulary_hold_rows_of_padding() -> None:
     even, padded = (total(weight_parts(each, tp=4, ep=4, element_bytes=2)) for each in (spec, odd))
 
     assert padded - even == 2 * 2 * spec.hidden_size, "a row of the embedding and one of the head"
+
+
+def test_a_rank_holds_its_share_of_experts_and_copies() -> None:
+    spec = read_model_spec(SHAPES / "deepseek-v3")
+    one = 58 * 3 * 7168 * 2048
+    experts = [
+        dict(weight_parts(spec, tp=1, ep=ep, element_bytes=1, redundant_experts=copies))["experts"]
+        for ep, copies in ((256, 0), (320, 64), (288, 32), (72, 32))
+    ]
+    assert experts == [one, one, one, 4 * one]
