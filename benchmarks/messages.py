@@ -76,9 +76,9 @@ class Way:
         """Return the seconds from a plan to its last result."""
         began_s = time.perf_counter()
         if isinstance(self.peers, BarePeers):
-            self.peers.round(encoder.encode(plan))
+            self.peers.round(encoder.encode(plan.for_rank(0)))
             return time.perf_counter() - began_s
-        self.peers.send(encoder.encode(plan))
+        self.peers.send([encoder.encode(plan.for_rank(0))])
         for _ in self.pids:
             result = from_worker_decoder.decode(receive(self.peers))
             assert isinstance(result, StepResult) and result.step == plan.step
@@ -175,7 +175,7 @@ def workers_of(
             peers.wait(WAIT_S)
         yield Way(name, peers, pids)
         if not isinstance(peers, BarePeers):
-            peers.send(encoder.encode(Shutdown(1)))
+            peers.send([encoder.encode(Shutdown(1))])
     finally:
         peers.close()
         with suppress(subprocess.TimeoutExpired):

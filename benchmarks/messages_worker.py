@@ -15,7 +15,7 @@ from dist_aclgraph.actors.wire.addresses import Endpoint
 from dist_aclgraph.actors.wire.local_steps import LocalEngine, SocketFile
 from dist_aclgraph.actors.wire.remote_steps import Endpoints, RemoteEngine
 from dist_aclgraph.ints import pack_ints
-from dist_aclgraph.steps.step import StepPlan, StepResult, encoder, to_worker_decoder
+from dist_aclgraph.steps.step import RankPlan, StepResult, encoder, to_worker_decoder
 
 BATCH = 32
 ANSWER = b"a" * 64  # reply of a worker that does nothing else
@@ -45,7 +45,7 @@ def work(rank: int, line: str) -> None:
 
 def answer_plans(rank: int, engine: LocalEngine | RemoteEngine) -> None:
     tokens = pack_ints([1] * BATCH) if rank == 0 else b""
-    while isinstance(plan := to_worker_decoder.decode(engine.receive()), StepPlan):
+    while isinstance(plan := to_worker_decoder.decode(engine.receive()), RankPlan):
         engine.send(encoder.encode(StepResult(plan.epoch, plan.step, rank, tokens)))
     engine.close()
 

@@ -105,7 +105,7 @@ def measure(
     for _ in range(num_steps):
         plan, outputs, scheduled, updated = run_step(scheduler, token_ids)
         begin = time.thread_time_ns()
-        encoder.encode(plan)
+        encoder.encode(plan.for_rank(0))
         encode_ns.append(time.thread_time_ns() - begin)
         schedule_ns.append(scheduled)
         update_ns.append(updated)

@@ -35,8 +35,8 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import (
+    RankPlan,
     RowSampling,
-    StepPlan,
     StepResult,
     encoder,
     from_worker_decoder,
@@ -230,12 +230,13 @@ def run_steps(
         laps, answered = [time.perf_counter()], list[StepResult]()
         plan = scheduler.schedule()
         laps.append(time.perf_counter())
-        data = encoder.encode(plan)
+        assert plan is not None
+        data = encoder.encode(plan.for_rank(0))
         laps.append(time.perf_counter())
         message = to_worker_decoder.decode(data)
-        assert isinstance(message, StepPlan)
+        assert isinstance(message, RankPlan)
         with npu.launching():
-            runner.launch(message, 0, 0, answered.append)
+            runner.launch(message, 0, answered.append)
         answers = [encoder.encode(result) for result in answered]
         launched_s = time.perf_counter()
         results: list[Any] = [from_worker_decoder.decode(answer) for answer in answers]

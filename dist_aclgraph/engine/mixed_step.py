@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from dist_aclgraph.context.prompt_split import largest_share
 from dist_aclgraph.context.shards import PADDING_SLOT
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs, SharedPlaces
-from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
-from dist_aclgraph.steps.step import StepPlan
+from dist_aclgraph.steps.step import RankPlan, StepSize
 
 
-@dataclass(frozen=True)
-class StepSize:
-    """The size to which every rank pads its step: tokens, and sampled requests."""
+def padded_size(plan: RankPlan, inputs: HostStep) -> StepSize:
+    """Return this rank's size; if experts are spread, return the largest size of all ranks.
 
-    num_tokens: int
-    num_samples: int
-
-    @classmethod
-    def of(cls, plan: StepPlan, inputs: HostStep, num_prompt_ranks: int = 1) -> StepSize:
-        """Return this rank's size; if experts are spread, return the size of the largest batch.
-
-        So all ranks call the same collectives with equal shapes. Ranks that split a prompt always
-        use the size of the largest share.
-        """
-        if plan.exchange is None:
-            prompts = inputs.prompts
-            num_tokens = inputs.num_tokens if prompts is None else prompts.split.num_tokens
-            return cls(num_tokens, inputs.num_samples)
-        batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
-        return cls(
-            max(largest_share(records[:, 2], num_prompt_ranks) for records in batches),
-            max(int((records[:, 3] > 0).sum()) for records in batches),
-        )
+    So all ranks call the same collectives with equal shapes. Ranks that split a prompt always use
+    the size of the largest share.
+    """
+    if plan.exchange is not None:
+        return plan.largest
+    prompts = inputs.prompts
+    num_tokens = inputs.num_tokens if prompts is None else prompts.split.num_tokens
+    return StepSize(num_tokens, inputs.num_samples)
 
 
 def upload_step(

@@ -35,7 +35,7 @@ from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.landing_drafts import LandingDrafts
 from dist_aclgraph.engine.matchers import Matchers
-from dist_aclgraph.engine.mixed_step import StepSize, upload_step
+from dist_aclgraph.engine.mixed_step import padded_size, upload_step
 from dist_aclgraph.engine.prompt_report import ComingPrompt, queue_prompts
 from dist_aclgraph.engine.replays import Replays
 from dist_aclgraph.engine.step_output import (
@@ -61,7 +61,7 @@ from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.step_sizes import table_width
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.padding import GraphLens
-from dist_aclgraph.steps.step import StepPlan, StepResult
+from dist_aclgraph.steps.step import RankPlan, StepResult, StepSize
 from dist_aclgraph.text.grammars import read_vocabulary
 from dist_aclgraph.topology import ChooseExchange, no_exchange
 
@@ -100,7 +100,7 @@ class _Flight:
         failed: by sample, the reason why a request has failed.
     """
 
-    plan: StepPlan
+    plan: RankPlan
     rank: int
     inputs: HostStep
     coming: ComingOutput
@@ -320,15 +320,13 @@ class ModelRunner:
 
     # ---- steps
 
-    def execute(self, plan: StepPlan, dp_rank: int, rank: int) -> StepResult:
+    def execute(self, plan: RankPlan, rank: int) -> StepResult:
         """Run one step alone and return the result, without tokens if this rank owns no output."""
         results: list[StepResult] = []
-        self.launch(plan, dp_rank, rank, results.append)
+        self.launch(plan, rank, results.append)
         return results[-1] if results else self.finish()
 
-    def launch(
-        self, plan: StepPlan, dp_rank: int, rank: int, report: Callable[[StepResult], None]
-    ) -> None:
+    def launch(self, plan: RankPlan, rank: int, report: Callable[[StepResult], None]) -> None:
         """Queue a step on the device, after the running step if there is one.
 
         Args:
@@ -340,7 +338,7 @@ class ModelRunner:
             self._counts.skip()
         watch.start()
         self._replays.forget()
-        batch = plan.batches[dp_rank]
+        batch = plan.batch
         self._batch.apply(batch)
         for start in batch.started:
             self._matchers.begin(start.row, start.sampling)
@@ -392,7 +390,7 @@ class ModelRunner:
 
     def _queue_output(
         self,
-        plan: StepPlan,
+        plan: RankPlan,
         rank: int,
         inputs: HostStep,
         sampled: Sampled,
@@ -513,7 +511,7 @@ class ModelRunner:
 
     def _run(
         self,
-        plan: StepPlan,
+        plan: RankPlan,
         rank: int,
         inputs: HostStep,
         land: Callable[[], IntArray],
@@ -569,7 +567,7 @@ class ModelRunner:
 
     def _run_mixed(
         self,
-        plan: StepPlan,
+        plan: RankPlan,
         rank: int,
         inputs: HostStep,
         pieces: CapturedPieces | None,
@@ -583,7 +581,7 @@ class ModelRunner:
         """
         graph = None if pieces is None else pieces.descriptor
         static = None if graph is None else self._buffers.inputs(graph)
-        size = StepSize.of(plan, inputs, self._place.num_prompt_ranks)
+        size = padded_size(plan, inputs)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
         if (inputs.token_ids < 0).any():  # tokens by reference
             step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))

@@ -23,6 +23,22 @@ NO_INTS: IntArray = np.empty(0, np.int32)
 StepKind = Literal["mixed", "decode", "prompt"]
 
 
+class StepShape(NamedTuple):
+    """The numbers that decide which graph a step can replay, and how the step is padded.
+
+    Attributes:
+        num_tokens: number of tokens of the prefill rank with the largest share.
+        num_reqs: number of requests.
+        query_len: query length if it is the same for all requests, else 0.
+        num_samples: number of requests that get tokens.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    query_len: int
+    num_samples: int
+
+
 class NewTokens(NamedTuple):
     """The results of a step on one data-parallel rank.
 
@@ -214,12 +230,11 @@ class RankStep:
         return int(self.num_logits.sum())
 
     @cached_property
-    def shape(self) -> tuple[int, int, int]:
-        """Return three numbers: number of tokens of the prefill rank with the largest share; number
-        of requests; query length if it is the same for all requests, else 0.
+    def shape(self) -> StepShape:
+        """The shape of the step.
 
-        If a prompt has one token or ``decode_len`` tokens, the query length is also 0, because
-        prompts sample at other places than a decode step.
+        If a prompt has one token or ``decode_len`` tokens, the query length is 0, because prompts
+        sample at other places than a decode step.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])
@@ -228,7 +243,8 @@ class RankStep:
             query_len in (1, self.decode_len) or bool((lengths != query_len).any())
         ):
             query_len = 0
-        return largest_share(lengths, self.num_prompt_ranks), self.num_reqs, query_len
+        num_tokens = largest_share(lengths, self.num_prompt_ranks)
+        return StepShape(num_tokens, self.num_reqs, query_len, len(self.num_logits))
 
     def read(self, result: StepResult) -> NewTokens:
         """Return the sampled tokens of the rank that owns this step's output.
@@ -320,13 +336,14 @@ class Flight:
         self.indices = np.where(places < 0, -1, moves[places])
 
 
-def largest_of(steps: Sequence[RankStep]) -> tuple[int, int, int]:
-    """Return the tokens, requests and query length that a graph needs to hold each of the steps.
+def largest_of(steps: Sequence[RankStep]) -> StepShape:
+    """Return the shape that has room for each of the steps; it may be larger than every step.
 
     The query length is 0 if the steps have different query lengths.
     """
-    if len(steps) == 1:
-        return steps[0].shape
-    num_tokens, num_reqs, query_lens = zip(*[step.shape for step in steps], strict=True)
+    shapes = {step.shape for step in steps}
+    if len(shapes) == 1:
+        return shapes.pop()
+    num_tokens, num_reqs, query_lens, num_samples = zip(*shapes, strict=True)
     query_len = query_lens[0] if len(set(query_lens)) == 1 else 0
-    return max(num_tokens), max(num_reqs), query_len
+    return StepShape(max(num_tokens), max(num_reqs), query_len, max(num_samples))

@@ -40,7 +40,7 @@ from dist_aclgraph.scheduler.rank_step import (
 )
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.steps.delta import FinishReason, RequestDelta
-from dist_aclgraph.steps.step import StepPlan, StepResult
+from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ChooseExchange, no_exchange
 
 MAX_IN_FLIGHT = 2
@@ -113,7 +113,6 @@ class Scheduler:
         self._num_arrived = 0
         self._in_flight: deque[_Decided] = deque()  # oldest first
         self._is_void = False  # whether the step in flight is void and must run again
-        self.last_num_tokens = 0  # tokens of the largest rank's batch in the last decided step
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
         self.num_admitted_tokens = 0  # tokens of admitted requests
@@ -376,12 +375,11 @@ class Scheduler:
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
         busy = [step for step in steps if step.num_reqs]
-        num_tokens, num_reqs, query_len = largest_of(busy)
+        num_tokens, num_reqs, query_len, num_samples = largest_of(busy)
         graph, _ = self.dispatcher.dispatch(
             num_tokens, num_reqs, query_len, partial(self._may_replay, steps)
         )
         self.step += 1
-        self.last_num_tokens = num_tokens
         plan = StepPlan(
             self.epoch,
             self.step,
@@ -389,6 +387,7 @@ class Scheduler:
             graph,
             batches,
             self._choose_exchange(num_tokens if graph is None else graph.num_tokens),
+            StepSize(num_tokens, num_samples),
         )
         self._in_flight.append(_Decided(plan, steps))
         return plan
@@ -426,10 +425,12 @@ class Scheduler:
         self._is_void = False
         plan, _ = self._in_flight.pop()
         steps = [rank.leave_out() for rank in self.ranks]
-        if not any(step.num_reqs for step in steps):
+        busy = [step for step in steps if step.num_reqs]
+        if not busy:
             for rank in self.ranks:
                 rank.advance(NO_TOKENS)
             return None
+        largest = largest_of(busy)
         self.num_reruns += 1
         self.step += 1
         again = msgspec.structs.replace(
@@ -439,6 +440,7 @@ class Scheduler:
             graph=None,
             batches=tuple(rank.again(step) for rank, step in zip(self.ranks, steps, strict=True)),
             exchange="all_gather",
+            largest=StepSize(largest.num_tokens, largest.num_samples),
         )
         self._in_flight.append(_Decided(again, steps))
         return again

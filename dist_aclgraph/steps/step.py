@@ -1,5 +1,5 @@
-"""The messages between engine and workers: the engine sends one StepPlan per step, and each worker
-replies with one StepResult.
+"""The messages between engine and workers: the engine decides one StepPlan per step, sends each
+worker its part of the plan, a RankPlan, and each worker replies with one StepResult.
 
 Messages are plain MessagePack: msgspec encodes them, and any MessagePack library can read them.
 Integer arrays are sent as little-endian int32 bytes. Workers keep the running batch, so the engine
@@ -94,11 +94,41 @@ class RankBatch(msgspec.Struct, frozen=True):
     cleaned: bytes = b""  # int32 [k], block ids
 
 
-class StepPlan(msgspec.Struct, frozen=True, tag="step"):
-    """The decision of one step, for every rank of a lockstep group.
+class StepSize(msgspec.Struct, frozen=True):
+    """The size of a step on one rank: its tokens, and its sampled requests.
+
+    If prompts are split between ranks, ``num_tokens`` is the number of tokens of the rank with the
+    largest share.
+    """
+
+    num_tokens: int = 0
+    num_samples: int = 0
+
+
+class RankPlan(msgspec.Struct, frozen=True, tag="step"):
+    """The part of a step's plan that the workers of one data-parallel rank get.
+
+    All fields except ``dp_rank`` and ``batch`` are the same for all workers of the lockstep group;
+    ``StepPlan`` explains them.
+    """
+
+    epoch: int
+    step: int
+    plan_version: int
+    graph: BatchDescriptor | None
+    dp_rank: int
+    batch: RankBatch
+    exchange: ExchangeKind | None = None
+    largest: StepSize = StepSize()
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """The decision of one step, for every rank of a lockstep group. It stays in the engine.
 
     Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
-    eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread.
+    eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread. ``largest``
+    has the largest number of tokens and the largest number of samples of all ranks: outside full
+    graphs, ranks that share experts pad their steps to this size.
     """
 
     epoch: int
@@ -107,6 +137,20 @@ class StepPlan(msgspec.Struct, frozen=True, tag="step"):
     graph: BatchDescriptor | None
     batches: tuple[RankBatch, ...]  # one per data-parallel rank of the lockstep group
     exchange: ExchangeKind | None = None
+    largest: StepSize = StepSize()
+
+    def for_rank(self, dp_rank: int) -> RankPlan:
+        """Return the message to the workers of a data-parallel rank."""
+        return RankPlan(
+            self.epoch,
+            self.step,
+            self.plan_version,
+            self.graph,
+            dp_rank,
+            self.batches[dp_rank],
+            self.exchange,
+            self.largest,
+        )
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
@@ -231,7 +275,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     epoch: int
 
 
-ToWorker = StepPlan | GraphCommand | Pause | Resume | Shutdown
+ToAllWorkers = GraphCommand | Pause | Resume | Shutdown
+ToWorker = RankPlan | ToAllWorkers
 FromWorker = StepResult | GraphAnswer | Resumed
 
 encoder = msgspec.msgpack.Encoder()

@@ -36,10 +36,10 @@ from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import (
     Pause,
+    RankPlan,
     Resume,
     Resumed,
     RowSampling,
-    StepPlan,
     StepResult,
 )
 from tests.deployments import Answer, greedy_params
@@ -95,14 +95,16 @@ class Group:
         self.ranks = tuple(range(dp * tp))
         self.later: list[RawClient] = []  # closed with the group
         place = Place(NODE, str(directory))
-        channel = StepSender(self.ranks, place)
+        channel = StepSender(self.ranks, place, ranks_per_batch=tp)
         self._fault_at = fault_at
         self._fail_at, self._lose_at, self._tp = fail_at, lose_at, tp
         self._num_drafts, self._num_blocks = num_drafts, num_blocks
         self._steps_in_flight = steps_in_flight
         self._stall_at, self._stall_s = stall_at, stall_s
         self._workers = [
-            threading.Thread(target=self._work, args=(channel.address_for(NODE), rank), daemon=True)
+            threading.Thread(
+                target=self._work, args=(channel.address_for(NODE, rank), rank), daemon=True
+            )
             for rank in self.ranks
         ]
         for worker in self._workers:
@@ -150,7 +152,7 @@ class Group:
             num_drafts=self._num_drafts,
             accept=lambda: min(1, self._num_drafts),
         )
-        receiver, dp_rank = StepReceiver(address), rank // self._tp
+        receiver = StepReceiver(address)
         in_flight: deque[StepResult] = deque()
         epoch, is_stopped = EPOCH, False
         try:
@@ -163,7 +165,7 @@ class Group:
                     continue
                 if is_stopped:
                     continue
-                if isinstance(plan, StepPlan) and plan.step == self._fault_at:
+                if isinstance(plan, RankPlan) and plan.step == self._fault_at:
                     is_stopped = True
                     if rank == 0:
                         words = "a link is gone"
@@ -178,7 +180,7 @@ class Group:
                 if plan.step == self._stall_at:
                     time.sleep(self._stall_s)
                 is_void = plan.step == self._lose_at and rank == self.ranks[-1]
-                result = worker.execute(plan, dp_rank, rank, is_void=is_void)
+                result = worker.execute(plan, rank, is_void=is_void)
                 if rank % self._tp:
                     result = msgspec.structs.replace(result, token_ids=b"", counts=b"")
                 result = msgspec.structs.replace(result, expert_tokens=10 * plan.step + rank)

@@ -24,6 +24,7 @@ from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import Config
 from dist_aclgraph.environment import child_environment
 from dist_aclgraph.steps.step import (
+    RankPlan,
     StepPlan,
     StepResult,
     encoder,
@@ -102,9 +103,8 @@ class RankProcesses(WorkerGroup):
 
     def step(self, plan: StepPlan) -> list[RankStep]:
         """Let all ranks run a step with no other step in flight; return each rank's result."""
-        message = encoder.encode(plan)
         done = []
-        for answer, *counted in self.call("step", "SERVING", ANSWER_S, lambda _: (message,)):
+        for answer, *counted in self.call("step", "SERVING", ANSWER_S, self._parts(plan)):
             result = from_worker_decoder.decode(answer)
             assert isinstance(result, StepResult)
             done.append(RankStep(result, *counted))
@@ -112,15 +112,21 @@ class RankProcesses(WorkerGroup):
 
     def launch(self, plan: StepPlan) -> list[StepResult]:
         """Let all ranks queue a step; return the results of the previous step if it has ended."""
-        message = encoder.encode(plan)
-        return self._results("launch", (message,))
+        return self._results("launch", self._parts(plan))
 
     def pause(self) -> list[StepResult]:
         """Let all ranks finish the step in flight; return its results."""
-        return self._results("pause", ())
+        return self._results("pause", lambda _: ())
 
-    def _results(self, method: str, arguments: tuple[Any, ...]) -> list[StepResult]:
-        answers = self.call(method, "SERVING", ANSWER_S, lambda _: arguments)
+    def _parts(self, plan: StepPlan) -> Callable[[int], tuple[bytes]]:
+        """Return the message to each rank, by its index."""
+        ranks_per_batch = len(self.workers) // len(plan.batches)
+        return lambda index: (encoder.encode(plan.for_rank(index // ranks_per_batch)),)
+
+    def _results(
+        self, method: str, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> list[StepResult]:
+        answers = self.call(method, "SERVING", ANSWER_S, arguments)
         results = [from_worker_decoder.decode(found) for answer in answers for found in answer]
         assert len(results) in (0, len(answers))
         return results
@@ -189,7 +195,7 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
 
     def step(message: bytes) -> tuple[bytes, int, dict[str, int], tuple[str, ...]]:
         plan = to_worker_decoder.decode(message)
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, RankPlan)
         before = emulator.counters()["collectives"]
         result = worker.execute(plan)
         # Drafts are computed after the results. A query does not count as a wait of the host.
@@ -205,7 +211,7 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
 
     def launch(message: bytes) -> list[bytes]:
         plan, results = to_worker_decoder.decode(message), list[bytes]()
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, RankPlan)
         worker.launch(plan, lambda result: results.append(encoder.encode(result)))
         return results
 

@@ -60,9 +60,10 @@ def serving_ranks(config: Config, directory: Path) -> Iterator[ServingRanks]:
         ranks = group.ranks
         group.scheduler.epoch = 1
         place = Place(NODE, str(directory))
-        channel = StepSender(ranks.ranks, place)
-        for pipe in ranks.workers:
-            pipe.send(("serve", (channel.address_for(NODE),)))
+        ranks_per_batch = config.parallel.tp * config.parallel.pcp
+        channel = StepSender(ranks.ranks, place, ranks_per_batch=ranks_per_batch)
+        for rank, pipe in enumerate(ranks.workers):
+            pipe.send(("serve", (channel.address_for(NODE, GroupRank(rank)),)))
         channel.wait_for_workers(WAIT_S, lambda: None)
 
         def stop(timeout_s: float, check: Callable[[], None]) -> dict[GroupRank, str]:

@@ -12,6 +12,7 @@ import zmq
 
 from dist_aclgraph.actors.client.engine_client import EngineClient
 from dist_aclgraph.actors.wire.addresses import Address, Endpoint, Listener, Place, open_meeting
+from dist_aclgraph.actors.wire.remote_steps import TOPIC
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.errors import PlacementError, WorkerStartTimeoutError
 from tests.actors.loop_group import NODE, TOKEN, WAIT_S, Group, assert_serves
@@ -95,9 +96,9 @@ def test_a_stranger_is_no_worker(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], stranger: Stranger
 ) -> None:
     sender = StepSender((0,), Place(NODE, str(tmp_path), HOST))
-    address = sender.address_for(ELSEWHERE)
+    address = sender.address_for(ELSEWHERE, 0)
     plans, results = context.socket(zmq.SUB), context.socket(zmq.PUSH)
-    plans.setsockopt(zmq.SUBSCRIBE, b"")
+    plans.setsockopt(zmq.SUBSCRIBE, TOPIC.pack(0))
     results.setsockopt(zmq.IMMEDIATE, 1)  # frames do not wait for a missing connection
     stranger(address.plans).connect(plans)
     stranger(address.results).connect(results)
@@ -133,9 +134,9 @@ def test_keys_of_clients_open_no_step_channel(
 ) -> None:
     (tmp_path / "steps of").mkdir()
     sender = StepSender((0,), Place(NODE, str(tmp_path / "steps of"), HOST))
-    plans_at = sender.address_for(ELSEWHERE).plans
+    plans_at = sender.address_for(ELSEWHERE, 0).plans
     plans = context.socket(zmq.SUB)
-    plans.setsockopt(zmq.SUBSCRIBE, b"")
+    plans.setsockopt(zmq.SUBSCRIBE, TOPIC.pack(0))
     replace(plans_at, keys=group.clients_at.seen_from(ELSEWHERE).keys).connect(plans)
 
     with pytest.raises(WorkerStartTimeoutError):

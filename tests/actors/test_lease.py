@@ -20,7 +20,7 @@ from dist_aclgraph.actors.wire.step_channel import StepSender
 from dist_aclgraph.actors.worker.rank_stages import RunningRank
 from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import make_config
-from dist_aclgraph.topology import WorldRank
+from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.slow import slow
 
 LIMIT_S = 10.0
@@ -149,7 +149,7 @@ def _keep_worker(asks: Any, goes_on: Any) -> None:
     worker._stage = Mock(spec=RunningRank, joined=Mock())
     with tempfile.TemporaryDirectory() as directory:
         engine = StepSender((WorldRank(0),), Place("node", directory, None))
-        address = engine.address_for("node")
+        address = engine.address_for("node", GroupRank(0))
         threading.Thread(target=worker.run_loop, args=(address,), daemon=True).start()
         _keep(worker, asks, goes_on)
 

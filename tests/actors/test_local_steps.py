@@ -95,7 +95,7 @@ def test_all_that_is_sent_comes_in_order_and_whole_in_both_directions(
         workers = connect(peers, 2)
         threads = [threading.Thread(target=work, args=(w, i)) for i, w in enumerate(workers)]
         for frame in out:
-            peers.send(frame)
+            peers.send([frame])
         for thread in threads:
             thread.start()
         got = [next_of(peers) for _ in range(2 * len(back))]
@@ -136,7 +136,7 @@ def test_a_stranger_is_no_worker_and_harms_none(peers: LocalPeers, words: bytes)
         stranger.sendall(words)
         until(peers, lambda: len(peers._peers) == 2)
         peers.wait(0)  # this call reads the stranger's bytes
-        peers.send(b"plan")
+        peers.send([b"plan"])
         stranger.setblocking(False)
         try:
             told = stranger.recv(100)
@@ -160,6 +160,16 @@ def test_a_worker_with_another_token_is_cut_off(peers: LocalPeers):
     assert peers.num_workers == 0
 
 
+def test_a_worker_of_no_data_parallel_rank_of_the_channel_is_cut_off(peers: LocalPeers):
+    worker = LocalEngine(peers.address_for(1))
+    until(peers, lambda: len(peers._peers) == 1)
+    until(peers, lambda: not peers._peers)
+
+    with pytest.raises(EngineDeadError):
+        worker.receive()
+    assert peers.num_workers == 0
+
+
 def test_a_token_is_not_shown(peers: LocalPeers):
     assert peers.address.token not in repr(peers.address)
 
@@ -172,7 +182,7 @@ def test_a_worker_that_stands_still_keeps_nobody_waiting_and_is_cut_off_in_the_e
     plan = bytes(1 << 20)
 
     for _ in range(8):
-        peers.send(plan)
+        peers.send([plan])
         done = threading.Event()
         thread = threading.Thread(target=lambda d=done: (awake.receive(), d.set()))
         thread.start()
@@ -200,7 +210,7 @@ def test_the_death_of_a_worker_is_known_at_once_and_its_torn_frame_is_none(
     process.start()
     until(peers, lambda: peers.num_workers == 1)
     for _ in range(answers):
-        peers.send(b"plan")
+        peers.send([b"plan"])
         assert next_of(peers) == b"plan"
 
     until(peers, lambda: peers.num_lost == 1)
@@ -215,7 +225,7 @@ def lead(path: str, addresses) -> None:
     addresses.send(peers.address)
     while not peers.num_workers:
         peers.wait(0.1)
-    peers.send(b"plan")
+    peers.send([b"plan"])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -235,11 +245,10 @@ def test_the_death_of_an_engine_ends_the_wait_of_its_workers(tmp_path: Path):
 
 
 def test_a_step_that_a_dead_worker_will_not_answer_ends_long_before_its_time(tmp_path: Path):
-    sender = StepSender((4, 5), Place(NODE, str(tmp_path)))
-    address = sender.address_for(NODE)
-    process = fork.Process(target=die, args=(address, 0))
+    sender = StepSender((4, 5), Place(NODE, str(tmp_path)), ranks_per_batch=2)
+    process = fork.Process(target=die, args=(sender.address_for(NODE, 1), 0))
     process.start()
-    other = StepReceiver(address)
+    other = StepReceiver(sender.address_for(NODE, 0))
     sender.wait_for_workers(WAIT_S, lambda: None)
     sender.send(make_plan(1))
     other.send(StepResult(EPOCH, 1, 0))
@@ -256,7 +265,7 @@ def test_a_step_that_a_dead_worker_will_not_answer_ends_long_before_its_time(tmp
 
 def test_nothing_is_left_behind(tmp_path: Path):
     sender = StepSender((0,), Place(NODE, str(tmp_path)))
-    receiver = StepReceiver(sender.address_for(NODE))
+    receiver = StepReceiver(sender.address_for(NODE, 0))
     sender.wait_for_workers(WAIT_S, lambda: None)
 
     sender.close(EPOCH)

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from dist_aclgraph.actors.wire.addresses import Place
-from dist_aclgraph.actors.wire.remote_steps import RemoteEngine, RemotePeers
+from dist_aclgraph.actors.wire.remote_steps import TOPIC, RemoteEngine, RemotePeers
 
 HOST, WAIT_S = "127.0.0.1", 3.0
 
@@ -65,7 +65,8 @@ def test_a_frame_that_is_no_subscription_counts_as_nobody(
     try:
         peers.address_for("other node").plans.connect(stranger)
         stranger.send(b"\x02hello")
-        stranger.send(b"\x01")
+        stranger.send(b"\x01")  # a subscription to all topics
+        stranger.send(b"\x01" + TOPIC.pack(0))
         wait_for_count(peers, 2)
     finally:
         context.destroy(linger=0)

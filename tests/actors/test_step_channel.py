@@ -13,14 +13,18 @@ import zmq
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.errors import EngineDeadError, WorkerLostError, WorkerStartTimeoutError
-from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import (
     RankBatch,
+    RankPlan,
+    Resume,
+    Resumed,
     RowSampling,
     RowStart,
     Shutdown,
     StepPlan,
     StepResult,
+    StepSize,
     encoder,
 )
 from tests.actors.leftovers import wait_until
@@ -33,17 +37,24 @@ NODE, HOST = "node", "127.0.0.1"
 Serve = Callable[[StepReceiver, int], None]
 
 
-def make_plan(step: int = 1, epoch: int = EPOCH) -> StepPlan:
-    start = RowStart(0, pack_ints([5, 6]), pack_ints([1]), RowSampling(seed=9))
-    batch = RankBatch(pack_ints([0, 0, 2, 1]), started=(start,))
-    return StepPlan(epoch, step, 1, None, (batch,))
+def make_plan(step: int = 1, epoch: int = EPOCH, num_batches: int = 1) -> StepPlan:
+    """Return a plan in which data-parallel rank i starts a prompt of one token, i."""
+    starts = [
+        RowStart(0, pack_ints([i]), pack_ints([1]), RowSampling(seed=9)) for i in range(num_batches)
+    ]
+    batches = [RankBatch(pack_ints([0, 0, 1, 1]), started=(start,)) for start in starts]
+    return StepPlan(epoch, step, 1, None, tuple(batches), largest=StepSize(1, 1))
 
 
 class Channel:
     """A sender, and receivers on threads that run ``serve`` until the sender closes."""
 
-    def __init__(self, place: Place, num_workers: int, serve: Serve) -> None:
-        self.sender = StepSender(range(4, 4 + num_workers), place)
+    def __init__(
+        self, place: Place, num_workers: int, serve: Serve, ranks_per_batch: int | None = None
+    ) -> None:
+        self.sender = StepSender(
+            range(4, 4 + num_workers), place, ranks_per_batch=ranks_per_batch or num_workers
+        )
         # If peers on other nodes can reach the place, test it as a peer on another node.
         self.node_id = NODE if place.host is None else "other node"
         self.threads = [
@@ -54,7 +65,7 @@ class Channel:
             thread.start()
 
     def _work(self, rank: int, serve: Serve) -> None:
-        receiver = StepReceiver(self.sender.address_for(self.node_id))
+        receiver = StepReceiver(self.sender.address_for(self.node_id, rank))
         try:
             serve(receiver, rank)
         finally:
@@ -103,6 +114,44 @@ def test_every_plan_reaches_all_workers_and_all_results_come_back(
 
         assert sorted(result.rank for result in results) == [0, 1, 2]
         assert {result.step for result in results} == {step}
+
+
+@pytest.mark.parametrize("ranks_per_batch", [1, 2])
+def test_a_worker_gets_the_batch_of_its_own_rank_only(
+    open_channel: Callable[..., Channel], place: Place, ranks_per_batch: int
+) -> None:
+    plans: dict[int, list[RankPlan]] = {rank: [] for rank in range(4)}
+
+    def note(receiver: StepReceiver, rank: int) -> None:
+        while (plan := receiver.receive(EPOCH)) is not None:
+            plans[rank].append(plan)
+            receiver.send(StepResult(plan.epoch, plan.step, rank))
+
+    sender = open_channel(place, 4, note, ranks_per_batch).sender
+    sent = [make_plan(step, num_batches=4 // ranks_per_batch) for step in range(1, 6)]
+    for plan in sent:
+        sender.send(plan)
+        sender.receive(plan, WAIT_S, lambda: None)
+
+    for rank, got in plans.items():
+        assert got == [plan.for_rank(rank // ranks_per_batch) for plan in sent]
+        prompts = [unpack_ints(start.token_ids).tolist() for p in got for start in p.batch.started]
+        assert prompts == [[rank // ranks_per_batch]] * 5
+
+
+def test_all_workers_get_a_message_that_is_no_plan(
+    open_channel: Callable[..., Channel], place: Place
+) -> None:
+    def answer(receiver: StepReceiver, rank: int) -> None:
+        while (order := receiver.receive(EPOCH)) is not None:
+            receiver.send(Resumed(order.next_epoch, rank, f"rank {rank}"))
+
+    sender = open_channel(place, 3, answer, 1).sender
+
+    sender.send(Resume(EPOCH, EPOCH + 1))
+
+    errors = sender.receive_resumed(EPOCH + 1, WAIT_S, lambda: None)
+    assert errors == {rank: f"rank {rank}" for rank in range(3)}
 
 
 def test_plans_of_another_epoch_are_dropped_by_workers(
@@ -167,7 +216,10 @@ def test_a_silent_worker_is_named(open_channel: Callable[..., Channel], tmp_path
 def test_of_silent_workers_the_one_is_named_that_says_nothing(tmp_path: Path) -> None:
     statuses = {0: {"waits": True, "doing": ""}, 1: None, 2: {"waits": True, "doing": ""}}
     sender = StepSender(
-        (4, 5, 6), Place(NODE, str(tmp_path)), ask=lambda ranks: {r: statuses[r] for r in ranks}
+        (4, 5, 6),
+        Place(NODE, str(tmp_path)),
+        ask=lambda ranks: {r: statuses[r] for r in ranks},
+        ranks_per_batch=3,
     )
 
     with pytest.raises(WorkerLostError, match="rank 5 does not say where it stands") as caught:
@@ -184,7 +236,7 @@ def test_junk_among_results_harms_nobody(
     sender = open_channel(Place(NODE, str(tmp_path), HOST), 1, acknowledge).sender
     context = zmq.Context()
     stranger = context.socket(zmq.PUSH)
-    sender.address_for("other node").results.connect(stranger)
+    sender.address_for("other node", 0).results.connect(stranger)
     junk = (b"", b"\x81\xa4type\xa4\xff\xfe", b"\x91" * 10_000, encoder.encode({"type": "result"}),
             encoder.encode(StepResult(EPOCH, 1, 99)))  # fmt: skip
     thread = threading.Thread(
@@ -204,14 +256,14 @@ def test_junk_among_results_harms_nobody(
 
 def test_junk_among_plans_harms_nobody(tmp_path: Path) -> None:
     sender = StepSender((0,), Place(NODE, str(tmp_path)))
-    receiver = StepReceiver(sender.address_for(NODE))
+    receiver = StepReceiver(sender.address_for(NODE, 0))
     sender.wait_for_workers(WAIT_S, lambda: None)
     for junk in (b"", b"\x81\xa4type\xa4\xff\xfe", b"\x91" * 10_000):
-        sender._local.send(junk)
+        sender._local.send([junk])
 
     sender.send(make_plan())
 
-    assert receiver.receive(EPOCH) == make_plan()
+    assert receiver.receive(EPOCH) == make_plan().for_rank(0)
     receiver.close()
     sender.close(EPOCH)
 
@@ -257,19 +309,19 @@ def test_workers_that_do_not_come_are_counted(tmp_path: Path) -> None:
 
 
 def test_messages_are_plain_messagepack() -> None:
-    plan = msgpack.unpackb(encoder.encode(make_plan(7)))
+    plan = msgpack.unpackb(encoder.encode(make_plan(7).for_rank(0)))
     result = msgpack.unpackb(encoder.encode(StepResult(EPOCH, 7, 0, pack_ints([11, -1]))))
 
     assert (plan["type"], plan["step"], plan["graph"]) == ("step", 7, None)
-    [batch] = plan["batches"]
-    assert np.frombuffer(batch["scheduled"], "<i4").tolist() == [0, 0, 2, 1]
+    batch = plan["batch"]
+    assert np.frombuffer(batch["scheduled"], "<i4").tolist() == [0, 0, 1, 1]
     assert batch["started"][0]["sampling"] == {"seed": 9}
     assert np.frombuffer(result["token_ids"], "<i4").tolist() == [11, -1]
 
 
 def test_a_worker_can_look_whether_a_plan_waits(tmp_path: Path) -> None:
     sender = StepSender((0,), Place(NODE, str(tmp_path)))
-    receiver = StepReceiver(sender.address_for(NODE))
+    receiver = StepReceiver(sender.address_for(NODE, 0))
     try:
         sender.wait_for_workers(WAIT_S, lambda: None)
         assert not receiver.has_message()
@@ -279,7 +331,7 @@ def test_a_worker_can_look_whether_a_plan_waits(tmp_path: Path) -> None:
         deadline_s = time.monotonic() + WAIT_S
         while not receiver.has_message():
             assert time.monotonic() < deadline_s
-        assert receiver.receive(EPOCH) == make_plan()
+        assert receiver.receive(EPOCH) == make_plan().for_rank(0)
         assert not receiver.has_message()
     finally:
         receiver.close()

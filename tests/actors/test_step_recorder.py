@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from dist_aclgraph.actors.worker import step_recorder
 from dist_aclgraph.actors.worker.step_recorder import (
@@ -19,6 +20,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
     NUM_STEPS,
     FileRecorder,
     Recording,
+    batch_digest_of,
     digest_of,
     read_recording,
 )
@@ -26,15 +28,17 @@ from dist_aclgraph.actors.worker.stopped_ranks import explain_stop, status_of
 from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.commands import GraphCommand
-from dist_aclgraph.steps.step import RankBatch, StepPlan
+from dist_aclgraph.steps.step import RankBatch, RankPlan, StepSize
 from tests.plans import decode_graph
 
 names = itertools.count()
 
 
-def make_plan(step: int, *, num_reqs: int = 2, position: int = 7, graph: Any = None) -> StepPlan:
+def make_plan(
+    step: int, *, num_reqs: int = 2, position: int = 7, graph: Any = None, **shared: Any
+) -> RankPlan:
     scheduled = pack_ints(np.array([[row, position, 3, 1] for row in range(num_reqs)], np.int32))
-    return StepPlan(1, step, 4, graph, (RankBatch(scheduled),))
+    return RankPlan(1, step, 4, graph, 0, RankBatch(scheduled), **shared)
 
 
 class Rank:
@@ -45,7 +49,7 @@ class Rank:
         self.recorder = FileRecorder(own, rank, rank)
         (self._path,) = own.iterdir()
 
-    def run(self, *plans: StepPlan) -> Rank:
+    def run(self, *plans: RankPlan) -> Rank:
         """Record whole steps."""
         for plan in plans:
             self.begin(plan)
@@ -53,14 +57,14 @@ class Rank:
             self.recorder.idle()
         return self
 
-    def begin(self, plan: StepPlan) -> Rank:
+    def begin(self, plan: RankPlan) -> Rank:
         """Record a step up to the replay of its graph."""
-        self.recorder.begin(plan, 0)
+        self.recorder.begin(plan)
         for stage in ("rows", "inputs", "upload", "replay"):
             self.recorder.lap(stage)
         return self
 
-    def wait(self, plan: StepPlan) -> Rank:
+    def wait(self, plan: RankPlan) -> Rank:
         self.begin(plan).recorder.wait(True)
         return self
 
@@ -141,11 +145,14 @@ def test_a_host_that_has_waited_is_in_its_earlier_state(ranks: list[Rank]) -> No
 
 
 def test_plans_that_differ_have_different_digests() -> None:
-    plans = [make_plan(1), make_plan(2), make_plan(1, position=8), make_plan(1, num_reqs=3)]
-    plans.append(make_plan(1, graph=decode_graph(8)))
+    plans = [make_plan(1), make_plan(2), make_plan(1, largest=StepSize(9, 9))]
+    plans += [make_plan(1, graph=decode_graph(8)), make_plan(1, exchange="mc2")]
+    batches = [make_plan(1), make_plan(1, position=8), make_plan(1, num_reqs=3)]
 
     assert len({digest_of(plan) for plan in plans}) == len(plans)
-    assert digest_of(make_plan(1)) == digest_of(make_plan(1))
+    assert len({batch_digest_of(plan) for plan in batches}) == len(batches)
+    assert {digest_of(plan) for plan in batches} == {digest_of(make_plan(1))}
+    assert {batch_digest_of(plan) for plan in plans} == {batch_digest_of(make_plan(1))}
 
 
 # ---- which rank stopped first
@@ -158,6 +165,21 @@ def test_a_rank_with_another_plan_is_blamed(ranks: list[Rank]) -> None:
     blamed, sentence = explain(ranks)
     assert blamed == (1,)
     assert sentence == "rank 1 got another plan of step 2 than the other ranks"
+
+
+def test_a_rank_with_another_size_of_the_step_is_blamed(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.wait(make_plan(2, largest=StepSize(8 if rank is ranks[2] else 7, 2)))
+
+    assert explain(ranks)[0] == (2,)
+
+
+def test_ranks_of_different_batches_have_the_same_plan(ranks: list[Rank]) -> None:
+    for index, rank in enumerate(ranks):
+        plan = make_plan(2, position=7 + index)
+        rank.wait(structs.replace(plan, dp_rank=index))
+
+    assert explain(ranks)[0] == ()
 
 
 def test_a_killed_rank_is_blamed_by_those_that_were_told_to_stop(ranks: list[Rank]) -> None:

@@ -16,7 +16,7 @@ from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.config import make_config
 from dist_aclgraph.device.bad_memory import MemoryRange
 from dist_aclgraph.errors import DeviceError, DeviceFault, EngineDeadError
-from dist_aclgraph.steps.step import Pause, StepPlan, StepResult
+from dist_aclgraph.steps.step import Pause, RankBatch, RankPlan, StepResult
 
 
 class Channel:
@@ -53,6 +53,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
         """``held`` has the memory of torch's allocator for each query of this memory."""
         worker = Worker(make_config({"model": "unused"}), epoch=1)
         rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
+        rank.joined.groups.dp_rank = 0
         rank.joined.npu.fault_of.return_value = fault
         rank.joined.npu.bad_memory.return_value = bad_memory
         rank.joined.npu.tensor_memory.side_effect = held
@@ -141,8 +142,8 @@ def test_an_engine_that_is_gone_when_it_is_answered_says_nothing_of_the_device(
 class Answered:
     """Receives one step, and records all sent messages."""
 
-    def __init__(self, plan: StepPlan) -> None:
-        self._plans: list[StepPlan] = [plan]
+    def __init__(self, plan: RankPlan) -> None:
+        self._plans: list[RankPlan] = [plan]
         self.sent: list[Any] = []
 
     def receive(self, epoch: int) -> Any:
@@ -163,11 +164,11 @@ def test_an_error_behind_the_last_answer_is_none_of_the_step_that_was_answered(
 ) -> None:
     """The engine ignores errors of answered steps, so the error must name a later step."""
     worker = make_worker(None, "link")
-    plan = StepPlan(1, 7, worker._plan.version, None, ())
+    plan = RankPlan(1, 7, worker._plan.version, None, 0, RankBatch(b""))
     channel = Answered(plan)
     monkeypatch.setattr(module, "StepReceiver", lambda address: channel)
     runner = worker._stage.runner
-    runner.launch = lambda step, dp, rank, report: report(StepResult(1, step.step, rank))
+    runner.launch = lambda step, rank, report: report(StepResult(1, step.step, rank))
     runner.prepare_next.side_effect = DeviceError("a link is gone")
 
     run(worker)

@@ -17,7 +17,14 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.shapes.model_spec import read_model_spec
-from dist_aclgraph.steps.step import RankBatch, RowSampling, RowStart, StepPlan, StepResult
+from dist_aclgraph.steps.step import (
+    RankBatch,
+    RankPlan,
+    RowSampling,
+    RowStart,
+    StepResult,
+    StepSize,
+)
 from dist_aclgraph.topology import ExchangeKind
 from tests.plans import decode_graph
 
@@ -68,10 +75,19 @@ def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
     """Decide a step if possible, and apply the oldest result, as an engine does."""
     plan, results = scheduler.schedule(), list[StepResult]()
     if plan is not None:
-        runner.launch(plan, 0, 0, results.append)
+        runner.launch(plan.for_rank(0), 0, results.append)
     elif runner.is_busy:
         results.append(runner.finish())
     return scheduler.update(results)
+
+
+def size_of(batches: Sequence[RankBatch]) -> StepSize:
+    """Return the size of a step in which data-parallel ranks run these batches."""
+    records = [unpack_ints(batch.scheduled, 4) for batch in batches]
+    return StepSize(
+        max(int(each[:, 2].sum()) for each in records),
+        max(int((each[:, 3] > 0).sum()) for each in records),
+    )
 
 
 class Sequences:
@@ -117,14 +133,16 @@ class Sequences:
     def idle(self, graph: BatchDescriptor | None, batch: RankBatch) -> StepResult:
         """Run an idle rank's step while another data-parallel rank runs ``batch``."""
         self._step += 1
-        plan = StepPlan(1, self._step, 1, graph, (batch, RankBatch(b"")), self.exchange)
-        return self._runner.execute(plan, 1, 1)
+        largest = size_of((batch,))
+        plan = RankPlan(1, self._step, 1, graph, 1, RankBatch(b""), self.exchange, largest)
+        return self._runner.execute(plan, 1)
 
     def step(self, graph: BatchDescriptor | None, records: list[int], **batch: Any) -> None:
         self._step += 1
-        batches = (RankBatch(pack_ints(records), **batch), *self.beside)
-        plan = StepPlan(1, self._step, 1, graph, batches, self.exchange)
-        result = self._runner.execute(plan, 0, 0)
+        own = RankBatch(pack_ints(records), **batch)
+        largest = size_of((own, *self.beside))
+        plan = RankPlan(1, self._step, 1, graph, 0, own, self.exchange, largest)
+        result = self._runner.execute(plan, 0)
         self._runner.prepare_next(lambda: False)
         sampled = [row for row, sample in zip(records[::4], records[3::4], strict=True) if sample]
         for row, token in zip(sampled, unpack_ints(result.token_ids), strict=True):

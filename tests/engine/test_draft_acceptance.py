@@ -17,9 +17,9 @@ import torch
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.steps.step import RankBatch, StepPlan
+from dist_aclgraph.steps.step import RankBatch, RankPlan
 from tests.checkpoints import add_next_token_module, make_reference
-from tests.engine.runners import make_runner
+from tests.engine.runners import make_runner, size_of
 from tests.engine.test_drafts_law import DEMO, make_runners
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, run
 
@@ -65,10 +65,10 @@ class BesideABusierRank:
         self._runner = runner
         self._other = RankBatch(pack_ints(records))
 
-    def launch(self, plan: StepPlan, dp_rank: int, rank: int, report: Any) -> None:
-        batches = (*plan.batches, self._other)
-        plan = msgspec.structs.replace(plan, batches=batches, exchange="all_gather")
-        self._runner.launch(plan, dp_rank, rank, report)
+    def launch(self, plan: RankPlan, rank: int, report: Any) -> None:
+        largest = size_of((plan.batch, self._other))
+        plan = msgspec.structs.replace(plan, largest=largest, exchange="all_gather")
+        self._runner.launch(plan, rank, report)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

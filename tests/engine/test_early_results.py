@@ -11,7 +11,7 @@ import pytest
 
 from dist_aclgraph.graphs.captured_graph import CapturedGraph
 from dist_aclgraph.ints import pack_ints, unpack_ints
-from dist_aclgraph.steps.step import RankBatch, RowStart, StepPlan, StepResult
+from dist_aclgraph.steps.step import RankBatch, RankPlan, RowStart, StepResult
 from tests.engine.runners import GREEDY, make_runner
 from tests.plans import make_plan
 
@@ -31,21 +31,21 @@ def runner(npu: Any) -> Any:
     return runner
 
 
-def prompt() -> StepPlan:
+def prompt() -> RankPlan:
     start = RowStart(0, pack_ints([1, 2, 3]), pack_ints([1]), GREEDY)
-    return StepPlan(1, 1, 1, None, (RankBatch(pack_ints([0, 0, 3, 1]), started=(start,)),))
+    return RankPlan(1, 1, 1, None, 0, RankBatch(pack_ints([0, 0, 3, 1]), started=(start,)))
 
 
-def decoding(graph: Any, first: StepResult) -> StepPlan:
+def decoding(graph: Any, first: StepResult) -> RankPlan:
     appended = [x for token in unpack_ints(first.token_ids) for x in (0, int(token))]
     records = pack_ints([0, 3, K + 1, K + 1])
-    return StepPlan(1, 2, 1, graph, (RankBatch(records, pack_ints(appended)),))
+    return RankPlan(1, 2, 1, graph, 0, RankBatch(records, pack_ints(appended)))
 
 
 def test_a_replay_is_read_while_its_drafts_stand_before_attention(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = runner.execute(prompt(), 0, 0)
+    first = runner.execute(prompt(), 0)
     update, held = runner._replays.update, list[CapturedGraph]()
 
     def hold_drafts(graph: CapturedGraph, between: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ def test_a_replay_is_read_while_its_drafts_stand_before_attention(
             held.append(graph)
 
     monkeypatch.setattr(runner._replays, "update", hold_drafts)
-    runner.launch(decoding(runner.graph, first), 0, 0, lambda result: None)
+    runner.launch(decoding(runner.graph, first), 0, lambda result: None)
     deadline_s = time.monotonic() + PATIENCE_S
     [flight] = runner._flights
     while not (is_here := runner._output.is_here(flight.coming)):
@@ -86,7 +86,7 @@ def test_an_eager_steps_result_is_sent_before_drafts_are_made(
             return call(*arguments)
 
         monkeypatch.setattr(owner, method, noted)
-    first = runner.execute(prompt(), 0, 0)
-    runner.execute(decoding(None, first), 0, 0)
+    first = runner.execute(prompt(), 0)
+    runner.execute(decoding(None, first), 0)
 
     assert order == ["result", "drafts"] * 2

@@ -13,7 +13,7 @@ from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import ReplayMismatchError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.steps.step import RankBatch, StepPlan
+from dist_aclgraph.steps.step import RankBatch, RankPlan
 from tests.checkpoints import make_prompts
 from tests.engine.runners import MAX_LEN, Sequences, make_runner
 from tests.plans import decode_graph, mixed_graph, pieces
@@ -205,7 +205,6 @@ from dist_aclgraph.errors import StreamExhaustedError
 emulator = {"strict": False, "streams": 40}
 config = make_config({"model": "-", "device": {"kind": "emulated", "emulator": emulator}})
 npu = open_npu(config.device, 0)
-from dist_aclgraph.steps.step import RankBatch, StepPlan
 from tests.checkpoints import make_prompts
 from tests.engine.runners import Sequences, make_runner
 from tests.plans import decode_graph
@@ -249,15 +248,15 @@ def test_a_step_that_has_ended_is_answered_while_the_next_is_queued(
     sequences, order = Sequences(runner, make_prompts([3, 5])), list[Any]()
     sequences.prefill()
     rows, appended = sequences.decoding(2)
-    first = StepPlan(1, 2, 1, None, (RankBatch(pack_ints(rows), appended),))
+    first = RankPlan(1, 2, 1, None, 0, RankBatch(pack_ints(rows), appended))
     behind = [x for row in range(2) for x in (row, len(sequences.tokens[row]), 1, 1)]
-    second = StepPlan(1, 3, 1, None, (RankBatch(pack_ints(behind)),))
+    second = RankPlan(1, 3, 1, None, 0, RankBatch(pack_ints(behind)))
     head = runner._model.logits
     monkeypatch.setattr(runner._model, "logits", lambda *a: order.append("head") or head(*a))
 
-    runner.launch(first, 0, 0, order.append)
+    runner.launch(first, 0, order.append)
     npu.synchronize()
-    runner.launch(second, 0, 0, order.append)
+    runner.launch(second, 0, order.append)
 
     assert [getattr(what, "step", what) for what in order] == ["head", 2, "head"]
     runner.finish()

@@ -38,7 +38,7 @@ from dist_aclgraph.planning.rebucketing import Action
 from dist_aclgraph.planning.restarts import RestartBudget
 from dist_aclgraph.planning.traffic import Traffic
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.topology import ParallelLayout, WorldRank
+from dist_aclgraph.topology import GroupRank, ParallelLayout, WorldRank
 
 logger = logging.getLogger(__name__)
 
@@ -123,15 +123,28 @@ class Engine:
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
         self._clients_at = replace(place, host=clients_host)
-        self._channel = StepSender(world_ranks, place, partial(ask_workers, workers))
+        parallel = self._config.parallel
+        self._channel = StepSender(
+            world_ranks,
+            place,
+            partial(ask_workers, workers),
+            ranks_per_batch=parallel.tp * parallel.pcp,
+        )
         stop, resume_s = partial(stop_devices, workers), self._config.recovery.resume_s
         self._resumption = Resumption(self._channel, world_ranks, stop, resume_s)
         return f"file://{self._directory.path}/rendezvous"
 
     def channel_addresses(self, node_ids: Sequence[str]) -> list[ChannelAddress]:
-        """Return the address of the step channel for each worker, given the workers' nodes."""
+        """Return where each rank connects to the step channel.
+
+        Args:
+            node_ids: the node of each rank.
+        """
         assert self._channel is not None
-        return [self._channel.address_for(node_id) for node_id in node_ids]
+        return [
+            self._channel.address_for(node_id, GroupRank(rank))
+            for rank, node_id in enumerate(node_ids)
+        ]
 
     def serve(self, settings: EngineSettings) -> Address:
         """Wait until all workers are connected, start the loop, and return the clients' address."""

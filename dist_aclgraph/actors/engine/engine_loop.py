@@ -68,13 +68,11 @@ class _Sent:
     """A step in flight.
 
     Attributes:
-        num_tokens: number of the step's tokens on the rank with the most tokens.
         schedule_s, send_s: seconds that deciding and sending the step took.
         at_s: when the step was sent.
     """
 
     plan: StepPlan
-    num_tokens: int
     schedule_s: float
     send_s: float
     at_s: float
@@ -263,9 +261,8 @@ class EngineLoop:
         if plan is not None:
             self._channel.send(plan)
             sent_s = time.perf_counter()
-            num_tokens = self._scheduler.last_num_tokens
             schedule_s, send_s = scheduled_s - start_s, sent_s - scheduled_s
-            self._flying.append(_Sent(plan, num_tokens, schedule_s, send_s, sent_s))
+            self._flying.append(_Sent(plan, schedule_s, send_s, sent_s))
         elif self._flying:
             self._channel.send(Pause(self._scheduler.epoch))
         self._deliver(outputs)
@@ -291,7 +288,7 @@ class EngineLoop:
         if plan.graph is not None:
             self._step_times[plan.graph].add(took_s)
         else:
-            self._eager_times.add(sent.num_tokens, took_s)
+            self._eager_times.add(plan.largest.num_tokens, took_s)
         self._num_tokens["generation"] += outputs.num_tokens
         for request, error in outputs.failed:
             link, number = self._recipients.pop(request.request_id)

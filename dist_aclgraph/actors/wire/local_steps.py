@@ -14,7 +14,8 @@ import select
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError
@@ -29,10 +30,18 @@ CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 @dataclass(frozen=True)
 class SocketFile:
-    """The socket file for workers on the engine's node, and the token that they must send first."""
+    """The socket file for workers on the engine's node, and what they must send first: the token,
+    and their data-parallel rank, whose frames they get.
+    """
 
     path: str
     token: str = field(repr=False)
+    dp_rank: int = 0
+
+    @property
+    def greeting(self) -> bytes:
+        """The first frame of a worker."""
+        return self.token.encode() + LENGTH.pack(self.dp_rank)
 
 
 class FrameReader:
@@ -69,13 +78,21 @@ class FrameReader:
 
 
 class _Peer:
-    """A connection at the engine. The peer counts as a worker after it has sent the token."""
+    """A connection at the engine. The peer counts as a worker after it has sent the token.
+
+    Attributes:
+        dp_rank: data-parallel rank of the worker; -1 before the peer has sent the token.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.frames = FrameReader()
         self.unsent = bytearray()
-        self.is_worker = False
+        self.dp_rank = -1
+
+    @property
+    def is_worker(self) -> bool:
+        return self.dp_rank >= 0
 
 
 class LocalPeers:
@@ -84,9 +101,13 @@ class LocalPeers:
     Attributes:
         num_workers: number of workers that have connected.
         num_lost: number of workers whose connections have ended.
+
+    Args:
+        num_batches: number of data-parallel ranks of the workers.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, num_batches: int = 1) -> None:
+        self._num_batches = num_batches
         self.num_workers = 0
         self.num_lost = 0
         self.address = SocketFile(path, secrets.token_hex(16))
@@ -99,6 +120,10 @@ class LocalPeers:
         self._arrived: deque[bytes] = deque()
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
+
+    def address_for(self, dp_rank: int) -> SocketFile:
+        """Return where a worker of a data-parallel rank connects."""
+        return replace(self.address, dp_rank=dp_rank)
 
     def fileno(self) -> int:
         """Return the file descriptor that becomes readable when ``wait`` has work to do."""
@@ -122,12 +147,16 @@ class LocalPeers:
         """Return the next frame of any worker; None if there is none."""
         return self._arrived.popleft() if self._arrived else None
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame to every worker; a worker that does not read delays no other worker."""
-        data = LENGTH.pack(len(frame)) + frame
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send each worker one frame. A worker that does not read delays no other worker.
+
+        Args:
+            frames: [num_batches], the frame of each data-parallel rank.
+        """
         for peer in list(self._peers.values()):
             if peer.is_worker:
-                self._send(peer, data)
+                frame = frames[peer.dp_rank]
+                self._send(peer, LENGTH.pack(len(frame)) + frame)
 
     def close(self) -> None:
         """Send unsent bytes to workers that read without delay; then end all connections."""
@@ -167,15 +196,27 @@ class LocalPeers:
             for frame in peer.frames.feed(data):
                 if peer.is_worker:
                     self._arrived.append(frame)
-                elif secrets.compare_digest(frame, self.address.token.encode()):
-                    peer.is_worker = True
-                    self.num_workers += 1
                 else:
-                    raise NotAMessageError("not the channel's token")
+                    peer.dp_rank = self._greeted(frame)
+                    self.num_workers += 1
         except NotAMessageError:
             data = b""
         if not data:
             self._cut(peer)
+
+    def _greeted(self, frame: bytes) -> int:
+        """Return the data-parallel rank in a worker's first frame.
+
+        Raises:
+            NotAMessageError: the frame has not the channel's token, or no rank of the channel.
+        """
+        token, rank = frame[: -LENGTH.size], frame[-LENGTH.size :]
+        if not secrets.compare_digest(token, self.address.token.encode()):
+            raise NotAMessageError("not the channel's token")
+        dp_rank = int(LENGTH.unpack(rank)[0])
+        if dp_rank >= self._num_batches:
+            raise NotAMessageError(f"{dp_rank} is none of {self._num_batches} data-parallel ranks")
+        return dp_rank
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         """Send as many bytes as the connection accepts now; send the rest when it accepts more."""
@@ -228,7 +269,7 @@ class LocalEngine:
             raise EngineDeadError(f"the engine does not listen for its workers: {e}") from None
         self._readable = select.poll()
         self._readable.register(self._connection, select.POLLIN)
-        self.send(address.token.encode())
+        self.send(address.greeting)
 
     def has_message(self) -> bool:
         """Return whether ``receive`` would return at once."""

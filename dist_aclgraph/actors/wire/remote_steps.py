@@ -1,12 +1,15 @@
 """Steps between an engine and workers on other nodes.
 
-The channel uses ZeroMQ with CURVE keys: PUB/SUB sends plans, and PUSH/PULL sends results.
+The channel uses ZeroMQ with CURVE keys: PUB/SUB sends plans, and PUSH/PULL sends results. The topic
+of a plan is its data-parallel rank, so that a worker gets only the plans of its own rank.
 ``addresses.py`` explains the addresses.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -16,17 +19,21 @@ from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message
 from dist_aclgraph.errors import EngineDeadError
 
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
-# Frames of XPUB: subscription to all topics, and its end.
-WORKERS_OF_FRAME = {b"\x01": 1, b"\x00": -1}
+TOPIC = struct.Struct("<I")  # the data-parallel rank; each plan begins with it
+# First byte of a frame of XPUB: a subscription to the topic that follows, or its end.
+WORKERS_OF_FRAME = {1: 1, 0: -1}
 FAREWELL_MS = 200  # time limit for sending the last frame, because a worker may be dead
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The endpoints, one for each direction, to which workers on other nodes connect."""
+    """The endpoints, one for each direction, to which workers on other nodes connect; and the
+    workers' data-parallel rank, whose frames they get.
+    """
 
     plans: Endpoint
     results: Endpoint
+    dp_rank: int = 0
 
 
 class RemotePeers:
@@ -43,8 +50,8 @@ class RemotePeers:
         self.num_workers = 0
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
-        # Every worker subscribes to the same topic. VERBOSER reports each subscription, and each
-        # end of a subscription.
+        # Several workers subscribe to the same topic. VERBOSER reports each subscription, and
+        # each end of a subscription.
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
         self._plans.setsockopt(zmq.LINGER, 0)
@@ -56,9 +63,10 @@ class RemotePeers:
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(self._results, zmq.POLLIN)
 
-    def address_for(self, node_id: str) -> Endpoints:
-        """Return where workers on another node connect."""
-        return Endpoints(self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id))
+    def address_for(self, node_id: str, dp_rank: int = 0) -> Endpoints:
+        """Return where a worker of a data-parallel rank, which is on another node, connects."""
+        plans, results = self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id)
+        return Endpoints(plans, results, dp_rank)
 
     def wait(self, timeout_s: float, beside: int | None = None) -> bool:
         """Wait until a socket or the file ``beside`` is readable; return False after a timeout."""
@@ -66,15 +74,23 @@ class RemotePeers:
             self._poller.register(beside, zmq.POLLIN)
         found = self._poller.poll(int(timeout_s * 1e3))
         while has_message(self._plans):
-            self.num_workers += WORKERS_OF_FRAME.get(self._plans.recv(), 0)
+            change = self._plans.recv()
+            if len(change) == 1 + TOPIC.size:
+                self.num_workers += WORKERS_OF_FRAME.get(change[0], 0)
         return bool(found)
 
     def poll_frame(self) -> bytes | None:
         """Return the next frame of any worker; None if there is none."""
         return self._results.recv() if has_message(self._results) else None
 
-    def send(self, frame: bytes) -> None:
-        self._plans.send(frame)
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send each worker one frame.
+
+        Args:
+            frames: the frame of each data-parallel rank.
+        """
+        for dp_rank, frame in enumerate(frames):
+            self._plans.send(TOPIC.pack(dp_rank) + frame)
 
     def close(self) -> None:
         self._plans.close(linger=FAREWELL_MS)
@@ -95,7 +111,7 @@ class RemoteEngine:
             socket.setsockopt(zmq.LINGER, FAREWELL_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         address.results.connect(self._results)
-        self._plans.setsockopt(zmq.SUBSCRIBE, b"")
+        self._plans.setsockopt(zmq.SUBSCRIBE, TOPIC.pack(address.dp_rank))
         address.plans.connect(self._plans)
 
     def has_message(self) -> bool:
@@ -111,7 +127,7 @@ class RemoteEngine:
         while not self._plans.poll(LOOK_MS):
             if self._is_over.is_set():
                 raise EngineDeadError("the engine on another node is given up")
-        return self._plans.recv()
+        return self._plans.recv()[TOPIC.size :]
 
     def end(self) -> None:
         """Make a waiting ``receive`` raise. Any thread."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from dist_aclgraph.actors.wire.addresses import Place, reached_here_alone
 from dist_aclgraph.actors.wire.blame import AskRanks, RankStatuses, judge
@@ -26,12 +26,13 @@ from dist_aclgraph.planning.commands import GraphAnswer, GraphCommand
 from dist_aclgraph.steps.step import (
     FromWorker,
     Pause,
+    RankPlan,
     Resume,
     Resumed,
     Shutdown,
     StepPlan,
     StepResult,
-    ToWorker,
+    ToAllWorkers,
     encoder,
     from_worker_decoder,
     to_worker_decoder,
@@ -74,6 +75,8 @@ class StepSender:
         world_ranks: Sequence[WorldRank],
         place: Place,
         ask: AskRanks = unknown_statuses,
+        *,
+        ranks_per_batch: int = 1,
     ) -> None:
         """Bind the sockets.
 
@@ -82,15 +85,17 @@ class StepSender:
                 ranks.
             place: where the sockets listen.
             ask: returns the statuses of ranks that did not answer in time.
+            ranks_per_batch: number of workers of a data-parallel rank; they get the same messages.
 
         Raises:
             PlacementError: no port is free.
         """
         self._world_ranks = tuple(world_ranks)
         self._num_workers = len(world_ranks)
+        self._ranks_per_batch = ranks_per_batch
         self._ask = ask
         self._place = place
-        self._local = LocalPeers(f"{place.directory}/{SOCKET_FILE}")
+        self._local = LocalPeers(f"{place.directory}/{SOCKET_FILE}", self._num_batches)
         self._remote: RemotePeers | None = None
         if place.host is not None:
             try:
@@ -99,17 +104,22 @@ class StepSender:
                 self._local.close()
                 raise
 
-    def address_for(self, node_id: str) -> ChannelAddress:
-        """Return where a worker on a node connects to this end.
+    @property
+    def _num_batches(self) -> int:
+        return self._num_workers // self._ranks_per_batch
+
+    def address_for(self, node_id: str, rank: GroupRank) -> ChannelAddress:
+        """Return where the worker of ``rank``, which is on a node, connects to this end.
 
         Raises:
             PlacementError: the engine expects workers on its own node only.
         """
+        dp_rank = rank // self._ranks_per_batch
         if node_id == self._place.node_id:
-            return self._local.address
+            return self._local.address_for(dp_rank)
         if self._remote is None:
             raise reached_here_alone(self._place.node_id, node_id)
-        return self._remote.address_for(node_id)
+        return self._remote.address_for(node_id, dp_rank)
 
     def wait_for_workers(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait until every worker is connected, because plans that are sent earlier would be lost.
@@ -132,11 +142,16 @@ class StepSender:
         remote = 0 if self._remote is None else self._remote.num_workers
         return self._local.num_workers + remote
 
-    def send(self, message: ToWorker) -> None:
-        frame = encoder.encode(message)
-        self._local.send(frame)
+    def send(self, message: StepPlan | ToAllWorkers) -> None:
+        """Send each worker its part of a step's plan, or send all workers the same message."""
+        if isinstance(message, StepPlan):
+            parts = map(message.for_rank, range(self._num_batches))
+            frames = list(map(encoder.encode, parts))
+        else:
+            frames = [encoder.encode(message)] * self._num_batches
+        self._local.send(frames)
         if self._remote is not None:
-            self._remote.send(frame)
+            self._remote.send(frames)
 
     def receive(
         self, plan: StepPlan, timeout_s: float, check: Callable[[], None]
@@ -147,9 +162,9 @@ class StepSender:
             WorkerLostError: a worker failed or did not answer in time; names the rank.
         """
         results: dict[GroupRank, StepResult] = {}
-        deadline = Deadline(timeout_s)
+        what, deadline = f"step {plan.step}", Deadline(timeout_s)
         while len(results) < self._num_workers:
-            result = self._next(f"step {plan.step}", set(results), deadline, check)
+            result = self._next(what, results, deadline, check)
             if not isinstance(result, StepResult) or result.step < plan.step:
                 continue
             if result.epoch != plan.epoch:
@@ -178,7 +193,7 @@ class StepSender:
         errors: dict[GroupRank, str] = {}
         deadline = Deadline(timeout_s)
         while len(errors) < self._num_workers:
-            answer = self._next("coming back", set(errors), deadline, check)
+            answer = self._next("coming back", errors, deadline, check)
             if isinstance(answer, Resumed) and answer.epoch == epoch:
                 errors[GroupRank(answer.rank)] = answer.error
         return {rank: error for rank, error in errors.items() if error}
@@ -194,7 +209,7 @@ class StepSender:
         votes: dict[GroupRank, GraphAnswer] = {}
         deadline = Deadline(timeout_s)
         while len(votes) < self._num_workers:
-            vote = self._next(f"'{command}'", set(votes), deadline, check)
+            vote = self._next(f"'{command}'", votes, deadline, check)
             if not isinstance(vote, GraphAnswer) or vote.number != command.number:
                 continue
             if vote.epoch == command.epoch:
@@ -202,7 +217,11 @@ class StepSender:
         return [votes[rank] for rank in sorted(votes)]
 
     def _next(
-        self, what: str, answered: set[GroupRank], deadline: Deadline, check: Callable[[], None]
+        self,
+        what: str,
+        answered: Container[GroupRank],
+        deadline: Deadline,
+        check: Callable[[], None],
     ) -> FromWorker:
         while True:
             while (frame := self._take()) is None:
@@ -236,7 +255,9 @@ class StepSender:
             frame = self._remote.poll_frame()
         return frame
 
-    def _silence(self, what: str, answered: set[GroupRank], timeout_s: float) -> WorkerLostError:
+    def _silence(
+        self, what: str, answered: Container[GroupRank], timeout_s: float
+    ) -> WorkerLostError:
         missing = [r for r in map(GroupRank, range(self._num_workers)) if r not in answered]
         verdict = judge(self._world_ranks, self._ask(missing))
         when = f"within {timeout_s:g} s"
@@ -277,7 +298,7 @@ class StepReceiver:
         """Return whether ``receive`` would find a message."""
         return self._engine.has_message()
 
-    def receive(self, epoch: int) -> StepPlan | GraphCommand | Pause | Resume | None:
+    def receive(self, epoch: int) -> RankPlan | GraphCommand | Pause | Resume | None:
         """Return the next message of ``epoch``; None if the engine shuts down.
 
         Frames that are not messages are dropped.

@@ -28,7 +28,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.log_folder import open_folder
 from dist_aclgraph.planning.commands import GraphCommand
-from dist_aclgraph.steps.step import StepPlan
+from dist_aclgraph.steps.step import RankPlan
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ _HEAD = struct.Struct("=8siiii64s")  # MAGIC, pid, rank, index in the group, gro
 _GROUP_AT = struct.calcsize("=8siii")
 _STATE = struct.Struct("=IQ")  # state, time in ns since 1970
 # epoch, plan version, step; mode and tokens of the graph; requests and tokens of the rank; digest
-# of the plan; time in ns since 1970
-_STEP = struct.Struct("=iiqiiiiIQ")
+# of the plan; data-parallel rank; digest of its batch; time in ns since 1970
+_STEP = struct.Struct("=iiqiiiiIiIQ")
 _LAP = struct.Struct("=I")  # microseconds after the step's beginning; 0 before the stage's end
 MAX_LAP_US = 0xFFFFFFFF
 STATE_AT, WORDS_AT, STEPS_AT, STEP_BYTES = 128, 256, 1024, 128
@@ -68,7 +68,7 @@ class StepRecorder:
     def join(self, group: int | None) -> None:
         """Record the number of the rank's group."""
 
-    def begin(self, plan: StepPlan, dp_rank: int) -> None:
+    def begin(self, plan: RankPlan) -> None:
         """Record that a step begins."""
 
     def lap(self, stage: str) -> None:
@@ -116,8 +116,8 @@ class FileRecorder(StepRecorder):
         if group is not None:
             struct.pack_into("=i", self._map, _GROUP_AT, group)
 
-    def begin(self, plan: StepPlan, dp_rank: int) -> None:
-        graph, own = plan.graph, unpack_ints(plan.batches[dp_rank].scheduled, 4)
+    def begin(self, plan: RankPlan) -> None:
+        graph, own = plan.graph, unpack_ints(plan.batch.scheduled, 4)
         self._at = STEPS_AT + self._num_steps % NUM_STEPS * STEP_BYTES
         self._begin_ns = time.time_ns()
         _STEP.pack_into(
@@ -131,6 +131,8 @@ class FileRecorder(StepRecorder):
             len(own),
             int(own[:, 2].sum()),
             digest_of(plan),
+            plan.dp_rank,
+            batch_digest_of(plan),
             self._begin_ns,
         )
         self._map[self._at + _LAPS_AT : self._at + _LAPS_AT + len(_NO_LAPS)] = _NO_LAPS
@@ -194,16 +196,22 @@ def open_recorder(config: Config, rank: int, group_rank: int) -> StepRecorder:
         return StepRecorder()
 
 
-def digest_of(plan: StepPlan) -> int:
-    """Return a short hash of a plan: ranks that got the same plan have the same hash.
+def digest_of(plan: RankPlan) -> int:
+    """Return a short hash of the part of a plan that is the same for all ranks of a group."""
+    graph = "" if plan.graph is None else f"{plan.graph} {plan.graph.num_reqs}"
+    size = f"{plan.largest.num_tokens} {plan.largest.num_samples}"
+    shared = f"{plan.step} {plan.plan_version} {graph} {plan.exchange} {size}"
+    return zlib.crc32(shared.encode())
+
+
+def batch_digest_of(plan: RankPlan) -> int:
+    """Return a short hash of the batch, which is the same for all ranks of a data-parallel rank.
 
     Prompts are left out, because they may be long.
     """
-    graph = "" if plan.graph is None else f"{plan.graph} {plan.graph.num_reqs}"
-    found = zlib.crc32(f"{plan.step} {plan.plan_version} {graph} {plan.exchange}".encode())
-    for batch in plan.batches:
-        for part in (batch.scheduled, batch.appended, batch.blocks, batch.cleaned):
-            found = zlib.crc32(part, found)
+    batch, found = plan.batch, 0
+    for part in (batch.scheduled, batch.appended, batch.blocks, batch.cleaned):
+        found = zlib.crc32(part, found)
     return found
 
 
@@ -213,6 +221,9 @@ class RecordedStep:
 
     Attributes:
         graph: mode and bucket, e.g. ``FULL 8``; ``eager`` without a graph.
+        digest: see ``digest_of``.
+        dp_rank: the data-parallel rank whose batch the rank ran.
+        batch_digest: see ``batch_digest_of``.
         laps_us: end of each stage that has ended, in microseconds after the beginning.
     """
 
@@ -223,6 +234,8 @@ class RecordedStep:
     num_reqs: int
     num_tokens: int
     digest: int
+    dp_rank: int
+    batch_digest: int
     begin_ns: int
     laps_us: dict[str, int]
 
@@ -281,7 +294,7 @@ def read_recording(path: Path) -> Recording:
 
 def _read_step(data: bytes, at: int) -> RecordedStep:
     found = _STEP.unpack_from(data, at)
-    epoch, version, step, mode, tokens, num_reqs, num_tokens, digest, begin_ns = found
+    epoch, version, step, mode, tokens, num_reqs, num_tokens, *digests, begin_ns = found
     laps = [_LAP.unpack_from(data, at + _LAPS_AT + i * _LAP.size)[0] for i in range(len(STAGES))]
     return RecordedStep(
         epoch,
@@ -290,7 +303,7 @@ def _read_step(data: bytes, at: int) -> RecordedStep:
         f"{MODES[mode]} {tokens}" if tokens else "eager",
         num_reqs,
         num_tokens,
-        digest,
+        *digests,
         begin_ns,
         {stage: lap for stage, lap in zip(STAGES, laps, strict=True) if lap},
     )

@@ -111,22 +111,28 @@ def _blame(found: Sequence[Recording], sentence: str) -> Explanation:
 
 
 def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks whose plan of the same step differs from the plan of most ranks."""
+    """Blame ranks whose plan of the same step differs from the plan of most ranks, or whose batch
+    differs from that of most ranks of the same data-parallel rank.
+    """
     of_rank = [
-        {(step.epoch, step.step): step.digest for step in recording.steps}
-        for recording in recordings
+        {(step.epoch, step.step): step for step in recording.steps} for recording in recordings
     ]
     common = sorted(set.intersection(*map(set, of_rank)) if of_rank else set())
     for key in common:
-        digests = [steps[key] for steps in of_rank]
-        (most, _), *others = Counter(digests).most_common()
-        if others:
-            pairs = zip(recordings, digests, strict=True)
-            odd = [recording for recording, digest in pairs if digest != most]
-            return _blame(
-                odd, f"{_names(odd)} got another plan of step {key[1]} than the other ranks"
-            )
+        pairs = [(r, steps[key]) for r, steps in zip(recordings, of_rank, strict=True)]
+        odd = _unlike_most([(r, step.digest) for r, step in pairs])
+        for dp_rank in sorted({step.dp_rank for _, step in pairs}):
+            odd += _unlike_most([(r, s.batch_digest) for r, s in pairs if s.dp_rank == dp_rank])
+        if odd:
+            names = _names(odd)
+            return _blame(odd, f"{names} got another plan of step {key[1]} than the other ranks")
     return None
+
+
+def _unlike_most(digests: Sequence[tuple[Recording, int]]) -> list[Recording]:
+    """Return the recordings whose digest is not the most frequent one."""
+    ((most, _), *_) = Counter(digest for _, digest in digests).most_common()
+    return [recording for recording, digest in digests if digest != most]
 
 
 def _without_a_word(recordings: Sequence[Recording]) -> Explanation | None:

@@ -48,7 +48,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 from dist_aclgraph.planning.way_back import MAY_SURVIVE
 from dist_aclgraph.shapes.weight_files import weight_files
-from dist_aclgraph.steps.step import Pause, Resume, Resumed, StepPlan, StepResult
+from dist_aclgraph.steps.step import Pause, RankPlan, Resume, Resumed, StepResult
 from dist_aclgraph.topology import NO_RANK, GroupRank, WorldRank
 from dist_aclgraph.version import build
 
@@ -351,12 +351,20 @@ class Worker:
         """Return the number of bytes that all captured graphs together use."""
         return self._running.runner.pool_memory.total_bytes
 
-    def check_plan(self, step: StepPlan) -> None:
-        """Refuse a step that was decided for another graph plan than this rank's plan.
+    def check_plan(self, step: RankPlan) -> None:
+        """Refuse a step for another graph plan or another data-parallel rank than this rank's own.
 
         Raises:
-            RankDisagreementError: the versions differ; names both versions.
+            RankDisagreementError: names both graph plans, or both data-parallel ranks.
         """
+        dp_rank = self._running.joined.groups.dp_rank
+        if step.dp_rank != dp_rank:
+            raise RankDisagreementError(
+                f"step {step.step} has the batch of data-parallel rank {step.dp_rank}, this rank "
+                f"runs the batch of {dp_rank}",
+                self._rank,
+                "SERVING",
+            )
         if step.plan_version != self._plan.version:
             raise RankDisagreementError(
                 f"step {step.step} names graph plan {step.plan_version}, this rank holds "
@@ -365,7 +373,7 @@ class Worker:
                 "SERVING",
             )
 
-    def execute(self, step: StepPlan) -> StepResult:
+    def execute(self, step: RankPlan) -> StepResult:
         """Run a single step and return its result.
 
         Raises:
@@ -374,9 +382,9 @@ class Worker:
         """
         self.check_plan(step)
         rank = self._running
-        return rank.runner.execute(step, rank.joined.groups.dp_rank, rank.joined.group_rank)
+        return rank.runner.execute(step, rank.joined.group_rank)
 
-    def launch(self, step: StepPlan, report: Callable[[StepResult], None]) -> None:
+    def launch(self, step: RankPlan, report: Callable[[StepResult], None]) -> None:
         """Queue one step; if the oldest queued step has ended, call ``report`` with its result.
 
         Raises:
@@ -385,9 +393,9 @@ class Worker:
         """
         self._last_step = step.step
         rank = self._running
-        self._recorder.begin(step, rank.joined.groups.dp_rank)
+        self._recorder.begin(step)
         self.check_plan(step)
-        rank.runner.launch(step, rank.joined.groups.dp_rank, rank.joined.group_rank, report)
+        rank.runner.launch(step, rank.joined.group_rank, report)
 
     def run_loop(self, address: ChannelAddress, group: int | None = None) -> None:
         """Execute steps until the engine dismisses this worker.
@@ -434,7 +442,7 @@ class Worker:
             self._channel = None
             channel.close()
 
-    def _run_step(self, plan: StepPlan | Pause, channel: StepReceiver) -> None:
+    def _run_step(self, plan: RankPlan | Pause, channel: StepReceiver) -> None:
         runner = self._running.runner
         with self._running.joined.npu.launching():
             if isinstance(plan, Pause):

@@ -11,7 +11,7 @@ import numpy as np
 
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import DUMMY_BLOCK
-from dist_aclgraph.steps.step import RankBatch, RowSampling, StepPlan, StepResult
+from dist_aclgraph.steps.step import RankBatch, RankPlan, RowSampling, StepPlan, StepResult
 from dist_aclgraph.topology import MAY_LOSE_TOKENS
 
 WRONG = -2  # the KV of a rejected draft or of a void step
@@ -53,20 +53,18 @@ class FakeWorker:
         self.vocabulary = vocabulary
         self.cache = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
-        self.last_plan: StepPlan | None = None
+        self.last_plan: RankPlan | None = None
         self._written: list[list[tuple[int, int]]] = []  # by step: block, place in the block
         self._drafted: set[int] = set()  # rows that had drafts when the worker lost its rows
         self._num_drafts = num_drafts
         self._accept = accept
 
-    def execute(
-        self, plan: StepPlan, dp_rank: int = 0, rank: int = 0, *, is_void: bool = False
-    ) -> StepResult:
+    def execute(self, plan: RankPlan, rank: int = 0, *, is_void: bool = False) -> StepResult:
         """Run one step; with ``is_void``, the step loses tokens in the exchange with experts."""
-        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=RankPlan)
         self.last_plan = plan
         self._written.append([])
-        batch = plan.batches[dp_rank]
+        batch = plan.batch
         records = unpack_ints(batch.scheduled, 4)
         self._update_rows(batch, records)
         assert len({int(row) for row in records[:, 0]}) == len(records), "a row runs twice"
@@ -194,7 +192,7 @@ class FakeGroup:
         for dp_rank, worker in enumerate(self.workers):
             is_void = can_lose and self._lose()
             owner = dp_rank * self._tp
-            results.append(worker.execute(plan, dp_rank, owner, is_void=is_void))
+            results.append(worker.execute(plan.for_rank(dp_rank), owner, is_void=is_void))
             for other in range(owner + 1, owner + self._tp):
                 results.append(StepResult(plan.epoch, plan.step, other))
         return results[::-1]

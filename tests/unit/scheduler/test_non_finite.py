@@ -14,7 +14,7 @@ from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.steps.step import RankBatch, StepPlan, StepResult
+from dist_aclgraph.steps.step import RankBatch, RankPlan, StepPlan, StepResult
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeWorker, Row, next_token
 from tests.unit.scheduler.requests import submit
@@ -28,9 +28,9 @@ class NanWorker(FakeWorker):
     blocks.
     """
 
-    def execute(self, plan: StepPlan, *args: Any, **options: Any) -> StepResult:
+    def execute(self, plan: RankPlan, *args: Any, **options: Any) -> StepResult:
         result = super().execute(plan, *args, **options)
-        records = unpack_ints(plan.batches[0].scheduled, 4).tolist()
+        records = unpack_ints(plan.batch.scheduled, 4).tolist()
         sampled = [record for record in records if record[3]]
         found = [
             index
@@ -96,7 +96,7 @@ def test_nobody_but_the_request_itself_ever_sees_its_nan(data: st.DataObject, de
         if plan is not None:
             in_flight.append(plan)
         if in_flight and (plan is None or len(in_flight) == depth):
-            outputs = scheduler.update([worker.execute(in_flight.pop(0))])
+            outputs = scheduler.update([worker.execute(in_flight.pop(0).for_rank(0))])
             for delta in outputs:
                 tokens[delta.request_id] += delta.tokens
             failed |= {request.request_id for request, _ in outputs.failed}

@@ -24,7 +24,7 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.padding import GraphLens
-from dist_aclgraph.steps.step import StepPlan, StepResult
+from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import ExchangeKind
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker, next_token
@@ -257,6 +257,8 @@ class World:
         most = max(int(records[:, 2].sum()) for records in batches)
         shape_is_exact = self.shape.exact
         assert 0 < most <= self.shape.max_tokens
+        num_samples = [int((records[:, 3] > 0).sum()) for records in batches]
+        assert plan.largest == StepSize(most, max(num_samples))
         if plan.graph is not None:
             assert plan.graph.num_tokens >= most
             assert plan.graph.num_reqs >= max(map(len, batches))

@@ -154,7 +154,7 @@ def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
             )
         step = scheduler.schedule()
         if step is not None:
-            flying.append(worker.execute(step))
+            flying.append(worker.execute(step.for_rank(0)))
             if len(flying) < in_flight:
                 continue
         if flying:
