@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dist_aclgraph.errors import DistAclGraphError
@@ -17,10 +17,10 @@ from dist_aclgraph.steps.delta import FinishReason, Note, RequestDelta, StepDelt
 from dist_aclgraph.steps.step import RowLogprobs
 
 NO_INTS: IntArray = np.empty(0, np.int32)
+NO_PLACES: Places = np.empty(0, np.intp)
 
 
-@dataclass(frozen=True)
-class StepOutputs:
+class StepOutputs(Struct, frozen=True):
     """New tokens of the sampled requests of a step; iterates as one delta per request.
 
     Attributes:
@@ -37,11 +37,11 @@ class StepOutputs:
     """
 
     requests: Sequence[Request] = ()
-    keys: IntArray = field(default_factory=lambda: NO_INTS)
-    token_ids: IntArray = field(default_factory=lambda: NO_INTS)
+    keys: IntArray = NO_INTS
+    token_ids: IntArray = NO_INTS
     ends: IntArray | None = None
-    firsts: Places = field(default_factory=lambda: np.empty(0, np.intp))
-    finish_reasons: Mapping[int, FinishReason] = field(default_factory=dict)
+    firsts: Places = NO_PLACES
+    finish_reasons: Mapping[int, FinishReason] = {}
     logprobs: tuple[RowLogprobs | None, ...] = ()
     failed: Sequence[tuple[Request, DistAclGraphError]] = ()
 
@@ -50,19 +50,24 @@ class StepOutputs:
         """Return the outputs of several data-parallel ranks, one after another."""
         if len(parts) == 1:
             return parts[0]
-        offsets = np.cumsum([0, *(part.num_tokens for part in parts)])
-        firsts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+        ends = None
+        if any(part.ends is not None for part in parts):
+            counts = [np.diff(part.each_end, prepend=0) for part in parts]
+            ends = np.cumsum(np.concatenate(counts), dtype=np.int32)
+        firsts, reasons, index = [NO_PLACES], dict[int, FinishReason](), 0
+        for part in parts:
+            if len(part.firsts):
+                firsts.append(part.firsts + index)
+            for place, reason in part.finish_reasons.items():
+                reasons[index + place] = reason
+            index += len(part.requests)
         return cls(
-            [request for part in parts for request in part.requests],
+            list(chain.from_iterable(part.requests for part in parts)),
             np.concatenate([part.keys for part in parts]),
             np.concatenate([part.token_ids for part in parts]),
-            np.concatenate([part.each_end + at for part, at in zip(parts, offsets, strict=False)]),
-            np.concatenate([part.firsts + at for part, at in zip(parts, firsts, strict=False)]),
-            {
-                first + index: reason
-                for first, part in zip(firsts, parts, strict=False)
-                for index, reason in part.finish_reasons.items()
-            },
+            ends,
+            np.concatenate(firsts),
+            reasons,
             tuple(report for part in parts for report in part.each_logprobs)
             if any(part.logprobs for part in parts)
             else (),

@@ -54,6 +54,9 @@ class Lack(NamedTuple):
         return int(self.missing.sum())
 
 
+NO_LACK = Lack(NO_INDICES, np.empty(0, np.int32))
+
+
 class RankScheduler:
     """Owns the rows and the block pool of one data-parallel rank. ``Scheduler`` gives requests to
     the ranks.
@@ -64,6 +67,7 @@ class RankScheduler:
 
     Args:
         index: index of this data-parallel rank in the group.
+        rows: this rank's rows, which are empty.
         num_drafts: number of drafts that workers have for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
         exact: whether existing output of a request is computed again in decode steps, token by
@@ -75,6 +79,7 @@ class RankScheduler:
         index: int,
         config: SchedulerConfig,
         pool: BlockPool,
+        rows: RunningRows,
         num_drafts: int = 0,
         num_prompt_ranks: int = 1,
         *,
@@ -83,7 +88,7 @@ class RankScheduler:
         self._exact = exact
         self.index = index
         self.pool = pool
-        self.rows = RunningRows(config.max_num_seqs, pool.block_size + num_drafts + 1)
+        self.rows = rows
         self._max_tokens = config.max_num_batched_tokens
         self._max_chunk = config.prompt_share
         self._decode_len = num_drafts + 1
@@ -91,6 +96,8 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._appended: IntArray = NO_PAIRS  # row, token id: new tokens to send to workers
         self._steady: RankStep | None = None  # the last step, if the next step may repeat it
+        # A builder without work beside the decoding requests, which quiet steps share.
+        self._quiet_builder: StepBuilder | None = None
         self._margin = 0  # number of tokens for which steps stay quiet, see ``_measure_margin``
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
         # for each stop id, the number of running requests that stop at it
@@ -149,14 +156,19 @@ class RankScheduler:
             unserved = [] if self._is_quiet else self._unserved(kind)
             return self._builder(NO_INDICES, 0, unserved, [], is_open=is_open, kind=kind), []
         if lack is None:
-            return self._builder(EVERY, len(self.rows), [], [], is_open=is_open, kind=kind), []
-        blocks, victims = self._make_room(lack)
+            builder = self._quiet_builder
+            if builder is None or builder.kind != kind:
+                builder = self._builder(EVERY, len(self.rows), [], [], is_open=is_open, kind=kind)
+                self._quiet_builder = builder
+            return builder, []
+        self._quiet_builder = None
+        blocks, victims = self._make_room(lack) if len(lack.short) else ([], [])
         decodes = self._decodes
-        decoding = EVERY if decodes.all() else np.flatnonzero(decodes)
+        num_decoding = int(np.count_nonzero(decodes))
         builder = self._builder(
-            decoding,
-            int(decodes.sum()),
-            self._unserved(kind),
+            EVERY if num_decoding == len(decodes) else np.flatnonzero(decodes),
+            num_decoding,
+            self._unserved(kind) if self._steady is None else [],
             blocks,
             is_open=is_open and not victims,
             kind=kind,
@@ -246,6 +258,7 @@ class RankScheduler:
         if missing > self.pool.num_free_without(shared):
             self._refused = (request, self.pool.num_free)
             return False
+        self._quiet_builder = None
         self.pool.share(shared)
         allocated = self.pool.allocate(missing)
         if request.is_suspect:
@@ -292,9 +305,9 @@ class RankScheduler:
         return step, RankBatch(
             step.records.tobytes(),
             self._take_appended(),
-            pack_ints(builder.blocks),
+            pack_ints(builder.blocks) if builder.blocks else b"",
             tuple(builder.started),
-            pack_ints(cleaned),
+            pack_ints(cleaned) if cleaned else b"",
         )
 
     def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
@@ -405,29 +418,30 @@ class RankScheduler:
         """Apply the results of the oldest step; return the new tokens and the finished requests."""
         flight = self._flights.popleft()
         rows, indices, records = self.rows, flight.indices, flight.step.records
-        for prompt in new.prompts:
-            if (place := flight.places[prompt.place]) >= 0:
-                rows.requests[place].prompt_logprobs.append(prompt)
-        for index, embedding in new.embeddings.items():
-            place = flight.places[np.flatnonzero(records[:, 3] > 0)[index]]
-            if place >= 0:
-                rows.requests[place].embedding = embedding
-        if not isinstance(indices, slice) and (indices < 0).any():
-            indices, records, new = _still_there(indices, records, new)
-        samples = records[:, 3] > 0
-        sampled = indices if samples.all() else np.arange(len(rows))[indices][samples]
+        if new.prompts or new.embeddings:
+            self._keep_reports(flight, new)
+        samples: Indices = EVERY
+        sampled = indices
+        if not isinstance(indices, slice):
+            if (indices < 0).any():
+                indices, records, new = _still_there(indices, records, new)
+            samples = np.flatnonzero(records[:, 3])
+            sampled = indices[samples]
         passed = None
         if new.counts is not None:
             self.num_verified += int(rows.can_verify[indices][records[:, 3] > 1].sum())
             self._accepted += np.bincount(new.counts - 1, minlength=self._decode_len)
             passed = np.zeros(len(records), np.int32)
             passed[samples] = new.counts - 1
-        rows.land(indices, records, passed)
         new, reasons = self._end(sampled, new, is_quiet=flight.is_quiet)
         firsts = NO_INDICES
         if flight.step.num_decoding < flight.step.num_reqs:
             firsts = np.flatnonzero(rows.received[sampled] == rows.started[sampled])
-        rows.append(sampled, new.token_ids, new.counts)
+        if isinstance(indices, slice) and new.counts is None:
+            rows.land_tokens(indices, new.token_ids)
+        else:
+            rows.land(indices, records, passed)
+            rows.append(sampled, new.token_ids, new.counts)
         requests = rows.select(sampled)
         ends = None if new.counts is None else np.cumsum(new.counts, dtype=np.int32)
         outputs = StepOutputs(
@@ -442,11 +456,53 @@ class RankScheduler:
             self._release(finished)
         return outputs, finished
 
+    def only_decodes(self, new: NewTokens) -> bool:
+        """Whether all requests were in the oldest step, each gets one token, and none can stop at
+        its token; only the length may end a request.
+        """
+        flight = self._flights[0]
+        return (
+            isinstance(flight.indices, slice)
+            and 0 < flight.step.num_reqs == len(self.rows)
+            and new.is_plain
+            and self._stop_ids.keys().isdisjoint(new.token_ids.tolist())
+        )
+
+    def land(self, appended: IntArray, margin: int, *, has_full: bool) -> None:
+        """Finish ``advance`` for a step whose tokens ``GroupRows`` has stored.
+
+        Args:
+            appended: [num_requests, 2], row and token id of each request.
+            margin: the smallest margin of all requests, if no block is full.
+            has_full: whether a request has filled a block.
+        """
+        flight = self._flights.popleft()
+        self._append(appended)
+        if not flight.is_quiet:
+            if has_full:
+                self._store_full_blocks(flight.indices)
+                margin = self._measure_margin()
+            self._margin = margin
+
+    def _keep_reports(self, flight: Flight, new: NewTokens) -> None:
+        """Give log-probabilities of prompts and hidden states to the requests that want them."""
+        requests = self.rows.requests
+        for prompt in new.prompts:
+            if (place := flight.places[prompt.place]) >= 0:
+                requests[place].prompt_logprobs.append(prompt)
+        samples = np.flatnonzero(flight.step.records[:, 3])
+        for index, embedding in new.embeddings.items():
+            if (place := flight.places[samples[index]]) >= 0:
+                requests[place].embedding = embedding
+
     def _note_appended(self, row: IntArray, new: NewTokens) -> None:
         """Store the new tokens of [n] rows for the next message to workers."""
         appended = np.empty((len(new.token_ids), 2), np.int32)
         appended[:, 0] = row if new.counts is None else np.repeat(row, new.counts)
         appended[:, 1] = new.token_ids
+        self._append(appended)
+
+    def _append(self, appended: IntArray) -> None:
         if len(self._appended):  # tokens of an earlier step that no message has sent yet
             appended = np.concatenate([self._appended, appended])
             appended = appended[np.argsort(appended[:, 0], kind="stable")]
@@ -460,14 +516,8 @@ class RankScheduler:
         return self._steady is not None and self._margin >= self._decode_len
 
     def _measure_margin(self) -> int:
-        """Return the number of tokens that every request can get before any request reaches its
-        maximum length, fills a block or needs a block.
-        """
-        rows = self.rows
-        if not len(rows):
-            return 0
-        full = np.minimum(rows.covered, rows.next_full - 1) - rows.computed
-        return int((np.minimum(full, rows.limit - 1 - rows.known) - rows.slack).min())
+        """Return the smallest margin of all requests, see ``Columns.margins``."""
+        return int(self.rows.margins().min()) if len(self.rows) else 0
 
     def _end(
         self, sampled: Indices, new: NewTokens, *, is_quiet: bool
@@ -493,7 +543,9 @@ class RankScheduler:
         if has_stops:
             stops = np.isin(new.token_ids, list(self._stop_ids))
             may_end |= np.bincount(np.repeat(np.arange(len(counts)), counts), stops) > 0
-        requests = rows.select(sampled) if may_end.any() else []
+        if not may_end.any():
+            return new, {}
+        requests = rows.select(sampled)
         reasons: dict[int, FinishReason] = {}
         kept = counts.copy()
         ends = np.cumsum(counts)
@@ -520,7 +572,7 @@ class RankScheduler:
         self._release([request])
 
     def _release(self, requests: Sequence[Request]) -> None:
-        self._steady = None
+        self._steady = self._quiet_builder = None
         moves = self.rows.remove([self.rows.index_of(request) for request in requests])
         for flight in self._flights:
             flight.move(moves)
@@ -566,14 +618,19 @@ class RankScheduler:
     def _missing_blocks(self) -> Lack:
         rows, size = self.rows, self.pool.block_size
         ends = np.minimum(rows.computed + rows.slack + self._decode_len, rows.limit - 1)
-        short = np.flatnonzero((ends > rows.covered) & self._decodes)
+        is_short = ends > rows.covered
+        if not is_short.any():
+            return NO_LACK
+        short = np.flatnonzero(is_short & self._decodes)
         return Lack(short, -(-(ends[short] - rows.covered[short]) // size))
 
     def _store_full_blocks(self, indices: Indices) -> None:
         """Add the full blocks of the step's requests to the prefix cache."""
         rows, size = self.rows, self.pool.block_size
         computed = rows.computed[indices] - rows.flying[indices]
-        is_full = np.flatnonzero(computed >= rows.next_full[indices])
+        is_full = computed >= rows.next_full[indices]
+        if not is_full.any():
+            return
         for index in np.arange(len(rows))[indices][is_full].tolist():
             rows.settle(index)
             request = rows.requests[index]

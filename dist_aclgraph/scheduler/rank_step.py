@@ -63,6 +63,15 @@ class NewTokens(NamedTuple):
     failed: Mapping[int, str] = MappingProxyType({})
     embeddings: Mapping[int, bytes] = MappingProxyType({})
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each sampled request has one token and nothing else."""
+        return (
+            self.counts is None
+            and not len(self.non_finite)
+            and not (self.logprobs or self.prompts or self.failed or self.embeddings)
+        )
+
     def cut(self, kept: IntArray) -> NewTokens:
         """Return the first tokens of each request.
 
@@ -259,22 +268,27 @@ class RankStep:
             counts = None
         else:
             counts = self._counts(result, tokens)
-        if not all(0 <= prompt.place < self.num_reqs for prompt in result.prompts):
-            raise self._mismatch(result, "prompts of other requests")
-        non_finite = self._non_finite(result)
-        if not all(0 <= index < len(limits) for index in result.failed):
-            raise self._mismatch(result, f"errors of requests {sorted(result.failed)}")
-        if not all(0 <= index < len(limits) for index in result.embeddings):
-            raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
+        if result.prompts or result.failed or result.embeddings:
+            self._check_indices(result)
         return NewTokens(
             tokens,
             counts,
             result.logprobs,
-            non_finite,
+            self._non_finite(result),
             result.prompts,
             result.failed,
             result.embeddings,
         )
+
+    def _check_indices(self, result: StepResult) -> None:
+        """Check that the result is about requests of this step only."""
+        num_samples = len(self.num_logits)
+        if not all(0 <= prompt.place < self.num_reqs for prompt in result.prompts):
+            raise self._mismatch(result, "prompts of other requests")
+        if not all(0 <= index < num_samples for index in result.failed):
+            raise self._mismatch(result, f"errors of requests {sorted(result.failed)}")
+        if not all(0 <= index < num_samples for index in result.embeddings):
+            raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
     def _counts(self, result: StepResult, tokens: IntArray) -> IntArray:
         limits = self.num_logits

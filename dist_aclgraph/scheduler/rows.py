@@ -6,6 +6,7 @@ Values that change in every step are stored in columns, so a step needs no Pytho
 from __future__ import annotations
 
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,61 +19,102 @@ Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 14
+# Columns that change together are neighbours, so that one operation changes them: ``computed`` to
+# ``slack`` when a step is decided, ``flying`` to ``num_recent`` when its tokens arrive.
+TAKING_OFF, LANDING = slice(2, 6), slice(4, 8)
 
 
-class RunningRows:
-    """Owns the columns; index i is the i-th request in order of admission.
+class StepChanges(NamedTuple):
+    """The changes of the columns by a step in which a request decodes.
+
+    Attributes:
+        taken_off: [4, 1], changes of the columns ``TAKING_OFF``, when the step is decided.
+        landed: [4, 1], changes of the columns ``LANDING``, when the request gets one token.
+    """
+
+    taken_off: IntArray
+    landed: IntArray
+
+    @classmethod
+    def of(cls, num_drafts: int) -> StepChanges:
+        return cls(
+            np.array([[1], [1], [1], [num_drafts]], np.int32),
+            np.array([[-1], [-num_drafts], [1], [1]], np.int32),
+        )
+
+
+class Columns:
+    """The names of the columns, of one rank or of several ranks.
 
     ``computed`` and ``known`` include the steps in flight, with their smallest possible result; if
     drafts are accepted, both become larger by at most ``slack``.
 
-    Attributes: columns of int32, [num_requests] each.
+    Attributes: columns of int32, [num_requests] each, or [num_ranks, capacity] each.
         row: row of the request in the workers' batch.
         key: ``Request.key``.
         computed: number of tokens whose KV is in the cache; it grows up to ``known``.
         known: number of existing tokens, prompt and output.
-        slack: number of drafts in steps in flight; all these drafts may be accepted.
         flying: number of tokens in ``computed`` that steps in flight compute.
+        slack: number of drafts in steps in flight; all these drafts may be accepted.
         received: number of tokens in ``known`` that the host has.
+        num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
         started: number of tokens at the start of the row; later tokens were sampled in this row.
         prompt_end: tokens before this position are computed in chunks; the other tokens at the
             start of the row are computed one per step, in the way in which they were sampled.
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which one more block is full.
-        num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
         can_verify: 1 if drafts may be accepted, 0 if penalties make tokens depend on drafts.
-
-    Args:
-        capacity: maximum number of rows of the batch.
-        window: maximum number of new tokens of a request before ``settle`` must be called.
     """
 
-    def __init__(self, capacity: int, window: int) -> None:
-        self.requests: list[Request] = []
-        self._columns = np.zeros((NUM_COLUMNS, capacity), np.int32)
-        self._recent = np.zeros((capacity, window), np.int32)  # by row: latest tokens
-        self._index_of_row = np.zeros(capacity, np.intp)
-        self._name_columns()
-
-    def _name_columns(self) -> None:
-        """Make the attributes views of the columns, for the current number of requests."""
+    def _name_columns(self, columns: IntArray) -> None:
         (
             self.row,
             self.key,
             self.computed,
             self.known,
-            self.slack,
             self.flying,
+            self.slack,
             self.received,
+            self.num_recent,
             self.started,
             self.prompt_end,
             self.limit,
             self.covered,
             self.next_full,
-            self.num_recent,
             self.can_verify,
-        ) = self._columns[:, : len(self.requests)]
+        ) = columns
+
+    def margins(self) -> IntArray:
+        """Return how many tokens each request can get before it reaches its maximum length, fills a
+        block or needs a block.
+        """
+        full = np.minimum(self.covered, self.next_full - 1) - self.computed
+        margins: IntArray = np.minimum(full, self.limit - 1 - self.known) - self.slack
+        return margins
+
+
+class RunningRows(Columns):
+    """The columns of one rank; index i is the i-th request in order of admission.
+
+    Args:
+        columns: [NUM_COLUMNS, capacity], this rank's part of the group's columns.
+        recent: [capacity, window], by row: the latest tokens. ``window`` is the maximum number of
+            new tokens of a request before ``settle`` must be called.
+        num_drafts: number of drafts of a request that decodes.
+    """
+
+    def __init__(self, columns: IntArray, recent: IntArray, num_drafts: int = 0) -> None:
+        self.requests: list[Request] = []
+        self._columns = columns
+        self._recent = recent
+        self._index_of_row = np.zeros(len(recent), np.intp)
+        self._changes = StepChanges.of(num_drafts)
+        self._update_names()
+
+    def _update_names(self) -> None:
+        """Make the attributes views of the columns, for the current number of requests."""
+        self._name_columns(self._columns[:, : len(self.requests)])
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -94,16 +136,16 @@ class RunningRows:
             0,
             0,
             num_tokens,
+            0,
             num_tokens,
             prompt_end,
             request.max_total_tokens,
             covered,
             next_full,
-            0,
             not request.sampling.has_penalties,
         )
         self._index_of_row[request.row] = index
-        self._name_columns()
+        self._update_names()
         return index
 
     def index_of(self, request: Request) -> int:
@@ -128,7 +170,7 @@ class RunningRows:
         keep[indices] = False
         self._columns[:, :num_kept] = self._columns[:, : len(self.requests)][:, keep]
         self.requests = list(compress(self.requests, keep))
-        self._name_columns()
+        self._update_names()
         self._index_of_row[self.row] = np.arange(num_kept)
         return np.where(keep, np.cumsum(keep) - 1, -1)
 
@@ -138,8 +180,12 @@ class RunningRows:
         """Add the smallest possible result of a decided step to the columns.
 
         Args:
+            indices: a slice only if all requests of the step decode.
             records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
         """
+        if isinstance(indices, slice):
+            self._columns[TAKING_OFF, indices] += self._changes.taken_off
+            return
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
         self.computed[indices] += grown
@@ -160,7 +206,7 @@ class RunningRows:
         """Correct the columns by the result of a finished step.
 
         Args:
-            records: the argument of ``take_off`` for this step.
+            indices, records: the arguments of ``take_off`` for this step.
             passed: [n], number of accepted drafts of each request; None means 0 for each.
         """
         drafts = np.maximum(records[:, 3] - 1, 0)
@@ -184,14 +230,24 @@ class RunningRows:
         rows, recent = self.row[indices], self.num_recent[indices]
         if counts is None:
             self._recent[rows, recent] = tokens
-            grown: IntArray | int = 1
+            self.num_recent[indices] += 1
+            self.received[indices] += 1
         else:
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             offsets = np.arange(len(tokens)) - starts
             self._recent[np.repeat(rows, counts), np.repeat(recent, counts) + offsets] = tokens
-            grown = counts
-        self.num_recent[indices] += grown
-        self.received[indices] += grown
+            self.num_recent[indices] += counts
+            self.received[indices] += counts
+
+    def land_tokens(self, indices: slice, tokens: IntArray) -> None:
+        """Do ``land`` and ``append`` for a step in which all requests decode, and each request gets
+        one token.
+
+        Args:
+            tokens: [n].
+        """
+        self._recent[self.row[indices], self.num_recent[indices]] = tokens
+        self._columns[LANDING, indices] += self._changes.landed
 
     def settle(self, index: int) -> None:
         """Move a request's recent tokens from this object to ``Request.tokens``."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -29,6 +28,8 @@ from dist_aclgraph.errors import (
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.scheduler.decoding_ranks import land_decoding
+from dist_aclgraph.scheduler.group_rows import GroupRows
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.rank import Lack, RankScheduler
 from dist_aclgraph.scheduler.rank_step import (
@@ -99,8 +100,12 @@ class Scheduler:
         self.num_drafts = num_drafts
         self.epoch = epoch
         self.step = 0
+        window = pools[0].block_size + num_drafts + 1
+        self._rows = GroupRows(len(pools), config.max_num_seqs, window, num_drafts)
         self.ranks = [
-            RankScheduler(index, config, pool, num_drafts, pcp, exact=exact)
+            RankScheduler(
+                index, config, pool, self._rows.of_rank(index), num_drafts, pcp, exact=exact
+            )
             for index, pool in enumerate(pools)
         ]
         # Kinds of steps, in the order in which they are tried; the first kind with work is chosen.
@@ -234,7 +239,8 @@ class Scheduler:
                 break
             self.waiting.popleft()
         for builder in builders:
-            builder.serve_chunks()
+            if builder.unserved:
+                builder.serve_chunks()
         return builders
 
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
@@ -270,15 +276,16 @@ class Scheduler:
             for rank, step in zip(self.ranks, steps, strict=True)
         ]
         self._in_flight.popleft()
-        parts = []
+        others, parts = land_decoding(self._rows, self.ranks, brought)
         failed: list[tuple[Request, DistAclGraphError]] = []
-        for rank, new in zip(self.ranks, brought, strict=True):
+        for rank in others:
+            new = brought[rank.index]
             if len(new.non_finite):
                 failed += [
                     (request, NonFiniteLogitsError(NON_FINITE))
                     for request in self._try_again(rank.release_non_finite(new))
                 ]
-            for request, why in rank.release_failed(new):
+            for request, why in rank.release_failed(new) if new.failed else ():
                 del self._requests[request.request_id]
                 request.is_over = True
                 failed.append((request, GrammarError(f"the grammar of the answer failed: {why}")))
@@ -287,7 +294,7 @@ class Scheduler:
             for request in finished:
                 del self._requests[request.request_id]
         outputs = StepOutputs.joined(parts)
-        return replace(outputs, failed=failed) if failed else outputs
+        return msgspec.structs.replace(outputs, failed=failed) if failed else outputs
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
         """Let requests that were not suspect wait again; end and return the suspect requests."""

@@ -291,5 +291,5 @@ def test_copies_of_experts_count_as_experts_of_mc2() -> None:
 
 
 def test_copies_without_ranks_that_share_experts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="redundant_experts is 2 and parallel.ep is 1"):
+    with pytest.raises(ConfigError, match=r"redundant_experts is 2 and parallel\.ep is 1"):
         rule_of(make_facts(256), ep=1, redundant_experts=2)

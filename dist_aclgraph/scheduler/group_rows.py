@@ -1,0 +1,102 @@
+"""GroupRows: the columns of all data-parallel ranks of a group.
+
+In most steps, most ranks only decode: every request gets one token. The results of all these ranks
+are applied together, so that a group of hundreds of ranks needs no Python loop over their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.scheduler.rows import (
+    LANDING,
+    NUM_COLUMNS,
+    Columns,
+    Places,
+    RunningRows,
+    StepChanges,
+)
+
+MOST = np.iinfo(np.int32).max
+
+
+class Landed(NamedTuple):
+    """The requests of several ranks that got one token each, rank by rank.
+
+    Attributes:
+        appended: [num_requests, 2], row and token id of each request.
+        keys: [num_requests], ``Request.key``.
+        has_full: [num_ranks], whether a request of the rank has filled a block.
+    """
+
+    appended: IntArray
+    keys: IntArray
+    has_full: Sequence[bool]
+
+
+class GroupRows(Columns):
+    """Owns the columns; those of a rank are a view for the rank's ``RunningRows``.
+
+    Args:
+        capacity: maximum number of rows of each rank's batch.
+        window: see ``RunningRows``.
+        num_drafts: number of drafts of a request that decodes.
+    """
+
+    def __init__(self, num_ranks: int, capacity: int, window: int, num_drafts: int = 0) -> None:
+        self._columns = np.zeros((NUM_COLUMNS, num_ranks, capacity), np.int32)
+        self._recent = np.zeros((num_ranks, capacity, window), np.int32)
+        self._num_drafts = num_drafts
+        self._landed = StepChanges.of(num_drafts).landed[:, :, None]
+        self._capacity = capacity
+        self._name_columns(self._columns)
+
+    def of_rank(self, rank: int) -> RunningRows:
+        """Return the rows of a rank."""
+        return RunningRows(self._columns[:, rank], self._recent[rank], self._num_drafts)
+
+    def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
+        """Return for each rank whether no request reaches its maximum length by its next token.
+
+        Args:
+            ranks: [n], different ranks.
+            lens: [n], number of requests of each rank.
+        """
+        is_last = self.received[ranks] + 1 >= self.limit[ranks]
+        found: list[bool] = (~(is_last & self._is_used(lens)).any(1)).tolist()
+        return found
+
+    def land_tokens(self, ranks: Places, lens: Places, tokens: IntArray) -> Landed:
+        """Do ``RunningRows.land_tokens`` for all requests of several ranks.
+
+        Args:
+            ranks, lens: as in ``stay_below_limit``.
+            tokens: [num_requests], one for each request, rank by rank.
+        """
+        is_used = self._is_used(lens)
+        place, at = np.nonzero(is_used)
+        rank = ranks[place]
+        row = self.row[rank, at]
+        self._recent[rank, row, self.num_recent[rank, at]] = tokens
+        self._columns[LANDING, ranks] += self._landed
+        is_full = self.computed[ranks] - self.flying[ranks] >= self.next_full[ranks]
+        return Landed(
+            np.stack([row, tokens], 1), self.key[rank, at], (is_full & is_used).any(1).tolist()
+        )
+
+    def least_margins(self, ranks: Places, lens: Places) -> list[int]:
+        """Return the smallest margin of each rank's requests, see ``Columns.margins``."""
+        found: list[int] = (
+            np.where(self._is_used(lens), self.margins()[ranks], MOST).min(1).tolist()
+        )
+        return found
+
+    def _is_used(self, lens: Places) -> npt.NDArray[np.bool_]:
+        """Return [n, capacity]: whether a rank has a request at the index."""
+        is_used: npt.NDArray[np.bool_] = np.arange(self._capacity) < lens[:, None]
+        return is_used
