@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-messages bench-overlap bench-overload bench-serve bench-simulate bench-start bench-step bench-structured chaos soak setup setup-bench setup-clients \
+	bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos soak setup setup-bench setup-clients \
 	setup-dev emulator python
 
 help: ## Show the targets
@@ -145,6 +145,9 @@ bench-structured: setup-bench emulator ## Compare decode steps with and without 
 
 bench-messages: setup-bench ## Measure how long a plan to all workers of a node and their results take
 	$(BIN)/python -m benchmarks.messages
+
+bench-scale: setup-bench ## Measure the engine's work in a step of groups with 8 to 1,024 workers
+	$(BIN)/python -m benchmarks.scale
 
 bench-serve: setup-bench ## Measure a token's cost from engine to client's socket, compared with a bare uvicorn
 	$(BIN)/python -m benchmarks.serve

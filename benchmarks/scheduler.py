@@ -33,12 +33,25 @@ PROMPT_TOKENS = 100
 
 
 def make_scheduler(
-    num_reqs: int, num_steps: int, *, num_waiting: int = 0, num_clients: int = 1
+    num_reqs: int,
+    num_steps: int,
+    *,
+    num_waiting: int = 0,
+    num_clients: int = 1,
+    num_ranks: int = 1,
+    tp: int = 1,
+    spread: int = 0,
 ) -> tuple[Scheduler, Recipients]:
-    """Return a scheduler with ``num_reqs`` requests, which all decode for ``num_steps`` steps, and
-    return these requests.
+    """Return a scheduler with ``num_reqs`` requests on each of ``num_ranks`` data-parallel ranks,
+    which all decode for ``num_steps`` steps, and return these requests.
+
+    Args:
+        num_waiting: number of further requests, which wait.
+        spread: the prompt of request i has ``i % (spread + 1)`` further tokens, so that requests do
+            not fill their blocks in the same step.
     """
-    length = PROMPT_TOKENS + num_steps + 100
+    length = PROMPT_TOKENS + spread + num_steps + 100
+    num_running = num_reqs * num_ranks
     buckets = capture_sizes(num_reqs, num_reqs)
     plan = GraphPlan(
         version=1,
@@ -49,18 +62,24 @@ def make_scheduler(
     )
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=num_reqs, max_num_batched_tokens=8192, max_waiting=num_reqs + num_waiting
+            max_num_seqs=num_reqs,
+            max_num_batched_tokens=8192,
+            max_waiting=num_running + num_waiting,
         ),
-        [BlockPool((length // BLOCK_SIZE + 2) * num_reqs + 1, BLOCK_SIZE)],
+        [
+            BlockPool((length // BLOCK_SIZE + 2) * num_reqs + 1, BLOCK_SIZE)
+            for _ in range(num_ranks)
+        ],
         GraphDispatcher(plan),
         max_model_len=length,
+        tp=tp,
     )
     recipients = Recipients()
     links = [ClientLink(b"", str(i), Silence(1.0)) for i in range(num_clients)]
-    for index in range(num_reqs + num_waiting):
-        prompt = [3 + index] * (PROMPT_TOKENS + index)
-        sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS)
-        request = Request(str(index), prompt[:PROMPT_TOKENS], sampling, stop_token_ids=[2])
+    for index in range(num_running + num_waiting):
+        prompt = [3 + index] * (PROMPT_TOKENS + index % (spread + 1))
+        sampling = RowSampling(num_prompt_tokens=len(prompt))
+        request = Request(str(index), prompt, sampling, stop_token_ids=[2])
         request.key = recipients.add(request.request_id, links[index % num_clients], index)
         scheduler.add(request)
     return scheduler, recipients
