@@ -122,6 +122,10 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     console.print(f"  {graph['fixed_price']} streams for the plan as a whole")
     _print_terms(graph["fixed_terms"], console)
     console.print(f"  streams are reserved for {graph['lazy_capacity']} lazy graphs")
+    if copies := layout["redundant_experts"]:
+        num_experts = model["experts"]["num_experts"]
+        per_rank = (num_experts + copies) // layout["ep"]
+        console.print(f"Experts: {num_experts} and {copies} copies, {per_rank} on each NPU")
     for entry in report["exchanges"]:
         sizes = f"{entry['first']} to {entry['last']} tokens"
         algorithm = f" ({entry['algorithm']})" if entry["algorithm"] else ""

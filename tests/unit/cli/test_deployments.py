@@ -191,6 +191,32 @@ def test_blocks_take_what_eager_steps_of_many_ranks_leave(dp: int, ep: int) -> N
     assert parts["eager steps"] > 10 << 30 and memory["left_bytes"] > 0
 
 
+DECODE_ONLY = {
+    "parallel.tp": 1,
+    "quantization": "w8a8",
+    "scheduler.max_num_batched_tokens": 128,
+    "scheduler.max_num_seqs": 64,
+    "max_model_len": 16384,
+    "device.mc2_buffer_mb": None,
+}
+
+
+@pytest.mark.parametrize(("ep", "copies"), [(320, 64), (288, 32)])
+def test_copies_of_experts_fill_as_many_npus_as_there_are(ep: int, copies: int) -> None:
+    ranks = {"parallel.dp": ep, "parallel.ep": ep}
+    with pytest.raises(ConfigError, match=f"256 experts, .*: {-256 % ep} would do"):
+        plan(V3, A3 | DECODE_ONLY | ranks)
+
+    report = plan(V3, A3 | DECODE_ONLY | ranks | {"parallel.redundant_experts": copies})
+
+    parts = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
+    assert parts["experts"] == parts["shared experts"], "one expert of the same size each"
+    assert kinds(report) == {"mc2": 128}
+    console = Console(file=io.StringIO(), width=200)
+    render_plan(report, console)
+    assert f"Experts: 256 and {copies} copies, 1 on each NPU" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("chip", ["Ascend310P3", "Ascend950", "foo"])
 def test_an_unknown_chip_is_refused_unless_its_memory_is_given(chip: str) -> None:
     with pytest.raises(ConfigError, match=rf"^device.soc is {chip}; plans know Ascend910B"):
