@@ -95,6 +95,23 @@ def test_a_request_goes_where_its_beginning_is_cached() -> None:
     assert lengths(plan) == [[1, 4], [1, 8]]
 
 
+def test_blocks_that_several_ranks_fill_by_decoding_are_cached() -> None:
+    scheduler = make_scheduler()
+    start(
+        scheduler,
+        make_request("a", 15, ignore_eos=True),
+        make_request("b", 15, 100, ignore_eos=True),
+    )
+    for token in (7, 8, 9):
+        finish(scheduler, [token], [token])
+        scheduler.schedule()
+
+    longer = submit("like b", [*range(100, 115), 7, 8], SamplingParams(max_tokens=1))
+    start(scheduler, longer)
+
+    assert [len(rank.match(longer)) for rank in scheduler.ranks] == [0, 1]
+
+
 def test_an_idle_rank_runs_along_with_an_empty_batch_and_the_others_graph() -> None:
     scheduler = make_scheduler(dp=3)
     start(scheduler, make_request("a"), make_request("b"))
