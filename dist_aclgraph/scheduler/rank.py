@@ -96,7 +96,8 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._appended: IntArray = NO_PAIRS  # row, token id: new tokens to send to workers
         self._steady: RankStep | None = None  # the last step, if the next step may repeat it
-        # A builder without work beside the decoding requests, which quiet steps share.
+        # The builder of quiet steps, which have no work beside the decoding requests. Every other
+        # step removes it; a quiet step comes only after such a step with the same requests.
         self._quiet_builder: StepBuilder | None = None
         self._margin = 0  # number of tokens for which steps stay quiet, see ``_measure_margin``
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
@@ -156,11 +157,11 @@ class RankScheduler:
             unserved = [] if self._is_quiet else self._unserved(kind)
             return self._builder(NO_INDICES, 0, unserved, [], is_open=is_open, kind=kind), []
         if lack is None:
-            builder = self._quiet_builder
-            if builder is None or builder.kind != kind:
-                builder = self._builder(EVERY, len(self.rows), [], [], is_open=is_open, kind=kind)
-                self._quiet_builder = builder
-            return builder, []
+            if self._quiet_builder is None:
+                self._quiet_builder = self._builder(
+                    EVERY, len(self.rows), [], [], is_open=is_open, kind=kind
+                )
+            return self._quiet_builder, []
         self._quiet_builder = None
         blocks, victims = self._make_room(lack) if len(lack.short) else ([], [])
         decodes = self._decodes
@@ -258,7 +259,6 @@ class RankScheduler:
         if missing > self.pool.num_free_without(shared):
             self._refused = (request, self.pool.num_free)
             return False
-        self._quiet_builder = None
         self.pool.share(shared)
         allocated = self.pool.allocate(missing)
         if request.is_suspect:
@@ -572,7 +572,7 @@ class RankScheduler:
         self._release([request])
 
     def _release(self, requests: Sequence[Request]) -> None:
-        self._steady = self._quiet_builder = None
+        self._steady = None
         moves = self.rows.remove([self.rows.index_of(request) for request in requests])
         for flight in self._flights:
             flight.move(moves)
