@@ -16,6 +16,7 @@ from dist_aclgraph.ints import IntArray
 from dist_aclgraph.scheduler.rows import (
     LANDING,
     NUM_COLUMNS,
+    TAKING_OFF,
     Columns,
     Places,
     RunningRows,
@@ -52,13 +53,25 @@ class GroupRows(Columns):
         self._columns = np.zeros((NUM_COLUMNS, num_ranks, capacity), np.int32)
         self._recent = np.zeros((num_ranks, capacity, window), np.int32)
         self._num_drafts = num_drafts
-        self._landed = StepChanges.of(num_drafts).landed[:, :, None]
+        changes = StepChanges.of(num_drafts)
+        self._taken_off, self._landed = changes.taken_off[:, :, None], changes.landed[:, :, None]
         self._capacity = capacity
         self._name_columns(self._columns)
 
     def of_rank(self, rank: int) -> RunningRows:
         """Return the rows of a rank."""
         return RunningRows(self._columns[:, rank], self._recent[rank], self._num_drafts)
+
+    def take_off(self, ranks: Sequence[int]) -> None:
+        """Do ``RunningRows.take_off`` for a step in which all requests of several ranks decode.
+
+        Args:
+            ranks: indices of these ranks.
+        """
+        if len(ranks) == self._columns.shape[1]:
+            self._columns[TAKING_OFF] += self._taken_off
+        else:
+            self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
         """Return for each rank whether no request reaches its maximum length by its next token.

@@ -282,7 +282,10 @@ class RankScheduler:
         return True
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
-        """Return the decided step, which is empty if no request runs, and its message."""
+        """Return the decided step, which is empty if no request runs, and its message.
+
+        If all requests decode, the caller must take off the step in ``GroupRows``.
+        """
         is_quiet = self._is_quiet and builder.is_steady
         if not builder.is_steady:
             self._steady, step = None, builder.build()
@@ -294,7 +297,8 @@ class RankScheduler:
         self._margin = self._margin - self._decode_len if is_quiet else 0
         cleaned = self.pool.take_dirty()
         self._flights.append(Flight(step, step.indices, is_quiet, cleaned))
-        self.rows.take_off(step.indices, step.records)
+        if not isinstance(step.indices, slice):
+            self.rows.take_off(step.indices, step.records)
         if self._knows_nothing:
             self._knows_nothing = False
             return step, RankBatch(

@@ -180,12 +180,8 @@ class RunningRows(Columns):
         """Add the smallest possible result of a decided step to the columns.
 
         Args:
-            indices: a slice only if all requests of the step decode.
             records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
         """
-        if isinstance(indices, slice):
-            self._columns[TAKING_OFF, indices] += self._changes.taken_off
-            return
         drafts = np.maximum(records[:, 3] - 1, 0)
         grown = records[:, 2] - drafts
         self.computed[indices] += grown

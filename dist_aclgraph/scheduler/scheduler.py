@@ -208,7 +208,7 @@ class Scheduler:
         if self._in_flight and self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS:
             return None  # The step in flight may have to run again.
         lacks = [rank.lack() for rank in self.ranks]
-        if any(rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
+        if any(lack and rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
             return None
         for kind in self._kinds:
             builders = self._build(kind, lacks)
@@ -381,6 +381,9 @@ class Scheduler:
         """Make the plan for all ranks from their builders."""
         built = [rank.build(builder) for rank, builder in zip(self.ranks, builders, strict=True)]
         steps, batches = zip(*built, strict=True)
+        self._rows.take_off(
+            [rank for rank, step in enumerate(steps) if isinstance(step.indices, slice)]
+        )
         busy = [step for step in steps if step.num_reqs]
         num_tokens, num_reqs, query_len, num_samples = largest_of(busy)
         graph, _ = self.dispatcher.dispatch(
