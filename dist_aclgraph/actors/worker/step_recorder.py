@@ -294,7 +294,7 @@ def read_recording(path: Path) -> Recording:
 
 def _read_step(data: bytes, at: int) -> RecordedStep:
     found = _STEP.unpack_from(data, at)
-    epoch, version, step, mode, tokens, num_reqs, num_tokens, *digests, begin_ns = found
+    epoch, version, step, mode, tokens, num_reqs, num_tokens, digest, dp_rank, own, begin_ns = found
     laps = [_LAP.unpack_from(data, at + _LAPS_AT + i * _LAP.size)[0] for i in range(len(STAGES))]
     return RecordedStep(
         epoch,
@@ -303,7 +303,9 @@ def _read_step(data: bytes, at: int) -> RecordedStep:
         f"{MODES[mode]} {tokens}" if tokens else "eager",
         num_reqs,
         num_tokens,
-        *digests,
+        digest,
+        dp_rank,
+        own,
         begin_ns,
         {stage: lap for stage, lap in zip(STAGES, laps, strict=True) if lap},
     )
