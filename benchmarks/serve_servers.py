@@ -108,7 +108,7 @@ def plain(config: Config, directory: Path) -> Iterator[Server]:
 
 def _serve(config: Config, found: PacedDeployment) -> None:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        serve_in_processes(config, lambda config, on_progress: found)
+        serve_in_processes(config, lambda config, **options: found)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def test_a_scaling_that_cannot_be_is_one_sentence(
     ("scaling", "words"),
     [
         ({"rope_type": "mrope"}, "mrope is not supported"),
-        ({"full_attention": {"rope_theta": 1.0}}, "each type of layer"),
+        ({"full_attention": {"rope_theta": 1.0}}, "types of layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],
 )
