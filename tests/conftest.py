@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from dist_aclgraph.environment import disable_backend_autoload
+from dist_aclgraph.logs import ACCESS, PACKAGE, RAY
 from tests import laws
 
 # These variables are set before any test imports torch.
@@ -45,6 +47,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.nodeid.partition("::")[0]
         group = "ray_cluster" if item.path in of_cluster else file
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loggers_of_a_module() -> Iterator[None]:
+    """Restore the loggers that a service in this process has configured."""
+    loggers = [logging.getLogger(name) for name in (PACKAGE, ACCESS, RAY)]
+    before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
+    yield
+    for each, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        each.handlers[:], each.propagate = handlers, propagate
+        each.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
