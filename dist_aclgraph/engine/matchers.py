@@ -48,6 +48,25 @@ class Masks(NamedTuple):
     words: IntArray
 
 
+class GrammarReport(NamedTuple):
+    """The state of grammars after a step.
+
+    Attributes:
+        failed: the reasons of failed matchers, by index among the sampled requests.
+        unmasked: indices among the sampled requests; they had no mask, because their grammars were
+            not compiled yet.
+        compiling: rows whose grammars are not compiled yet.
+    """
+
+    failed: dict[int, str]
+    unmasked: list[int]
+    compiling: list[int]
+
+
+class _NotCompiledError(Exception):
+    """A mask needs a grammar that is not compiled yet."""
+
+
 @dataclass
 class _Tail:
     """Tokens that a step has sampled, and that the engine has not sent back yet."""
@@ -87,12 +106,23 @@ class _Row:
     @property
     def error(self) -> str:
         """The reason why the matcher has failed; empty if it has not failed."""
-        matcher = self._ready()
+        matcher = None if self.is_compiling else self._ready()
         return matcher.get_error() if matcher is not None and matcher.is_error() else ""
 
+    @property
+    def is_compiling(self) -> bool:
+        return self._coming is not None and not self._coming.done()
+
     def _ready(self) -> llguidance.LLMatcher | None:
+        """Return the row's own matcher; None if it has no grammar.
+
+        Raises:
+            _NotCompiledError: the grammar is not compiled yet.
+        """
+        if self.is_compiling:
+            raise _NotCompiledError
         if self._coming is not None:
-            self._matcher, self._coming = self._coming.result(), None
+            self._matcher, self._coming = self._coming.result().deep_copy(), None
         return self._matcher
 
     def _rewind_phase(self) -> None:
@@ -113,11 +143,10 @@ class _Row:
         if num_tokens >= self.num_seen:
             return
         answer, self.num_seen = self._answer, num_tokens
-        matcher = self._ready()
-        if matcher is not None and answer is not None:
+        if self._matcher is not None and answer is not None:
             too_many = self._num_consumed - max(0, num_tokens - answer)
             if too_many > 0:
-                matcher.rollback(too_many)
+                self._matcher.rollback(too_many)
                 self._num_consumed -= too_many
                 self._is_over = False
         self._rewind_phase()
@@ -147,16 +176,17 @@ class _Row:
 
     def fill(self, words: IntArray) -> None:
         """Write the mask of the next token into ``words``, [num_words]."""
-        structure, matcher = self.structure, self._ready()
+        structure = self.structure
         if self._is_thinking:
             begin = 0 if structure.is_thinking else 1
             words[:] = ALL
             if 0 <= structure.max_thought <= self.num_seen - begin:
                 words[:] = 0
                 _allow(words, structure.think_end)
-            elif matcher is not None:
+            elif structure.grammar:
                 words &= ~self._end_words
             return
+        matcher = self._ready()
         if matcher is None or self._is_over:
             words[:] = ALL
             return
@@ -196,7 +226,10 @@ class Matchers:
         self._num_places = num_places
         self._rows: dict[int, _Row] = {}
         self._tails: dict[int, _Tail] = {}
-        self._failed: dict[int, str] = {}  # reasons of failure by sample of the last step
+        # The samples of the last step whose matchers have failed, with the reasons; and the samples
+        # whose grammars were not compiled yet.
+        self._failed: dict[int, str] = {}
+        self._unmasked: list[int] = []
         # The sampled rows in the last call of ``concern``, and the result of this call.
         self._asked: IntArray | None = None
         self._concerns = False
@@ -262,7 +295,13 @@ class Matchers:
             num_logits, row = int(step.num_logits[sample]), rows[sample]
             drafted = [] if drafts is None else drafts[row, : num_logits - 1].tolist()
             own = words[at * size : (at + 1) * size]
-            if error := self._fill(row, firsts[sample], drafted, own):
+            try:
+                error = self._fill(row, firsts[sample], drafted, own)
+            except _NotCompiledError:
+                self._unmasked.append(sample)
+                own[:] = ALL
+                continue
+            if error:
                 self._failed[sample] = error
                 own[:] = ALL
                 continue
@@ -273,10 +312,12 @@ class Matchers:
         places: IntArray = np.add.outer(first, np.arange(size, dtype=np.int32)).ravel()
         return Masks(places, words)
 
-    def take_failed(self) -> dict[int, str]:
-        """Return the samples whose matchers have failed since the last call, with the reasons."""
+    def take_report(self) -> GrammarReport:
+        """Return what has happened to grammars since the last call."""
         failed, self._failed = self._failed, {}
-        return failed
+        unmasked, self._unmasked = self._unmasked, []
+        compiling = [index for index, row in self._rows.items() if row.is_compiling]
+        return GrammarReport(failed, unmasked, compiling)
 
     def _fill(self, row_id: int, first: int, drafts: list[int], words: IntArray) -> str:
         """Write the masks of the places of a row; return the reason if the row's matcher has

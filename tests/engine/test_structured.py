@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import GrammarError
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams, Structure
+from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.engine.runners import make_runner, turn
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals
@@ -166,3 +170,89 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(runners: Any) -> Non
         assert isinstance(error, GrammarError)
         assert len(got) == 5
         assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event; no grammar is compiled before it is set."""
+    gate, compile_now = threading.Event(), Grammars._compile
+
+    def compile_late(grammars: Grammars, grammar: str) -> llguidance.LLMatcher:
+        assert gate.wait(60), "a step waits for a grammar"
+        return compile_now(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_late)
+    yield gate
+    gate.set()
+
+
+def play_late(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    samplings: Sequence[dict[str, Any]],
+    gate: threading.Event,
+) -> dict[str, list[int]]:
+    """Return the tokens of each request. Grammars are compiled when the first request, which has no
+    grammar, has 20 tokens.
+    """
+    got: dict[str, list[int]] = {}
+    for index, sampling in enumerate(samplings):
+        settings = {"temperature": 0.0, **sampling}
+        if settings.get("structure"):
+            settings["structure"] = replace(settings["structure"], salt="late")
+        params = SamplingParams(max_tokens=40, **settings)
+        scheduler.add(submit(str(index), [5 + index, 6, 7], params))
+        got[str(index)] = []
+    while scheduler.has_work or runner.is_busy:
+        for delta in turn(scheduler, runner):
+            got[delta.request_id] += delta.tokens
+        if len(got["0"]) >= 20 and not gate.is_set():
+            for index, sampling in enumerate(samplings):
+                structure = sampling.get("structure")
+                if structure is not None:  # At most the reasoning has run.
+                    most = structure.max_thought + 1 if structure.is_thinking else 0
+                    assert len(got[str(index)]) == most
+            gate.set()
+    return got
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_free_requests_run_while_grammars_are_compiled(
+    runners: Any, place: int, gate: threading.Event
+) -> None:
+    k, plan, runner = runners[place]
+    # Without its mask, the first token is another one; penalties must not count that token.
+    grammar = llguidance.LLMatcher.grammar_from_regex("%%[^%]{30}")
+    (letter,) = TOKENIZER.encode("a", add_special_tokens=False)
+    counted = STRUCTURED["regex"] | {
+        "structure": Structure(grammar=grammar),
+        "frequency_penalty": 2.0,
+        "logit_bias": {letter: 20.0},
+        **RANDOM,
+    }
+    samplings = [SAMPLINGS[0][1], SAMPLINGS[4][1], SAMPLINGS[7][1], counted]
+
+    late = play_late(make_scheduler(GraphDispatcher(plan), k), runner, samplings, gate)
+    compiled = play_late(make_scheduler(GraphDispatcher(plan), k), runner, samplings, gate)
+
+    assert late == compiled
+
+
+def test_a_request_alone_gets_its_answer_when_its_grammar_is_compiled(
+    runners: Any, gate: threading.Event
+) -> None:
+    k, plan, runner = runners[1]
+    scheduler = make_scheduler(GraphDispatcher(plan), k)
+    structure = Structure(grammar=GRAMMARS["choice"], salt="alone")
+    params = SamplingParams(
+        max_tokens=20, temperature=0.0, stop_token_ids=(END,), ignore_eos=True, structure=structure
+    )
+    scheduler.add(submit("alone", [5, 6], params))
+    for _ in range(10):
+        assert not list(turn(scheduler, runner))
+    gate.set()
+    tokens = []
+    while scheduler.has_work or runner.is_busy:
+        tokens += [token for delta in turn(scheduler, runner) for token in delta.tokens]
+
+    assert TOKENIZER.decode(tokens[:-1]) in CHOICES
