@@ -1,5 +1,6 @@
 """Law: rows with grammars get valid outputs, which do not depend on drafts and steps in flight.
-Rows with grammars do not change the outputs of rows without grammars.
+Rows with grammars do not change the outputs of rows without grammars. This holds even if the
+group is lost, and the next group gets the requests with their tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import llguidance
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dist_aclgraph.engine.grammars import Grammars
@@ -120,14 +121,17 @@ def answer_of(structure: Structure, tokens: list[int]) -> list[int]:
     arrivals,
     st.lists(st.integers(0, len(SAMPLINGS) - 1), min_size=9, max_size=9),
     st.integers(12, 40),
+    st.sets(st.integers(1, 30), max_size=2),
 )
+@example([Arrival(0, (1, 2, 3), 20, None)], [2] * 9, 40, {5, 9})
 def test_outputs_are_valid_and_do_not_depend_on_drafts_flights_or_neighbours(
-    runners: Any, arrivals: list[Arrival], kinds: list[int], num_blocks: int
+    runners: Any, arrivals: list[Arrival], kinds: list[int], num_blocks: int, deaths: set[int]
 ) -> None:
     arrivals = [replace(a, max_tokens=a.max_tokens + 20) for a in arrivals]
     names, samplings = zip(*(SAMPLINGS[kind] for kind in kinds), strict=True)
     results = [
-        play(runner, plan, arrivals, num_blocks, k, samplings, {}) for k, plan, runner in runners
+        play(runner, plan, arrivals, num_blocks, k, samplings, {}, deaths)
+        for k, plan, runner in runners
     ]
     free = [i for i, arrival in enumerate(arrivals) if not names[i]]
     k, plan, runner = runners[0]
