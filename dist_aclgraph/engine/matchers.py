@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.permitted import ALL, BITS, FORBIDS_ALL, Permitted, set_bit
 from dist_aclgraph.engine.sampling_places import StepPlaces
 from dist_aclgraph.engine.token_counts import ToDevice
 from dist_aclgraph.ints import IntArray
@@ -31,9 +32,6 @@ from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammars import Vocabulary
-
-BITS = 32
-ALL = np.int32(-1)
 
 
 class Masks(NamedTuple):
@@ -87,6 +85,7 @@ class _Row:
         sampling: RowSampling,
         matcher: Future[llguidance.LLMatcher] | None,
         end_words: IntArray,
+        permitted: Permitted | None,
     ) -> None:
         assert sampling.structure is not None
         self.structure: Structure = sampling.structure
@@ -94,6 +93,7 @@ class _Row:
         self.free_from = sampling.min_tokens
         self._coming = matcher
         self._matcher: llguidance.LLMatcher | None = None
+        self.permitted = permitted
         self._end_words = end_words  # the bits of tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
@@ -201,7 +201,7 @@ class _Row:
 
 def _allow(words: IntArray, token: int) -> None:
     if token >= 0:
-        words.view(np.uint32)[token // BITS] |= np.uint32(1 << token % BITS)
+        set_bit(words, token)
 
 
 class Matchers:
@@ -248,7 +248,8 @@ class Matchers:
         ends = np.zeros(self._num_words, np.int32)
         for token in structure.end_ids:
             _allow(ends, token)
-        self._rows[row] = _Row(sampling, matcher, ends)
+        permitted = Permitted.of_row(sampling, self._num_words)
+        self._rows[row] = _Row(sampling, matcher, ends, permitted)
 
     @property
     def is_empty(self) -> bool:
@@ -334,6 +335,10 @@ class Matchers:
             if not row.add(token):
                 return row.error or "the output does not match the grammar"
         row.fill(words[0])
+        if row.permitted is not None:
+            begin = max(row.begin, first - row.permitted.longest)
+            if not row.permitted.leaves_any(words[0], self._tokens(row_id, begin, first)):
+                return row.error or FORBIDS_ALL
         # A place after a forbidden draft is never used, because the draft is not accepted.
         for place, draft in enumerate(drafts, start=1):
             if not row.add(draft):

@@ -260,3 +260,48 @@ def test_a_request_alone_gets_its_answer_when_its_grammar_is_compiled(
         tokens += [token for delta in turn(scheduler, runner) for token in delta.tokens]
 
     assert TOKENIZER.decode(tokens[:-1]) in CHOICES
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"allowed_token_ids": (600, 601)},
+        {"bad_word_ids": tuple((token,) for token in range(832) if token != END)},
+        {"bad_word_ids": tuple((ids_of("y")[0], token) for token in range(832))},
+    ],
+    ids=["allowed", "single", "several"],
+)
+@pytest.mark.parametrize("place", range(4))
+def test_lists_that_forbid_all_that_a_form_allows_end_the_request_with_an_error(
+    runners: Any, place: int, lists: dict[str, Any]
+) -> None:
+    k, plan, runner = runners[place]
+    scheduler = make_scheduler(GraphDispatcher(plan), k)
+    grammar = llguidance.LLMatcher.grammar_from_regex("y[a-z]{3}")
+    fields = STRUCTURED["regex"] | {"structure": Structure(grammar=grammar)} | lists
+    scheduler.add(submit("bad", [1, 2], SamplingParams(max_tokens=9, temperature=0.0, **fields)))
+    failed, reasons = [], []
+    while scheduler.has_work or runner.is_busy:
+        outputs = turn(scheduler, runner)
+        failed += outputs.failed
+        reasons += [delta.finish_reason for delta in outputs]
+
+    ((_, error),) = failed
+    assert "allowed_token_ids or bad_words forbid every token" in str(error)
+    assert not any(reasons)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_end_of_a_form_need_not_be_in_the_allowed_tokens(runners: Any, place: int) -> None:
+    k, plan, runner = runners[place]
+    fields = STRUCTURED["choice"] | {"allowed_token_ids": ids_of("yes")}
+    arrival = Arrival(0, (1, 2), 9, None)
+
+    got = play(runner, plan, [arrival], 40, k, fields, {})["0"]
+
+    assert got.reasons[-1] == "stop"
+    assert TOKENIZER.decode(got.tokens[:-1]) == "yes"
