@@ -6,6 +6,9 @@ numbers of such requests alternately. The device is modelled (``docs/develop/dev
 the shapes of Qwen3-8B and without weights; it computes nothing, so the tokens are arbitrary.
 Instead of these tokens, the bench gives the matchers the tokens of a valid answer. The vocabulary
 is generated. The figures say nothing about an NPU.
+
+The bench also lets requests with large schemas arrive while other requests decode. It compares the
+steps while these schemas are new with the steps while they are compiled already.
 """
 
 from __future__ import annotations
@@ -27,8 +30,13 @@ from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.overlap import MEMORY_MB, qwen3
 from benchmarks.report import Report, Table
 from benchmarks.step import make_rank, make_scheduler, run_steps
+from dist_aclgraph.config import Config
+from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.matchers import Matchers
+from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.sampling import Structure, StructuredOutputs
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammars import make_limits, open_tokenizer, vocabulary_of
 from dist_aclgraph.text.tokenizer import Tokenizer
 
@@ -36,6 +44,8 @@ VOCAB = 151_936
 NOTE = "modelled device on the CPU; not an NPU figure"
 BATCH, WARM_UP, ROUNDS = 32, 40, 8
 NUM_SCHEMAS = 200  # compiled for the times of compiling
+# Requests, keys of their schemas, steps between two of them. Workers keep so many compiled schemas.
+ARRIVALS, KEYS, EVERY = 4, 1500, 10
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -105,12 +115,60 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
             each[number] += found[WARM_UP:]
             while runner.is_busy:
                 scheduler.update([runner.finish()])
+    arriving = measure_arrivals(rank.npu, runner, found_config, steps)
     runner.close()
     rows = [
         {"constrained": number, "us": _percentile(times, 50), "p99": _percentile(times, 99)}
         for number, times in each.items()
     ]
-    return {"note": NOTE, "rows": rows, "compiling": compiling}
+    return {"note": NOTE, "rows": rows, "arriving": arriving, "compiling": compiling}
+
+
+def measure_arrivals(
+    npu: Npu, runner: ModelRunner, config: Config, steps: int
+) -> list[dict[str, Any]]:
+    """Return the times of steps while requests with new schemas arrive, and while requests with
+    compiled schemas arrive.
+    """
+    each: dict[str, list[float]] = {"new": [], "compiled": []}
+    batch, measured = BATCH - ARRIVALS, max(-(-steps // ROUNDS), ARRIVALS * EVERY)
+    for number in range(ROUNDS):
+        forms = [_large(f"{number}_{index}") for index in range(ARRIVALS)]
+        for times in each.values():
+            scheduler = make_scheduler(
+                config, batch, (BATCH,), measured + 2 * WARM_UP, sampling_of(0)
+            )
+            begin_s = time.perf_counter()
+            for step, _ in enumerate(run_steps(npu, runner, scheduler, measured + WARM_UP)):
+                if step >= WARM_UP:
+                    times.append((time.perf_counter() - begin_s) * 1e6)
+                    index, rest = divmod(step - WARM_UP, EVERY)
+                    if rest == 0 and index < ARRIVALS:
+                        scheduler.add(_arriving(index, forms[index]))
+                begin_s = time.perf_counter()
+            while runner.is_busy:
+                scheduler.update([runner.finish()])
+            while runner._matchers.take_report().compiling:
+                time.sleep(0.01)
+    return [
+        {"schemas": name, "us": _percentile(times, 50), "p99": _percentile(times, 99)}
+        for name, times in each.items()
+    ]
+
+
+def _large(name: str) -> str:
+    """Return the grammar of a schema with many keys."""
+    properties = {f"{name}_{key}": {"type": ["string", "integer"]} for key in range(KEYS)}
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps({"type": "object", "properties": properties})
+    )
+
+
+def _arriving(index: int, grammar: str) -> Request:
+    sampling = RowSampling(num_prompt_tokens=4, structure=Structure(grammar=grammar, end_ids=(0,)))
+    request = Request(f"new {index}", [1, 2, 3, 4], sampling, max_tokens=1)
+    request.key = BATCH + index
+    return request
 
 
 def report(results: dict[str, Any]) -> Report:
@@ -125,11 +183,20 @@ def report(results: dict[str, Any]) -> Report:
         ]
         for row in results["rows"]
     ]
+    arriving = [
+        [f"{row['schemas']} schemas", f"{row['us']:.0f}", f"{row['p99']:.0f}"]
+        for row in results["arriving"]
+    ]
     compiling = [[name, f"{us:.0f}"] for name, us in results["compiling"].items()]
     return Report(
         "Steps with constrained requests",
         [
             Table("Time of a step", ["requests", "us, p50", "p99", "ratio of p50"], lines),
+            Table(
+                f"Time of a step while {ARRIVALS} requests arrive, schemas of {KEYS} keys",
+                ["requests", "us, p50", "p99"],
+                arriving,
+            ),
             Table(f"{NUM_SCHEMAS} schemas, {VOCAB} tokens", ["what", "us"], compiling),
         ],
     )

@@ -2,7 +2,8 @@
 
 The ingress has already compiled each grammar once, in a process with limits
 (``text/structure.py``). So a worker needs at most seconds to compile it. A thread compiles, and the
-library releases Python's lock meanwhile.
+library releases Python's lock meanwhile; a request waits for its grammar, and no step does. The
+library keeps the lock while it prepares the vocabulary, so this happens before the first step.
 """
 
 from __future__ import annotations
@@ -24,37 +25,35 @@ class Grammars:
     """Owns the compiled grammars of a rank.
 
     Args:
-        read_vocabulary: reads the checkpoint's tokenizer; called on a thread when the first grammar
-            is compiled.
+        read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If it fails,
+            the first grammar fails.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
-        self._read_vocabulary = read_vocabulary
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
-        self._num_chars = 0  # characters of all grammars in ``_compiled``
+        self._tokenizer = self._thread.submit(lambda: open_tokenizer(read_vocabulary()))
+        self._kept: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
+        self._num_chars = 0  # characters of all grammars in ``_kept``
 
     def compile(self, grammar: str, salt: str) -> Future[llguidance.LLMatcher]:
-        """Begin to compile a grammar. If the grammar is invalid, the matcher contains an error.
+        """Begin to compile a grammar, or find it compiled; the caller copies the matcher.
+
+        If the grammar is invalid, the matcher contains an error.
 
         Args:
             salt: compiled grammars are shared only between requests with the same salt.
         """
-        return self._thread.submit(self._compile, grammar, salt)
-
-    def _compile(self, grammar: str, salt: str) -> llguidance.LLMatcher:
-        if self._tokenizer is None:
-            self._tokenizer = open_tokenizer(self._read_vocabulary())
         key = (salt, grammar)
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-        else:
-            self._compiled[key] = llguidance.LLMatcher(
-                self._tokenizer, grammar, log_level=0, limits=make_limits()
-            )
-            self._num_chars += len(grammar)
-            while self._num_chars > MAX_KEPT_CHARS and len(self._compiled) > 1:
-                (_, oldest), _ = self._compiled.popitem(last=False)
-                self._num_chars -= len(oldest)
-        return self._compiled[key].deep_copy()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        self._kept[key] = coming = self._thread.submit(self._compile, grammar)
+        self._num_chars += len(grammar)
+        while self._num_chars > MAX_KEPT_CHARS and len(self._kept) > 1:
+            (_, oldest), _ = self._kept.popitem(last=False)
+            self._num_chars -= len(oldest)
+        return coming
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        tokenizer = self._tokenizer.result()
+        return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=make_limits())

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.input_batch import InputBatch
+from dist_aclgraph.engine.permitted import ALL, BITS, FORBIDS_ALL, Permitted, set_bit
 from dist_aclgraph.engine.sampling_places import StepPlaces
 from dist_aclgraph.engine.token_counts import ToDevice
 from dist_aclgraph.ints import IntArray
@@ -31,9 +32,6 @@ from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammars import Vocabulary
-
-BITS = 32
-ALL = np.int32(-1)
 
 
 class Masks(NamedTuple):
@@ -46,6 +44,25 @@ class Masks(NamedTuple):
 
     places: IntArray
     words: IntArray
+
+
+class GrammarReport(NamedTuple):
+    """The state of grammars after a step.
+
+    Attributes:
+        failed: the reasons of failed matchers, by index among the sampled requests.
+        unmasked: indices among the sampled requests; they had no mask, because their grammars were
+            not compiled yet.
+        compiling: rows whose grammars are not compiled yet.
+    """
+
+    failed: dict[int, str]
+    unmasked: list[int]
+    compiling: list[int]
+
+
+class _NotCompiledError(Exception):
+    """A mask needs a grammar that is not compiled yet."""
 
 
 @dataclass
@@ -68,6 +85,7 @@ class _Row:
         sampling: RowSampling,
         matcher: Future[llguidance.LLMatcher] | None,
         end_words: IntArray,
+        permitted: Permitted | None,
     ) -> None:
         assert sampling.structure is not None
         self.structure: Structure = sampling.structure
@@ -75,6 +93,7 @@ class _Row:
         self.free_from = sampling.min_tokens
         self._coming = matcher
         self._matcher: llguidance.LLMatcher | None = None
+        self.permitted = permitted
         self._end_words = end_words  # the bits of tokens that end an output
         self._ends = frozenset(self.structure.end_ids)
         self.num_seen = 0
@@ -87,12 +106,23 @@ class _Row:
     @property
     def error(self) -> str:
         """The reason why the matcher has failed; empty if it has not failed."""
-        matcher = self._ready()
+        matcher = None if self.is_compiling else self._ready()
         return matcher.get_error() if matcher is not None and matcher.is_error() else ""
 
+    @property
+    def is_compiling(self) -> bool:
+        return self._coming is not None and not self._coming.done()
+
     def _ready(self) -> llguidance.LLMatcher | None:
+        """Return the row's own matcher; None if it has no grammar.
+
+        Raises:
+            _NotCompiledError: the grammar is not compiled yet.
+        """
+        if self.is_compiling:
+            raise _NotCompiledError
         if self._coming is not None:
-            self._matcher, self._coming = self._coming.result(), None
+            self._matcher, self._coming = self._coming.result().deep_copy(), None
         return self._matcher
 
     def _rewind_phase(self) -> None:
@@ -113,11 +143,10 @@ class _Row:
         if num_tokens >= self.num_seen:
             return
         answer, self.num_seen = self._answer, num_tokens
-        matcher = self._ready()
-        if matcher is not None and answer is not None:
+        if self._matcher is not None and answer is not None:
             too_many = self._num_consumed - max(0, num_tokens - answer)
             if too_many > 0:
-                matcher.rollback(too_many)
+                self._matcher.rollback(too_many)
                 self._num_consumed -= too_many
                 self._is_over = False
         self._rewind_phase()
@@ -147,16 +176,17 @@ class _Row:
 
     def fill(self, words: IntArray) -> None:
         """Write the mask of the next token into ``words``, [num_words]."""
-        structure, matcher = self.structure, self._ready()
+        structure = self.structure
         if self._is_thinking:
             begin = 0 if structure.is_thinking else 1
             words[:] = ALL
             if 0 <= structure.max_thought <= self.num_seen - begin:
                 words[:] = 0
                 _allow(words, structure.think_end)
-            elif matcher is not None:
+            elif structure.grammar:
                 words &= ~self._end_words
             return
+        matcher = self._ready()
         if matcher is None or self._is_over:
             words[:] = ALL
             return
@@ -171,7 +201,7 @@ class _Row:
 
 def _allow(words: IntArray, token: int) -> None:
     if token >= 0:
-        words.view(np.uint32)[token // BITS] |= np.uint32(1 << token % BITS)
+        set_bit(words, token)
 
 
 class Matchers:
@@ -196,7 +226,10 @@ class Matchers:
         self._num_places = num_places
         self._rows: dict[int, _Row] = {}
         self._tails: dict[int, _Tail] = {}
-        self._failed: dict[int, str] = {}  # reasons of failure by sample of the last step
+        # The samples of the last step whose matchers have failed, with the reasons; and the samples
+        # whose grammars were not compiled yet.
+        self._failed: dict[int, str] = {}
+        self._unmasked: list[int] = []
         # The sampled rows in the last call of ``concern``, and the result of this call.
         self._asked: IntArray | None = None
         self._concerns = False
@@ -215,7 +248,8 @@ class Matchers:
         ends = np.zeros(self._num_words, np.int32)
         for token in structure.end_ids:
             _allow(ends, token)
-        self._rows[row] = _Row(sampling, matcher, ends)
+        permitted = Permitted.of_row(sampling, self._num_words)
+        self._rows[row] = _Row(sampling, matcher, ends, permitted)
 
     @property
     def is_empty(self) -> bool:
@@ -262,7 +296,13 @@ class Matchers:
             num_logits, row = int(step.num_logits[sample]), rows[sample]
             drafted = [] if drafts is None else drafts[row, : num_logits - 1].tolist()
             own = words[at * size : (at + 1) * size]
-            if error := self._fill(row, firsts[sample], drafted, own):
+            try:
+                error = self._fill(row, firsts[sample], drafted, own)
+            except _NotCompiledError:
+                self._unmasked.append(sample)
+                own[:] = ALL
+                continue
+            if error:
                 self._failed[sample] = error
                 own[:] = ALL
                 continue
@@ -273,10 +313,12 @@ class Matchers:
         places: IntArray = np.add.outer(first, np.arange(size, dtype=np.int32)).ravel()
         return Masks(places, words)
 
-    def take_failed(self) -> dict[int, str]:
-        """Return the samples whose matchers have failed since the last call, with the reasons."""
+    def take_report(self) -> GrammarReport:
+        """Return what has happened to grammars since the last call."""
         failed, self._failed = self._failed, {}
-        return failed
+        unmasked, self._unmasked = self._unmasked, []
+        compiling = [index for index, row in self._rows.items() if row.is_compiling]
+        return GrammarReport(failed, unmasked, compiling)
 
     def _fill(self, row_id: int, first: int, drafts: list[int], words: IntArray) -> str:
         """Write the masks of the places of a row; return the reason if the row's matcher has
@@ -293,6 +335,10 @@ class Matchers:
             if not row.add(token):
                 return row.error or "the output does not match the grammar"
         row.fill(words[0])
+        if row.permitted is not None:
+            begin = max(row.begin, first - row.permitted.longest)
+            if not row.permitted.leaves_any(words[0], self._tokens(row_id, begin, first)):
+                return row.error or FORBIDS_ALL
         # A place after a forbidden draft is never used, because the draft is not accepted.
         for place, draft in enumerate(drafts, start=1):
             if not row.add(draft):

@@ -34,7 +34,7 @@ from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.landing_drafts import LandingDrafts
-from dist_aclgraph.engine.matchers import Matchers
+from dist_aclgraph.engine.matchers import GrammarReport, Matchers
 from dist_aclgraph.engine.mixed_step import padded_size, upload_step
 from dist_aclgraph.engine.prompt_report import ComingPrompt, queue_prompts
 from dist_aclgraph.engine.replays import Replays
@@ -97,7 +97,7 @@ class _Flight:
     Attributes:
         num_written: number of steps whose inputs were written to the buffers, this step included.
         stages: host time of this step by stage, up to now.
-        failed: by sample, the reason why a request has failed.
+        grammars: the state of grammars after the step was queued.
     """
 
     plan: RankPlan
@@ -107,7 +107,7 @@ class _Flight:
     num_written: int
     stages: dict[str, float]
     span: ReplaySpan | None
-    failed: dict[int, str]
+    grammars: GrammarReport
 
 
 class ModelRunner:
@@ -340,8 +340,9 @@ class ModelRunner:
         self._replays.forget()
         batch = plan.batch
         self._batch.apply(batch)
-        for start in batch.started:
-            self._matchers.begin(start.row, start.sampling)
+        if self._samples:
+            for start in batch.started:
+                self._matchers.begin(start.row, start.sampling)
         watch.lap("rows")
         records = unpack_ints(batch.scheduled, 4)
 
@@ -418,8 +419,8 @@ class ModelRunner:
             embeddings if self._owns_output else None,
         )
         num_written, stages = self._buffers.num_written, self._watch.stages
-        failed = self._matchers.take_failed()
-        return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span, failed)
+        grammars = self._matchers.take_report()
+        return _Flight(plan, rank, inputs, coming, num_written, stages, sampled.span, grammars)
 
     def finish(self) -> StepResult:
         """Wait for the oldest step in flight; return its result.
@@ -455,6 +456,8 @@ class ModelRunner:
             flight.rank,
             expert_tokens=read.expert_tokens,
             num_unplaced=self._num_unplaced - num_unplaced,
+            unmasked=pack_ints(flight.grammars.unmasked),
+            compiling=pack_ints(flight.grammars.compiling),
             timings_us=flight.stages,
             overlapped_us=self._watch.take_overlapped(),
             counted=self._counts.read_and_reset(),
@@ -469,7 +472,7 @@ class ModelRunner:
             logprobs=read.logprobs,
             prompts=read.prompts,
             embeddings=read.embeddings,
-            failed=flight.failed,
+            failed=flight.grammars.failed,
         )
 
     def forget_steps(self) -> None:

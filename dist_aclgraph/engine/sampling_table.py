@@ -61,7 +61,8 @@ class SamplingTable:
     Attributes:
         is_plain: [max_rows], whether a row needs only its most probable token.
         may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
-            penalties or with bad words of several tokens.
+            penalties or with bad words of several tokens, and if a form and biases together may
+            forbid every token after a draft.
         has_penalties: [max_rows].
         reports_prompts: whether any row wants log-probabilities of its prompt.
         has_embeddings: whether any row wants its hidden state.
@@ -96,7 +97,8 @@ class SamplingTable:
         self.has_embeddings = bool(self._settings["embeds"].any())
         self.is_plain[row] = sampling.is_plain
         self.has_penalties[row] = sampling.has_penalties
-        self.may_draft[row] = not (sampling.has_penalties or sampling.bad_words)
+        may_forbid_all = sampling.structure is not None and (sampling.allowed or sampling.biased)
+        self.may_draft[row] = not (sampling.has_penalties or sampling.bad_words or may_forbid_all)
         self.is_all_plain, self.all_may_draft = (
             bool(self.is_plain.all()),
             bool(self.may_draft.all()),

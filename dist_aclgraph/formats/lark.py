@@ -13,7 +13,7 @@ from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.one_of import is_any_of
-from dist_aclgraph.formats.typed_values import types_of
+from dist_aclgraph.formats.typed_values import resolve, types_of
 from dist_aclgraph.sampling import StructuredOutputs
 
 ANY_OBJECT = {"type": "object"}
@@ -97,12 +97,12 @@ class Lark:
     def parameter(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str) -> str:
         """Return an expression for a value of this schema, followed by the text ``end``."""
         if types_of(schema, root) == {"string"}:
+            schema = resolve(schema, root)
             values = schema.get("enum", [schema["const"]] if "const" in schema else None)
             if isinstance(values, list):
                 return f"{choice_of([self.text(str(value)) for value in values])} {self.text(end)}"
             return self.until(_pattern_of(schema), end)
-        resolved = {**schema, **({"$defs": root["$defs"]} if "$defs" in root else {})}
-        return f"{self.json(resolved)} {self.text(end)}"
+        return f"{self.json(taken_out(schema, root))} {self.text(end)}"
 
     def grammar(self, start: str) -> str:
         """Return the whole grammar, whose first rule is ``start``."""
@@ -142,6 +142,24 @@ def behind_text(expression: str) -> str:
         return f"{ANY_TEXT} {expression}"
     first = _escaped(re.escape(json.loads(found.group(1))))
     return f"/(.|\\n)*{first}/ {expression[found.end() :]}"
+
+
+def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of ``root`` as a schema of its own, whose references keep their targets."""
+    moved = _moved(schema)
+    return schema if moved == schema else {**moved, "$defs": {"root": _moved(root)}}
+
+
+def _moved(part: Any) -> Any:
+    """Return a part of a schema for the place ``/$defs/root``: its references begin there."""
+    if isinstance(part, Mapping):
+        return {
+            key: f"#/$defs/root{value[1:]}"
+            if key == "$ref" and isinstance(value, str) and value[:2] in ("#", "#/")
+            else _moved(value)
+            for key, value in part.items()
+        }
+    return [_moved(each) for each in part] if isinstance(part, list) else part
 
 
 def _pattern_of(schema: Mapping[str, Any]) -> str:

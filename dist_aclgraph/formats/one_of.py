@@ -14,6 +14,9 @@ from typing import Any
 from dist_aclgraph.formats.typed_values import resolve, types_of
 
 MAX_BRANCHES = 256
+# Keywords whose value has a schema for each name; and keywords whose value is data, not a schema.
+NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+DATA = {"const", "enum", "default", "examples"}
 
 
 def is_any_of(schema: Any) -> bool:
@@ -28,7 +31,11 @@ def _one_ofs(part: Any) -> Iterator[Any]:
         if isinstance(part, Mapping):
             if "oneOf" in part:
                 yield part["oneOf"]
-            stack += part.values()
+            for key, value in part.items():
+                if key in NAMED and isinstance(value, Mapping):
+                    stack += value.values()
+                elif key not in DATA:
+                    stack.append(value)
         elif isinstance(part, list):
             stack += part
 

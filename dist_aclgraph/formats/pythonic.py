@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, properties_of
+from dist_aclgraph.formats.lark import Lark, properties_of, taken_out
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 from dist_aclgraph.formats.tools import Tools
 
@@ -122,11 +122,13 @@ def _read_literal(scanner: Scanner) -> Scan[str]:
 
 
 def _as_json(text: str) -> str:
-    """Return a Python literal as JSON; as a string if it is no literal."""
-    words = {"true": "True", "false": "False", "null": "None"}
+    """Return JSON or a Python literal as JSON; as a string if it is neither."""
     stripped = text.strip()
     try:
-        value = ast.literal_eval(words.get(stripped, stripped))
+        try:
+            value = json.loads(stripped)
+        except ValueError:
+            value = ast.literal_eval(stripped)
         return with_pairs(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return json.dumps(stripped, ensure_ascii=False)
@@ -138,8 +140,7 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     parts: list[str] = []
     for key, value, is_required in found:
         separator = '", " ' if parts else ""
-        resolved = {**value, **({"$defs": schema["$defs"]} if "$defs" in schema else {})}
-        part = f"{separator}{lark.text(f'{key}=')} {lark.json(resolved)}"
+        part = f"{separator}{lark.text(f'{key}=')} {lark.json(taken_out(value, schema))}"
         if is_required:
             parts.append(part)
         elif parts:

@@ -10,7 +10,7 @@ the step in the order of their deadlines.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -104,6 +104,7 @@ class RankScheduler:
         # for each stop id, the number of running requests that stop at it
         self._stop_ids: Counter[int] = Counter()
         self._knows_nothing = False  # Whether workers have lost all rows.
+        self._renewed: list[RowStart] = []  # rows that workers must begin again
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
@@ -181,7 +182,7 @@ class RankScheduler:
         service.
         """
         rows = self.rows
-        is_unserved = rows.known == rows.started
+        is_unserved = (rows.known == rows.started) & (rows.held == 0)
         if kind != "mixed":
             is_unserved &= (rows.computed < rows.prompt_end) == (kind == "prompt")
         unserved: list[int] = np.flatnonzero(is_unserved).tolist()
@@ -190,10 +191,12 @@ class RankScheduler:
     @property
     def _decodes(self) -> npt.NDArray[np.bool_]:
         """Return [num_requests]: true if the request has a sampled token and may get another
-        token.
+        token now.
         """
         rows = self.rows
-        is_open: npt.NDArray[np.bool_] = (rows.known > rows.started) & (rows.known < rows.limit)
+        is_open: npt.NDArray[np.bool_] = (
+            (rows.known > rows.started) & (rows.known < rows.limit) & (rows.held == 0)
+        )
         return is_open
 
     def _builder(
@@ -300,17 +303,18 @@ class RankScheduler:
         if not isinstance(step.indices, slice):
             self.rows.take_off(step.indices, step.records)
         if self._knows_nothing:
-            self._knows_nothing = False
+            self._knows_nothing, self._renewed = False, []
             return step, RankBatch(
                 step.records.tobytes(),
                 started=self._every_row(builder),
                 cleaned=pack_ints(cleaned),
             )
+        renewed, self._renewed = self._renewed, []
         return step, RankBatch(
             step.records.tobytes(),
             self._take_appended(),
             pack_ints(builder.blocks) if builder.blocks else b"",
-            tuple(builder.started),
+            (*renewed, *builder.started),
             pack_ints(cleaned) if cleaned else b"",
         )
 
@@ -417,6 +421,45 @@ class RankScheduler:
         if found:
             self._release([request for request, _ in found])
         return found
+
+    def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> None:
+        """Let requests wait for their grammars.
+
+        A request that the oldest step sampled without a mask is taken out of all steps in flight,
+        and does not run while a rank compiles its grammar. Other requests run meanwhile.
+
+        Args:
+            unmasked: indices among the sampled requests of the oldest step.
+            compiling: rows whose grammars are not compiled on every rank.
+        """
+        rows = self.rows
+        if unmasked:
+            flight = self._flights[0]
+            places = flight.places[np.flatnonzero(flight.step.records[:, 3] > 0)[list(unmasked)]]
+            self._take_back(places[places >= 0])
+        if self._steady is None and rows.held.any():
+            rows.held &= np.isin(rows.row, list(compiling))
+
+    def _take_back(self, places: Places) -> None:
+        """Undo the steps in flight for some requests; workers begin their rows again."""
+        for flight in self._flights:
+            at = flight.places
+            is_taken = np.isin(at, places)
+            self.rows.put_back(at[is_taken], flight.step.records[is_taken])
+            flight.indices = np.where(is_taken, -1, at)
+        self._steady = None
+        self.rows.held[places] = 1
+        self._appended = self._appended[~np.isin(self._appended[:, 0], self.rows.row[places])]
+        for place in places.tolist():
+            self.rows.settle(place)
+            request = self.rows.requests[place]
+            self._renewed.append(request.start(self.index, request.row))
+
+    def free_held(self) -> int:
+        """Let held requests run, so that their step asks again; return their number."""
+        num_held = int(self.rows.held.sum())
+        self.rows.held[:] = 0
+        return num_held
 
     def advance(self, new: NewTokens) -> tuple[StepOutputs, list[Request]]:
         """Apply the results of the oldest step; return the new tokens and the finished requests."""
@@ -582,6 +625,7 @@ class RankScheduler:
             flight.move(moves)
         left = [request.row for request in requests]
         self._appended = self._appended[~np.isin(self._appended[:, 0], left)]
+        self._renewed = [start for start in self._renewed if start.row not in left]
         for request in requests:
             self._stop_ids.subtract(request.stop_ids)
             self.pool.free(request.block_ids)

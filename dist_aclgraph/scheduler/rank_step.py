@@ -274,7 +274,7 @@ class RankStep:
             tokens,
             counts,
             result.logprobs,
-            self._non_finite(result),
+            self._samples(result, result.non_finite, "no finite logits"),
             result.prompts,
             result.failed,
             result.embeddings,
@@ -290,6 +290,14 @@ class RankStep:
         if not all(0 <= index < num_samples for index in result.embeddings):
             raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
+    def read_unmasked(self, result: StepResult) -> IntArray:
+        """Return [n], indices of the sampled requests that had no mask on one rank.
+
+        Raises:
+            WorkerError: the result does not fit this step.
+        """
+        return self._samples(result, result.unmasked, "no masks")
+
     def _counts(self, result: StepResult, tokens: IntArray) -> IntArray:
         limits = self.num_logits
         counts = unpack_ints(result.counts)
@@ -301,12 +309,13 @@ class RankStep:
             raise self._mismatch(result, f"{len(tokens)} tokens in counts {counts.tolist()}")
         return counts
 
-    def _non_finite(self, result: StepResult) -> IntArray:
-        if not result.non_finite:
+    def _samples(self, result: StepResult, packed: bytes, brought: str) -> IntArray:
+        """Return the indices among the sampled requests that a result names."""
+        if not packed:
             return NO_INTS
-        indices = unpack_ints(result.non_finite)
+        indices = unpack_ints(packed)
         if not bool(((indices >= 0) & (indices < len(self.num_logits))).all()):
-            raise self._mismatch(result, f"no finite logits of requests {indices.tolist()}")
+            raise self._mismatch(result, f"{brought} of requests {indices.tolist()}")
         return indices
 
     def _mismatch(self, result: StepResult, brought: str) -> WorkerError:

@@ -159,8 +159,11 @@ def row_sampling(
     structure = params.structure
     if structure is not None:
         structure = replace(structure, end_ids=tuple(end_ids))
-    # A grammar decides itself whether an end token may come before ``min_tokens``.
+    # A grammar decides itself whether an end token may come, even before ``min_tokens``.
     has_grammar = structure is not None and bool(structure.grammar)
+    allowed = params.allowed_token_ids
+    if allowed and has_grammar:
+        allowed = (*allowed, *end_ids)
     return RowSampling(
         temperature=0.0 if params.is_greedy else float(params.temperature),
         top_k=max(params.top_k, 0),
@@ -177,7 +180,7 @@ def row_sampling(
         min_tokens=params.min_tokens,
         biased=pack_ints(list(biases)) if biases else b"",
         biases=np.array(list(biases.values()), "<f4").tobytes(),
-        allowed=pack_ints(params.allowed_token_ids) if params.allowed_token_ids else b"",
+        allowed=pack_ints(allowed) if allowed else b"",
         bad_words=tuple(word for word in params.bad_word_ids if len(word) > 1),
         structure=structure,
         embeds=params.returns_embedding,

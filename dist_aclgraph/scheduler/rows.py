@@ -18,7 +18,7 @@ Places = npt.NDArray[np.intp]
 Indices = Places | slice
 EVERY = slice(None)
 
-NUM_COLUMNS = 14
+NUM_COLUMNS = 15
 # Columns that change together are neighbours, so that one operation changes them: ``computed`` to
 # ``slack`` when a step is decided, ``flying`` to ``num_recent`` when its tokens arrive.
 TAKING_OFF, LANDING = slice(2, 6), slice(4, 8)
@@ -65,6 +65,7 @@ class Columns:
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which one more block is full.
         can_verify: 1 if drafts may be accepted, 0 if penalties make tokens depend on drafts.
+        held: 1 while the request waits for its grammar, else 0.
     """
 
     def _name_columns(self, columns: IntArray) -> None:
@@ -83,6 +84,7 @@ class Columns:
             self.covered,
             self.next_full,
             self.can_verify,
+            self.held,
         ) = columns
 
     def margins(self) -> IntArray:
@@ -143,6 +145,7 @@ class RunningRows(Columns):
             covered,
             next_full,
             not request.sampling.has_penalties,
+            0,
         )
         self._index_of_row[request.row] = index
         self._update_names()

@@ -25,6 +25,7 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
     WorkerError,
 )
+from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -217,7 +218,12 @@ class Scheduler:
                 # ever.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
-        return None
+        # Only results of steps tell that a grammar is compiled. If nothing else runs, the held
+        # requests run again, and ask.
+        if self._in_flight:
+            return None
+        num_held = sum(rank.free_held() for rank in self.ranks)
+        return self.schedule() if num_held else None
 
     def _build(self, kind: StepKind, lacks: Sequence[Lack | None]) -> list[StepBuilder]:
         """Begin a step of one kind on all ranks, and start all waiting requests that fit.
@@ -250,7 +256,8 @@ class Scheduler:
         between experts, the step is void, and ``schedule()`` issues it again. If the logits of a
         request are NaN or infinite, its blocks may be the cause: the request waits again, and is
         computed once more from its first token, in clean blocks that it does not share. If its
-        logits are NaN or infinite again, the request ends.
+        logits are NaN or infinite again, the request ends. If a rank had not compiled a request's
+        grammar, the request gets no token, and waits until all ranks have compiled it.
 
         Raises:
             WorkerError: the step failed on a rank, or does not have the expected tokens. Then the
@@ -275,6 +282,9 @@ class Scheduler:
             step.read(self._output_of(rank, plan, current)) if step.num_reqs else NO_TOKENS
             for rank, step in zip(self.ranks, steps, strict=True)
         ]
+        told = [result for result in current.values() if result.unmasked or result.compiling]
+        if told or self._rows.held.any():
+            self._hold(steps, told)
         self._in_flight.popleft()
         others, parts = land_decoding(self._rows, self.ranks, brought)
         failed: list[tuple[Request, DistAclGraphError]] = []
@@ -464,6 +474,21 @@ class Scheduler:
         if result is None:
             raise WorkerError(f"step {plan.step} brought no result", owner, "SERVING")
         return result
+
+    def _hold(self, steps: Sequence[RankStep], told: Sequence[StepResult]) -> None:
+        """Let requests wait while any worker of their data-parallel rank compiles their grammar.
+
+        Args:
+            told: the results of the workers that compile grammars.
+        """
+        unmasked: list[set[int]] = [set() for _ in self.ranks]
+        compiling: list[set[int]] = [set() for _ in self.ranks]
+        for result in told:
+            index = result.rank // self._ranks_per_batch
+            unmasked[index].update(steps[index].read_unmasked(result).tolist())
+            compiling[index].update(unpack_ints(result.compiling).tolist())
+        for rank in self.ranks:
+            rank.hold(unmasked[rank.index], compiling[rank.index])
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the maximum length of the request, prompt and output together.

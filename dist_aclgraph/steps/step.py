@@ -211,10 +211,12 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     empty, and each request gets one token. ``expert_tokens`` is the number of tokens that the
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
     step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
-    ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN
-    or infinite. ``failed`` contains the reasons of failed requests. ``embeddings`` has the hidden
-    state of each request that asks for it, float32 [hidden], after the final norm. If the worker
-    measures its host time, ``timings_us`` contains the host time of each stage, from plan to
+    ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN or
+    infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the requests
+    whose tokens are meaningless, because this rank had not compiled their grammars yet.
+    ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
+    hidden state of each request that asks for it, float32 [hidden], after the final norm. If the
+    worker measures its host time, ``timings_us`` contains the host time of each stage, from plan to
     result. ``overlapped_us`` contains the host time during which the device worked, and the host
     time between two steps. ``counted`` contains the number and the bytes of the step's collectives,
     if the device counts them.
@@ -227,6 +229,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     counts: bytes = b""  # int32 [num_sampled]
     non_finite: bytes = b""  # int32 [k], indices among the sampled requests
     failed: dict[int, str] = {}  # by index among the sampled requests
+    unmasked: bytes = b""  # int32 [k], indices among the sampled requests
+    compiling: bytes = b""  # int32 [k], rows
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
     prompts: tuple[PromptLogprobs, ...] = ()
     embeddings: dict[int, bytes] = {}  # by index among the sampled requests

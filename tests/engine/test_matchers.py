@@ -4,6 +4,7 @@ read the output.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,8 @@ class Row:
         self.matchers = Matchers(batch, lambda: VOCABULARY, TOKENIZER.vocab_size, k + 1)
         sampling = RowSampling(num_prompt_tokens=PROMPT, structure=structure, min_tokens=min_tokens)
         self.matchers.begin(0, sampling)
+        while self.matchers.take_report().compiling:
+            time.sleep(0.001)
 
     def masks(self, drafts: list[int] | None = None) -> np.ndarray:
         """Return which tokens are allowed at each place, [k + 1, vocab]."""

@@ -6,7 +6,7 @@ and preemptions, greedy and random sampling, penalties, stop tokens, drafts, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,24 +68,41 @@ def play(
     num_drafts: int,
     sampling: dict[str, Any] | Sequence[dict[str, Any]],
     changes: Changes,
+    deaths: Collection[int] = (),
 ) -> dict[str, Got]:
     """Return the tokens of each request.
 
     Args:
         sampling: the parameters of all requests, or a list with the parameters of each request.
+        deaths: steps before which the group is lost; the next group gets the requests with their
+            tokens.
     """
     dispatcher = GraphDispatcher(plan)
     scheduler = make_scheduler(dispatcher, num_drafts, num_blocks)
     got: dict[str, Got] = {}
+
+    def add(index: int) -> None:
+        request, output = requests[index], got[str(index)].tokens
+        own = sampling if isinstance(sampling, dict) else sampling[index]
+        settings = {"temperature": 0.0, **own}
+        settings["min_tokens"] = min(settings.get("min_tokens", 0), request.max_tokens)
+        params = SamplingParams(max_tokens=request.max_tokens, **settings)
+        scheduler.add(submit(str(index), request.prompt, params, output=output))
+
     for step in range(2000):
+        if step in deaths:
+            while runner.is_busy:
+                runner.finish()
+            scheduler = make_scheduler(dispatcher, num_drafts, num_blocks)
+            for name, one in got.items():
+                abort_at = requests[int(name)].abort_at
+                is_aborted = abort_at is not None and abort_at < step
+                if not is_aborted and not any(one.reasons):
+                    add(int(name))
         for index, request in enumerate(requests):
             if request.at_step == step:
-                own = sampling if isinstance(sampling, dict) else sampling[index]
-                settings = {"temperature": 0.0, **own}
-                settings["min_tokens"] = min(settings.get("min_tokens", 0), request.max_tokens)
-                params = SamplingParams(max_tokens=request.max_tokens, **settings)
-                scheduler.add(submit(str(index), request.prompt, params))
                 got[str(index)] = Got([], [], [])
+                add(index)
             if request.abort_at == step:
                 scheduler.abort(str(index))
         if step in changes:

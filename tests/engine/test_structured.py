@@ -1,24 +1,29 @@
 """Law: rows with grammars get valid outputs, which do not depend on drafts and steps in flight.
-Rows with grammars do not change the outputs of rows without grammars.
+Rows with grammars do not change the outputs of rows without grammars. This holds even if the
+group is lost, and the next group gets the requests with their tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import llguidance
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import GrammarError
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams, Structure
+from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.engine.runners import make_runner, turn
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, arrivals
@@ -116,14 +121,17 @@ def answer_of(structure: Structure, tokens: list[int]) -> list[int]:
     arrivals,
     st.lists(st.integers(0, len(SAMPLINGS) - 1), min_size=9, max_size=9),
     st.integers(12, 40),
+    st.sets(st.integers(1, 30), max_size=2),
 )
+@example([Arrival(0, (1, 2, 3), 20, None)], [2] * 9, 40, {5, 9})
 def test_outputs_are_valid_and_do_not_depend_on_drafts_flights_or_neighbours(
-    runners: Any, arrivals: list[Arrival], kinds: list[int], num_blocks: int
+    runners: Any, arrivals: list[Arrival], kinds: list[int], num_blocks: int, deaths: set[int]
 ) -> None:
     arrivals = [replace(a, max_tokens=a.max_tokens + 20) for a in arrivals]
     names, samplings = zip(*(SAMPLINGS[kind] for kind in kinds), strict=True)
     results = [
-        play(runner, plan, arrivals, num_blocks, k, samplings, {}) for k, plan, runner in runners
+        play(runner, plan, arrivals, num_blocks, k, samplings, {}, deaths)
+        for k, plan, runner in runners
     ]
     free = [i for i, arrival in enumerate(arrivals) if not names[i]]
     k, plan, runner = runners[0]
@@ -166,3 +174,134 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(runners: Any) -> Non
         assert isinstance(error, GrammarError)
         assert len(got) == 5
         assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event; no grammar is compiled before it is set."""
+    gate, compile_now = threading.Event(), Grammars._compile
+
+    def compile_late(grammars: Grammars, grammar: str) -> llguidance.LLMatcher:
+        assert gate.wait(60), "a step waits for a grammar"
+        return compile_now(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_late)
+    yield gate
+    gate.set()
+
+
+def play_late(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    samplings: Sequence[dict[str, Any]],
+    gate: threading.Event,
+) -> dict[str, list[int]]:
+    """Return the tokens of each request. Grammars are compiled when the first request, which has no
+    grammar, has 20 tokens.
+    """
+    got: dict[str, list[int]] = {}
+    for index, sampling in enumerate(samplings):
+        settings = {"temperature": 0.0, **sampling}
+        if settings.get("structure"):
+            settings["structure"] = replace(settings["structure"], salt="late")
+        params = SamplingParams(max_tokens=40, **settings)
+        scheduler.add(submit(str(index), [5 + index, 6, 7], params))
+        got[str(index)] = []
+    while scheduler.has_work or runner.is_busy:
+        for delta in turn(scheduler, runner):
+            got[delta.request_id] += delta.tokens
+        if len(got["0"]) >= 20 and not gate.is_set():
+            for index, sampling in enumerate(samplings):
+                structure = sampling.get("structure")
+                if structure is not None:  # At most the reasoning has run.
+                    most = structure.max_thought + 1 if structure.is_thinking else 0
+                    assert len(got[str(index)]) == most
+            gate.set()
+    return got
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_free_requests_run_while_grammars_are_compiled(
+    runners: Any, place: int, gate: threading.Event
+) -> None:
+    k, plan, runner = runners[place]
+    # Without its mask, the first token is another one; penalties must not count that token.
+    grammar = llguidance.LLMatcher.grammar_from_regex("%%[^%]{30}")
+    (letter,) = TOKENIZER.encode("a", add_special_tokens=False)
+    counted = STRUCTURED["regex"] | {
+        "structure": Structure(grammar=grammar),
+        "frequency_penalty": 2.0,
+        "logit_bias": {letter: 20.0},
+        **RANDOM,
+    }
+    samplings = [SAMPLINGS[0][1], SAMPLINGS[4][1], SAMPLINGS[7][1], counted]
+
+    late = play_late(make_scheduler(GraphDispatcher(plan), k), runner, samplings, gate)
+    compiled = play_late(make_scheduler(GraphDispatcher(plan), k), runner, samplings, gate)
+
+    assert late == compiled
+
+
+def test_a_request_alone_gets_its_answer_when_its_grammar_is_compiled(
+    runners: Any, gate: threading.Event
+) -> None:
+    k, plan, runner = runners[1]
+    scheduler = make_scheduler(GraphDispatcher(plan), k)
+    structure = Structure(grammar=GRAMMARS["choice"], salt="alone")
+    params = SamplingParams(
+        max_tokens=20, temperature=0.0, stop_token_ids=(END,), ignore_eos=True, structure=structure
+    )
+    scheduler.add(submit("alone", [5, 6], params))
+    for _ in range(10):
+        assert not list(turn(scheduler, runner))
+    gate.set()
+    tokens = []
+    while scheduler.has_work or runner.is_busy:
+        tokens += [token for delta in turn(scheduler, runner) for token in delta.tokens]
+
+    assert TOKENIZER.decode(tokens[:-1]) in CHOICES
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"allowed_token_ids": (600, 601)},
+        {"bad_word_ids": tuple((token,) for token in range(832) if token != END)},
+        {"bad_word_ids": tuple((ids_of("y")[0], token) for token in range(832))},
+    ],
+    ids=["allowed", "single", "several"],
+)
+@pytest.mark.parametrize("place", range(4))
+def test_lists_that_forbid_all_that_a_form_allows_end_the_request_with_an_error(
+    runners: Any, place: int, lists: dict[str, Any]
+) -> None:
+    k, plan, runner = runners[place]
+    scheduler = make_scheduler(GraphDispatcher(plan), k)
+    grammar = llguidance.LLMatcher.grammar_from_regex("y[a-z]{3}")
+    fields = STRUCTURED["regex"] | {"structure": Structure(grammar=grammar)} | lists
+    scheduler.add(submit("bad", [1, 2], SamplingParams(max_tokens=9, temperature=0.0, **fields)))
+    failed, reasons = [], []
+    while scheduler.has_work or runner.is_busy:
+        outputs = turn(scheduler, runner)
+        failed += outputs.failed
+        reasons += [delta.finish_reason for delta in outputs]
+
+    ((_, error),) = failed
+    assert "allowed_token_ids or bad_words forbid every token" in str(error)
+    assert not any(reasons)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_end_of_a_form_need_not_be_in_the_allowed_tokens(runners: Any, place: int) -> None:
+    k, plan, runner = runners[place]
+    fields = STRUCTURED["choice"] | {"allowed_token_ids": ids_of("yes")}
+    arrival = Arrival(0, (1, 2), 9, None)
+
+    got = play(runner, plan, [arrival], 40, k, fields, {})["0"]
+
+    assert got.reasons[-1] == "stop"
+    assert TOKENIZER.decode(got.tokens[:-1]) == "yes"

@@ -188,3 +188,40 @@ def test_a_pattern_cannot_leave_its_place():
 
     with pytest.raises(InvalidParameterError, match="backslash"):
         walk.form.structured(StructuredOutputs(regex="a\\"), TOOLS)
+
+
+REFERENCES = {
+    "type": "object",
+    "definitions": {
+        "word": {"type": "string", "pattern": "^[xy]{2}$"},
+        "pair": {"type": "array", "prefixItems": [{"$ref": "#/$defs/n"}], "minItems": 1, "items": {
+            "$ref": "#/definitions/same"}, "maxItems": 2},
+        "same": {"$ref": "#/properties/flag"},
+    },
+    "$defs": {"n": {"type": "integer", "minimum": 3, "maximum": 5}},
+    "properties": {
+        "flag": {"type": "boolean"},
+        "word": {"$ref": "#/definitions/word"},
+        "pair": {"$ref": "#/definitions/pair"},
+    },
+    "required": ["flag", "word", "pair"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@EACH
+def test_arguments_match_schemas_with_references(name):
+    walk = Walk(name)
+    tools = {"find": REFERENCES}
+    form = walk.form.structured(None, tools, {"find"}, is_required=True, is_parallel=False)
+    assert form is not None
+    found = 0
+    for seed in range(10):
+        if (tokens := walk.answer(form, seed)) is not None:
+            if name == "gpt_oss":
+                tokens.append(walk.form.token_ids["<|call|>"])
+            ((_, arguments, is_whole),) = walk.read(tokens).calls
+            assert is_whole
+            jsonschema.validate(json.loads(arguments), REFERENCES)
+            found += 1
+    assert found

@@ -18,6 +18,9 @@ def kind(value):
     "schema",
     [
         {"type": "object"},
+        {"properties": {"oneOf": {"type": "string"}}},
+        {"$defs": {"oneOf": {"properties": {"properties": {"type": "integer"}}}}},
+        {"const": {"oneOf": [1, 1]}, "default": {"oneOf": 1}, "examples": [{"oneOf": 1}]},
         of({"type": "string"}, {"type": "null"}),
         of({"type": "integer"}, {"type": "string"}, {"type": "object"}),
         of(kind("a"), kind("b")),
@@ -42,6 +45,7 @@ def test_branches_that_exclude_each_other_are_alternatives(schema):
         of({"$ref": "#/$defs/none"}, {"type": "string"}),
         of({"anyOf": [{"type": "string"}, {}]}, {"type": "integer"}),
         of({"const": [1]}, {"const": [1.0]}),
+        {"properties": {"properties": {"oneOf": [True, True]}}},
         {"oneOf": [True, True]},
         {"oneOf": {}},
     ],

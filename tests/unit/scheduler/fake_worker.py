@@ -14,6 +14,7 @@ from dist_aclgraph.kv.block_pool import DUMMY_BLOCK
 from dist_aclgraph.steps.step import RankBatch, RankPlan, RowSampling, StepPlan, StepResult
 from dist_aclgraph.topology import MAY_LOSE_TOKENS
 
+SPOILT = 10_000  # a token that was sampled without a mask
 WRONG = -2  # the KV of a rejected draft or of a void step
 
 
@@ -28,7 +29,7 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step sampled
-    has_drafts: bool = False
+    has_drafts: bool | None = False  # None: as the next step says, because the row was sent again
 
 
 class FakeWorker:
@@ -55,7 +56,7 @@ class FakeWorker:
         self.rows: dict[int, Row] = {}
         self.last_plan: RankPlan | None = None
         self._written: list[list[tuple[int, int]]] = []  # by step: block, place in the block
-        self._drafted: set[int] = set()  # rows that had drafts when the worker lost its rows
+        self._drafted: set[int] = set()  # rows that may have drafts when they are sent again
         self._num_drafts = num_drafts
         self._accept = accept
 
@@ -93,25 +94,29 @@ class FakeWorker:
             for block_id, place in written:
                 self.cache[block_id, place] = WRONG
         rows = self.rows.items()
-        self._drafted = {index for index, row in rows if row.has_drafts or row.latest}
+        self._drafted = {index for index, row in rows if row.has_drafts is not False or row.latest}
         self.rows.clear()
+
+    def spoil(self, index: int) -> None:
+        """Let a row's last tokens be wrong; the scheduler must send the row again."""
+        row = self.rows[index]
+        row.latest = [SPOILT] * len(row.latest)
+        self._drafted.add(index)
 
     def lose_kv(self) -> None:
         """Make all KV in the cache invalid."""
         self.cache[:] = WRONG
 
     def _update_rows(self, batch: RankBatch, records: np.ndarray) -> None:
-        # After a resumption, rows that are sent again verify the drafts that the device has.
-        drafted = self._drafted - set(records[records[:, 3] <= 1, 0].tolist())
-        self._drafted = set()
         for start in batch.started:
             tokens = unpack_ints(start.token_ids).tolist()
             self.rows[start.row] = Row(
                 tokens,
                 unpack_ints(start.block_ids).tolist(),
                 start.sampling,
-                has_drafts=start.row in drafted,
+                has_drafts=None if start.row in self._drafted else False,
             )
+        self._drafted -= {start.row for start in batch.started}
         for row, token_id in unpack_ints(batch.appended, 2).tolist():
             tokens = self.rows[row].tokens
             assert token_id == next_token(tokens, self.vocabulary), "not what was sampled"
@@ -126,6 +131,8 @@ class FakeWorker:
     ) -> list[int]:
         """Return the new tokens of one row; empty in the middle of its prompt."""
         row = self.rows[index]
+        if row.has_drafts is None:
+            row.has_drafts = num_logits > 1
         known = num_received = len(row.tokens)
         if computed >= known:  # follows a step whose tokens the host does not have
             assert computed == known and row.latest, "a token is missing"
@@ -176,14 +183,24 @@ class FakeGroup:
     Args:
         tp: number of tensor parallel ranks of each data-parallel rank.
         lose: returns whether a step loses tokens, if the exchange of the step can lose tokens.
+        compile_steps: returns for how many steps one rank still compiles the grammar of a row that
+            it samples; 0 if the grammar is compiled.
     """
 
     def __init__(
-        self, workers: Sequence[FakeWorker], tp: int = 1, lose: Callable[[], bool] = lambda: False
+        self,
+        workers: Sequence[FakeWorker],
+        tp: int = 1,
+        lose: Callable[[], bool] = lambda: False,
+        compile_steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self.workers = workers
         self._tp = tp
         self._lose = lose
+        self._compile_steps = compile_steps
+        # For each rank, the rows whose grammars it compiles, and the number of further steps.
+        self._compiling: list[dict[int, int]] = [{} for _ in range(len(workers) * tp)]
+        self.num_unmasked = 0
 
     def execute(self, plan: StepPlan) -> list[StepResult]:
         assert len(plan.batches) == len(self.workers)
@@ -192,7 +209,45 @@ class FakeGroup:
         for dp_rank, worker in enumerate(self.workers):
             is_void = can_lose and self._lose()
             owner = dp_rank * self._tp
-            results.append(worker.execute(plan.for_rank(dp_rank), owner, is_void=is_void))
-            for other in range(owner + 1, owner + self._tp):
-                results.append(StepResult(plan.epoch, plan.step, other))
+            batch = plan.batches[dp_rank]
+            first = worker.execute(plan.for_rank(dp_rank), owner, is_void=is_void)
+            others = range(owner + 1, owner + self._tp)
+            found = [first, *(StepResult(plan.epoch, plan.step, other) for other in others)]
+            found = [self._mask(result, batch) for result in found]
+            results += self._spoil(found, worker, batch)
         return results[::-1]
+
+    def _mask(self, result: StepResult, batch: RankBatch) -> StepResult:
+        """Return a rank's result with its samples that had no mask."""
+        compiling = self._compiling[result.rank]
+        sampled = sampled_rows(batch)
+        compiling |= {row: self._compile_steps() for row in sampled if not compiling.get(row)}
+        unmasked = [i for i, row in enumerate(sampled) if compiling.get(row)]
+        for row, steps in list(compiling.items()):
+            compiling[row] = max(0, steps - 1)
+        return msgspec.structs.replace(
+            result,
+            unmasked=pack_ints(unmasked),
+            compiling=pack_ints([row for row, steps in compiling.items() if steps]),
+        )
+
+    def _spoil(
+        self, results: list[StepResult], worker: FakeWorker, batch: RankBatch
+    ) -> list[StepResult]:
+        """Return the results; tokens of requests that had no mask on any rank are wrong."""
+        unmasked = sorted({i for result in results for i in unpack_ints(result.unmasked).tolist()})
+        self.num_unmasked += len(unmasked)
+        first, *others = results
+        tokens, sampled = unpack_ints(first.token_ids).copy(), sampled_rows(batch)
+        counts = unpack_ints(first.counts) if first.counts else np.ones(len(sampled), np.int32)
+        ends = np.cumsum(counts)
+        for index in unmasked:
+            tokens[ends[index] - counts[index] : ends[index]] = SPOILT
+            worker.spoil(sampled[index])
+        return [msgspec.structs.replace(first, token_ids=pack_ints(tokens)), *others]
+
+
+def sampled_rows(batch: RankBatch) -> list[int]:
+    records = unpack_ints(batch.scheduled, 4)
+    rows: list[int] = records[records[:, 3] > 0, 0].tolist()
+    return rows

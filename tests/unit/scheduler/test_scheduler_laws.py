@@ -1,5 +1,5 @@
 """Laws of the scheduler with random arrivals, lengths, aborts, preemptions, rejected drafts, lost
-tokens and device failures, for any number of data-parallel ranks.
+tokens, grammars that are compiled late and device failures, for any number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Shape:
     num_blocks: int
     prefix_cache: bool
     loses_tokens: bool
+    compiles: bool = False  # whether requests may wait for grammars
     counts_shared: bool = False
     in_flight: int = 2
     exact: bool = False
@@ -124,6 +125,7 @@ shapes = st.builds(
     num_blocks=st.integers(13, 40),
     prefix_cache=st.booleans(),
     loses_tokens=st.booleans(),
+    compiles=st.booleans(),
     counts_shared=st.booleans(),
     in_flight=st.integers(1, 2),
 )
@@ -197,6 +199,7 @@ class World:
             ],
             shape.tp,
             lose=lambda: shape.loses_tokens and chance.random() < 0.2,
+            compile_steps=lambda: chance.choice([*[0] * 20, 1, 4]) if shape.compiles else 0,
         )
 
     def submit(self, index: int, arrival: Arrival) -> None:
@@ -292,6 +295,7 @@ class World:
             assert not writable or max(writable.values()) == 1
             rows = [request.row for request in rank.running]
             assert len(set(rows)) == len(rows)
+            assert {start.row for start in plan.batches[rank.index].started} <= set(rows)
         orders = [request.order for request in scheduler.waiting]
         assert orders == sorted(orders)
 
@@ -377,7 +381,7 @@ def play(plan_of_arrivals: list[Arrival], shape: Shape, seed: int, resumes_at: s
 def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -> None:
     shape = Shape(
         dp=4, tp=2, num_drafts=2, max_num_seqs=4, spare_tokens=8, num_blocks=24,
-        prefix_cache=True, loses_tokens=True,
+        prefix_cache=True, loses_tokens=True, compiles=True,
     )  # fmt: skip
     world, chance = World(shape, 1), random.Random(2)
     arrived: dict[int, Arrival] = {}
@@ -403,6 +407,7 @@ def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -
     world.check_end(arrived)
     stats = world.scheduler.stats()
     assert len(arrived) > 500
+    assert world.group.num_unmasked > 100
     assert stats["preemptions"] > 0 and stats["reruns"] > 0 and stats["cached_tokens"] > 0
     assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]
     assert set(world.reasons.values()) == {"stop", "length", "abort"}
