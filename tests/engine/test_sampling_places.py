@@ -80,7 +80,7 @@ class Worker:
     def abort(self) -> None:
         """Erase the parameters on the device."""
         self._npu.synchronize()
-        for tensor in tensors_of(self.output._known._places):
+        for tensor in tensors_of((self.output._known._places, self.output._counts._last)):
             tensor.fill_(1)
         self.output.forget()
 
