@@ -52,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "random": {"temperature": 0.8, "top_p": 0.9},
     "bias": {"biased": pack_ints([5, 7]), "biases": np.array([1, -1], np.float32).tobytes()},
     "allowed": {"allowed": pack_ints(range(100))},
+    "penalty": {"presence_penalty": 0.5},
 }
 ROUNDS = 8  # turns of each way of sampling; a turn begins with new requests
 NOTE = "emulated NPU on the CPU, kernels skipped; not an NPU figure"

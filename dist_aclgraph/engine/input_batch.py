@@ -244,7 +244,8 @@ class InputBatch:
         Args:
             is_wanted: [max_rows], whether the row's token is wanted.
         """
-        begins = step.kv_lens - np.diff(step.query_ends, prepend=np.int32(0))
+        begins = step.kv_lens - step.query_ends
+        begins[1:] += step.query_ends[:-1]
         rows = step.rows[is_wanted[step.rows] & (begins >= self.num_tokens[step.rows])]
         if not len(rows):
             return None

@@ -21,17 +21,22 @@ _SMALLEST = 2.0**-32
 _LESS_THAN_ONE = 1 - 2.0**-23
 
 
+def mix_seeds(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return the seeds of rows as ``make_keys`` needs them, [n].
+
+    Applies SplitMix64's finaliser (Steele, Lea and Flood, 2014).
+    """
+    return _finalise(seeds.astype(np.uint64) + _GOLDEN)
+
+
 def make_keys(
-    seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int32]
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
     """Return one key for each pair of seed and position, uniform over 32 bits.
 
-    Applies SplitMix64's finaliser (Steele, Lea and Flood, 2014) first to the seed, then to this
-    result and the position.
+    Applies the finaliser again, to the result of ``mix_seeds`` and the position.
     """
-    with np.errstate(over="ignore"):
-        mixed = _finalise(seeds.astype(np.uint64) + _GOLDEN)
-        mixed = _finalise(mixed ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
+    mixed = _finalise(seeds ^ (positions.astype(np.uint64) * _GOLDEN + _GOLDEN))
     return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 

@@ -33,19 +33,19 @@ def choose_tokens(
     counts: TokenCounts,
     noise: RaceNoise,
     to_device: ToDevice,
+    chosen: Tensor,
     forbid_words: Callable[[Tensor], Tensor] = lambda logits: logits,
-) -> Tensor:
+) -> None:
     """Choose one token for each place; the host does not wait.
 
     Args:
         logits: [n, vocab], any float type; they are not modified.
-        positions: [n], positions of the sampled tokens.
+        positions: [n], positions of the sampled tokens; not used unless
+            ``places.depends_on_positions``.
         counts: counts of earlier tokens, for rows that have penalties.
         to_device: copies a small array to the device.
+        chosen: [n] int32; receives the tokens.
         forbid_words: returns [n, vocab] logits in which the last tokens of bad words are -inf.
-
-    Returns:
-        [n] int64.
     """
     adjusted = _add_biases(logits, places.biases)
     if places.penalties is not None:
@@ -56,7 +56,7 @@ def choose_tokens(
         # A place without a temperature has temperature 0, so its most probable token wins.
         keys = to_device(make_keys(places.seeds, positions)).unsqueeze(-1)
         adjusted = adjusted.addcmul(noise.log_exponentials(keys), places.temperature, value=-1)
-    return adjusted.argmax(-1)
+    torch.argmax(adjusted, -1, out=chosen)  # torch_npu also writes int32, so no copy is needed
 
 
 def _add_biases(logits: Tensor, biases: Biases | None) -> Tensor:
@@ -72,6 +72,8 @@ def _suppress(
     logits: Tensor, places: SamplingPlaces, positions: IntArray, to_device: ToDevice
 ) -> Tensor:
     """Forbid end tokens at places whose output is shorter than ``min_tokens``."""
+    if not places.suppressed:
+        return logits
     vocab = logits.shape[1]
     early = places.suppressed_at(positions)
     flat = [index * vocab + token for index, token in early if token < vocab]

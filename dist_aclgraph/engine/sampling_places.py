@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from dist_aclgraph.engine.race_noise import mix_seeds
 from dist_aclgraph.engine.sampling_table import SamplingTable
 from dist_aclgraph.engine.token_counts import Penalties, ToDevice
 from dist_aclgraph.ints import IntArray
@@ -90,16 +91,17 @@ class SamplingPlaces:
     """The sampling parameters of places. They do not change while the same rows continue.
 
     Attributes:
-        seeds: [n].
+        seeds: [n], as ``make_keys`` needs them.
         free_from: [n], the first position at which end tokens are allowed.
-        suppressed: for each place, the tokens that are forbidden before ``free_from``.
+        suppressed: for each place, the tokens that are forbidden before ``free_from``; empty if no
+            place has any.
         biases, penalties: None if no place has any.
         temperature: [n, 1] float32, 0 if the most probable token wins; None if all are 0.
         least: [n, 1] float32, the largest allowed distance below the greatest logit (min-p); None
             if no place uses min-p.
     """
 
-    seeds: npt.NDArray[np.int64]
+    seeds: npt.NDArray[np.uint64]
     free_from: npt.NDArray[np.int64]
     suppressed: tuple[tuple[int, ...], ...]
     biases: Biases | None
@@ -109,6 +111,11 @@ class SamplingPlaces:
     filters: tuple[Filter, ...]
     least: Tensor | None
     logprobs: AskedLogprobs | None
+
+    @property
+    def depends_on_positions(self) -> bool:
+        """Whether the tokens depend on their positions."""
+        return self.temperature is not None or bool(self.suppressed)
 
     def suppressed_at(self, positions: IntArray) -> Iterator[tuple[int, int]]:
         """Yield (index of the place, token id) for each end token that is forbidden at a place.
@@ -135,10 +142,11 @@ def send_places(
     wide, filters = _send_filters(settings, is_random, vocab_size, to_device)
     asking = np.flatnonzero(settings["logprobs"] >= 0)
     wanted = settings["logprobs"][asking]
+    suppressed = tuple(table.suppressed.get(row, ()) for row in rows.tolist())
     return SamplingPlaces(
-        seeds=settings["seed"].copy(),
+        seeds=mix_seeds(settings["seed"]),
         free_from=settings["num_prompt_tokens"].astype(np.int64) + settings["min_tokens"],
-        suppressed=tuple(table.suppressed.get(row, ()) for row in rows.tolist()),
+        suppressed=suppressed if any(suppressed) else (),
         biases=_send_biases(table, rows, vocab_size, to_device),
         penalties=_send_penalties(settings, rows, to_device),
         temperature=_column(settings["temperature"], to_device) if is_random.any() else None,
@@ -172,10 +180,19 @@ def _send_penalties(settings: Settings, rows: IntArray, to_device: ToDevice) -> 
     penalised = np.flatnonzero(settings["has_penalties"])
     if not len(penalised):
         return None
-    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    numbers = to_device(stack_rows([settings[name][penalised] for name in names]))
-    columns = numbers[:, : len(penalised)].unsqueeze(-1).unbind(0)
-    return Penalties(to_device(rows[penalised].astype(np.int64)), to_device(penalised), *columns)
+    chosen = settings[penalised]
+
+    def column(name: str, without: float) -> Tensor | None:
+        has_any = (chosen[name] != without).any()
+        return _column(chosen[name], to_device) if has_any else None
+
+    return Penalties(
+        rows=to_device(rows[penalised].astype(np.int64)),
+        where=None if len(penalised) == len(rows) else to_device(penalised),
+        repetition=column("repetition_penalty", 1),
+        frequency=column("frequency_penalty", 0),
+        presence=column("presence_penalty", 0),
+    )
 
 
 def _send_filters(
@@ -281,7 +298,8 @@ class KnownPlaces:
         if not self._is_known(sampled_rows):
             self._rows = None  # Nothing is valid until all parameters are sent.
             self._places = self._send(sampled_rows)
-            self._rows, self._version = sampled_rows, self._table.version
+            self._version = self._table.version
+        self._rows = sampled_rows  # the same array comes again while the same rows continue
         return self._places
 
     def forget(self) -> None:

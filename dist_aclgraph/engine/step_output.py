@@ -234,18 +234,24 @@ class StepOutput:
         places, is_all = known.places, len(known.indices) == len(tokens)
         if not is_all:
             logits = logits.index_select(0, known.where)
-        upload, positions = self._npu.upload, known.positions(inputs)
+        positions = known.positions(inputs) if places.depends_on_positions else NO_INTS
         masks = None if masks_of is None else masks_of(known)
         if masks is not None:
             self._masking.apply(logits, masks)
         forbid_words = partial(self._forbid_words, inputs, known)
-        chosen = choose_tokens(
-            logits, places, positions, self._counts, self._noise, upload, forbid_words
+        chosen = tokens if is_all else torch.empty_like(tokens[: len(known.indices)])
+        choose_tokens(
+            logits,
+            places,
+            positions,
+            self._counts,
+            self._noise,
+            self._npu.upload,
+            chosen,
+            forbid_words,
         )
-        if is_all:
-            return SpecialPlaces(known, logits, tokens.copy_(chosen))
-        chosen = chosen.int()
-        tokens.index_copy_(0, known.where, chosen)
+        if not is_all:
+            tokens.index_copy_(0, known.where, chosen)
         return SpecialPlaces(known, logits, chosen)
 
     def forget(self) -> None:
@@ -253,6 +259,7 @@ class StepOutput:
         device.
         """
         self._known.forget()
+        self._counts.forget()
         self._masking.forget()
 
     def queue(

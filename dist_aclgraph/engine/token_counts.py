@@ -24,15 +24,15 @@ class Penalties:
     """Penalties and their places, on the device.
 
     Attributes:
-        rows: [m] int64; where: [m] int64, indices of the places.
-        repetition, frequency, presence: [m, 1] float32.
+        rows: [m] int64; where: [m] int64, indices of the places; None means all places.
+        repetition, frequency, presence: [m, 1] float32; None if no place has this penalty.
     """
 
     rows: Tensor
-    where: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    where: Tensor | None
+    repetition: Tensor | None
+    frequency: Tensor | None
+    presence: Tensor | None
 
 
 class TokenCounts:
@@ -47,6 +47,14 @@ class TokenCounts:
     ) -> None:
         self._counts = torch.zeros((max_rows, vocab_size), dtype=torch.int32, device=device)
         self._to_device = to_device
+        # The rows that got tokens last, and where their counts begin, [n] int64.
+        self._last: tuple[IntArray, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Reset after an abort of the device, because the last rows may not have reached the
+        device.
+        """
+        self._last = None
 
     def begin(self, row: int, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Count all tokens of a request again.
@@ -67,10 +75,10 @@ class TokenCounts:
             rows: [n]; token_ids: [n] int32.
         """
         flat = self._counts.view(-1)
-        # An int32 can index all counts, because 2^31 counts would need 8 GiB.
-        begins = self._to_device(rows.astype(np.int32) * np.int32(self._counts.shape[1]))
-        where = (begins + token_ids).long()
-        flat.index_copy_(0, where, flat.index_select(0, where) + 1)
+        if self._last is None or not np.array_equal(rows, self._last[0]):
+            self._last = rows, self._to_device(rows.astype(np.int64) * self._counts.shape[1])
+        where = self._last[1] + token_ids
+        flat.index_copy_(0, where, flat.index_select(0, where).add_(1))
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
         """Return [n, vocab] logits with repetition, frequency and presence penalties.
@@ -78,14 +86,19 @@ class TokenCounts:
         As in vLLM and the OpenAI API, the repetition penalty counts prompt and output; the other
         two penalties count only the output.
         """
-        counts = self._counts.index_select(0, penalties.rows)
-        values = logits.index_select(0, penalties.where)
-        repetition = penalties.repetition
-        repeated = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(counts > 0, repeated, values)
-        in_output = torch.where(counts >= IN_PROMPT, counts - IN_PROMPT, counts)
-        values = values - penalties.frequency * in_output - penalties.presence * (in_output > 0)
-        return logits.index_copy(0, penalties.where, values)
+        counts, where = self._counts.index_select(0, penalties.rows), penalties.where
+        values = logits if where is None else logits.index_select(0, where)
+        if penalties.repetition is not None:
+            factor = penalties.repetition
+            repeated = torch.where(values > 0, values / factor, values * factor)
+            values = torch.where(counts > 0, repeated, values)
+        if penalties.frequency is not None or penalties.presence is not None:
+            in_output = counts.bitwise_and_(IN_PROMPT - 1)
+            if penalties.frequency is not None:
+                values = values - penalties.frequency * in_output
+            if penalties.presence is not None:
+                values = values - penalties.presence * (in_output > 0)
+        return values if where is None else logits.index_copy(0, where, values)
 
     def _upload(self, indices: np.ndarray) -> Tensor:
         return self._to_device(indices.astype(np.int64))

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.engine.race_noise import RaceNoise, make_keys
+from dist_aclgraph.engine.race_noise import RaceNoise, make_keys, mix_seeds
 
 VOCAB = 512
 
 
 def keys_of(seeds: object, positions: object) -> np.ndarray:
-    return make_keys(np.asarray(seeds, np.int64), np.asarray(positions, np.int32))
+    return make_keys(mix_seeds(np.asarray(seeds, np.int64)), np.asarray(positions, np.int32))
 
 
 @pytest.fixture

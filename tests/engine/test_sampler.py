@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_aclgraph.engine.race_noise import RaceNoise
 from dist_aclgraph.engine.sampler import LOGPROBS_WIDTH, choose_tokens, queue_logprobs
@@ -55,7 +56,8 @@ def run(npu: Any, logits: torch.Tensor, rows: list[Place]) -> tuple[list[int], l
     on_device = logits.to(npu.device)
     noise = RaceNoise(logits.shape[1], to_device)
     at = np.asarray(positions, np.int32)
-    chosen = choose_tokens(on_device, places, at, counts, noise, to_device).int()
+    chosen = torch.empty(len(rows), dtype=torch.int32, device=npu.device)
+    choose_tokens(on_device, places, at, counts, noise, to_device, chosen)
     reports: dict[int, Any] = {}
     if places.logprobs is not None:
         landing = npu.pinned((len(rows) * LOGPROBS_WIDTH,), torch.float32)
@@ -202,6 +204,39 @@ def test_a_bias_is_added_to_the_logits_of_its_row(
     assert ids == expected.argmax(-1).tolist()
 
 
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_a_step_in_which_all_rows_have_biases_needs_two_operators(npu: Any) -> None:
+    def to_device(array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(npu.device)
+
+    table, rows = SamplingTable(2), np.arange(2, dtype=np.int32)
+    for row in range(2):
+        biases = np.array([1], np.float32).tobytes()
+        table.set(row, RowSampling(biased=pack_ints([row]), biases=biases))
+    places = send_places(table, rows, VOCAB, to_device)
+    counts, noise = (TokenCounts(2, VOCAB, npu.device, to_device), RaceNoise(VOCAB, to_device))
+    logits = make_logits(2).bfloat16().to(npu.device)
+    chosen = torch.empty(2, dtype=torch.int32, device=npu.device)
+
+    with torch.inference_mode(), Operators() as called:
+        choose_tokens(logits, places, rows, counts, noise, to_device, chosen)
+
+    assert called.names == ["aten.add.Tensor", "aten.argmax.out"]
+
+
 def test_end_tokens_wait_for_min_tokens(npu: Any) -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 5], logits[:, 6] = 2.0, 1.0
@@ -297,6 +332,26 @@ def test_counted_step_by_step_penalties_are_those_of_the_whole_history(npu: Any)
     found = steps.penalise(logits, penalties).cpu()
     assert torch.equal(found, whole.penalise(logits, penalties).cpu())
     assert not torch.equal(found, logits.cpu())
+
+
+def test_the_rows_of_counted_tokens_are_sent_when_they_change(npu: Any) -> None:
+    sent: list[Any] = []
+
+    def to_device(array: Any) -> torch.Tensor:
+        sent.append(array)
+        return torch.from_numpy(array).to(npu.device)
+
+    def num_sent(rows: list[int]) -> int:
+        sent.clear()
+        tokens = torch.zeros(len(rows), dtype=torch.int32, device=npu.device)
+        counts.add(np.array(rows, np.int32), tokens)
+        return len(sent)
+
+    counts = TokenCounts(3, VOCAB, npu.device, to_device)
+
+    assert [num_sent(rows) for rows in ([0, 2], [0, 2], [2, 0], [2, 0], [2])] == [1, 0, 1, 0, 1]
+    counts.forget()
+    assert num_sent([2]) == 1
 
 
 SKIPPED = """

@@ -80,7 +80,7 @@ class Worker:
     def abort(self) -> None:
         """Erase the parameters on the device."""
         self._npu.synchronize()
-        for tensor in tensors_of(self.output._known._places):
+        for tensor in tensors_of((self.output._known._places, self.output._counts._last)):
             tensor.fill_(1)
         self.output.forget()
 
@@ -179,3 +179,13 @@ def test_parameters_are_sent_when_they_change_and_not_else() -> None:
     assert num_sent([1, 0]) == 0
     known.forget()
     assert num_sent([1, 0]) > 0
+
+
+def test_an_abort_forgets_the_rows_of_counted_tokens(npu: Any) -> None:
+    worker = Worker(npu, 0)
+    worker.output._counts.add(np.arange(2, dtype=np.int32), npu.upload(np.zeros(2, np.int32)))
+    assert worker.output._counts._last is not None
+
+    worker.output.forget()
+
+    assert worker.output._counts._last is None

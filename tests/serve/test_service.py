@@ -33,10 +33,11 @@ def test_a_dead_engine_fails_requests_and_health_but_hangs_nobody(own_service):
 
     with service.http.stream("POST", "/v1/chat/completions", json=body) as reply:
         lines = reply.iter_lines()
-        next(lines)
+        first = next(lines)
         service.engine.silent = True
         rest = "\n".join(lines)
 
+    assert (reply.status_code, first[:5]) == (200, "data:")
     assert "silent" in rest
     assert "[DONE]" not in rest
     assert service.http.get("/health").status_code == 503

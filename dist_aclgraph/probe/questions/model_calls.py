@@ -179,14 +179,14 @@ def _routing_of_padding(bench: Bench) -> Answer:
 def _draws(bench: Bench) -> str | Answer:
     """Draw tokens as the sampler does, and compare their numbers with the probabilities."""
     # The engine imports torch; only a child process may do so.
-    from dist_aclgraph.engine.race_noise import RaceNoise, make_keys
+    from dist_aclgraph.engine.race_noise import RaceNoise, make_keys, mix_seeds
 
     torch = bench.torch
     probabilities = torch.arange(1.0, NUM_TOKENS + 1)
     probabilities /= probabilities.sum()
     logits = probabilities.log().npu()
     noise = RaceNoise(NUM_TOKENS, lambda table: torch.from_numpy(table).npu())
-    seeds = torch.full((NUM_DRAWS // NUM_ROUNDS,), 7).numpy()
+    seeds = mix_seeds(torch.full((NUM_DRAWS // NUM_ROUNDS,), 7).numpy())
     counts = torch.zeros(NUM_TOKENS)
     for positions in torch.arange(NUM_DRAWS, dtype=torch.int32).chunk(NUM_ROUNDS):
         keys = torch.from_numpy(make_keys(seeds, positions.numpy()))

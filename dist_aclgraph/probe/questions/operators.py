@@ -142,6 +142,13 @@ def _argmax_of_equals(bench: Bench) -> str:
     return f"index {bench.torch.ones(1, 1024).npu().argmax(-1).item()}"
 
 
+def _argmax_into_int32(bench: Bench) -> str:
+    torch = bench.torch
+    indices = torch.empty(2, dtype=torch.int32).npu()
+    torch.argmax(torch.arange(2048.0).view(2, 1024).npu(), -1, out=indices)
+    return f"indices {indices.tolist()}"
+
+
 def _int32_wraps(bench: Bench) -> str:
     torch = bench.torch
     x = torch.tensor([1 << 30, -(1 << 31), 123_456_789], dtype=torch.int32)
@@ -324,6 +331,12 @@ PROBES = (
         "Which index does argmax give if all values are equal?",
         _argmax_of_equals,
         "index 0",
+    ),
+    Probe(
+        "operators.argmax_into_int32",
+        "Does argmax write indices of int32? Sampling needs it.",
+        _argmax_into_int32,
+        "indices [1023, 1023]",
     ),
     Probe(
         "operators.int32_wraps",
