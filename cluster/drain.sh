@@ -4,12 +4,13 @@
 # port, for at most DRAIN_S seconds (default 120). Groups on this node end when Ray ends; their requests continue on
 # other groups, or wait for a new group.
 set -uo pipefail
-PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin:$PATH"
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 limit=${DRAIN_S:-120}
 port=${SERVE_PORT:-8000}
 
 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the node ends" \
-  --deadline-remaining-seconds "$limit" || echo "Ray does not drain this node; a head cannot be drained" >&2
+  --deadline-remaining-seconds "$limit" \
+  || echo "Ray does not drain this node: a head cannot be drained" >&2
 
 end=$((SECONDS + limit))
 while [ $SECONDS -lt $end ] && (exec 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; do

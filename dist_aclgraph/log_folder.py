@@ -71,7 +71,7 @@ def _parent(config: LoggingConfig) -> Path:
 def _sweep(new: Path, num_kept: int) -> None:
     """Remove the oldest folders beside ``new``, if no process uses them."""
     others = [path for path in new.parent.iterdir() if path != new and (path / LOCK).is_file()]
-    by_age = sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)
+    by_age = sorted(others, key=last_change_s, reverse=True)
     for path in by_age[num_kept - 1 :]:
         with suppress(OSError):  # locked by a process, or removed by another process
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
@@ -80,6 +80,14 @@ def _sweep(new: Path, num_kept: int) -> None:
                 shutil.rmtree(path)
             finally:
                 os.close(lock)
+
+
+def last_change_s(path: Path) -> float:
+    """Return when a file or folder was changed, 0 if another process has removed it meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def file_name(text: str) -> str:

@@ -15,6 +15,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
     NO_GROUP,
     SUFFIX,
     Recording,
+    began_at_ns,
     read_recording,
 )
 from dist_aclgraph.actors.worker.stopped_ranks import explain_stop, status_of, step_of
@@ -32,16 +33,30 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
     Raises:
         ConfigError: the folder has no recorded steps.
     """
-    groups: defaultdict[int, dict[int, Recording]] = defaultdict(dict)
+    groups: defaultdict[int, dict[int, tuple[int, Recording]]] = defaultdict(dict)
     for path in sorted({*folder.glob(f"*{SUFFIX}"), *folder.glob(f"{FOLDER}/*{SUFFIX}")}):
         with suppress(OSError, ValueError):  # removed meanwhile, or a file of something else
-            found = read_recording(path)
+            found, began_ns = read_recording(path), began_at_ns(path)
             known = groups[found.group].get(found.rank)
-            if known is None or known.at_ns <= found.at_ns:
-                groups[found.group][found.rank] = found
+            if known is None or known[0] <= began_ns:
+                groups[found.group][found.rank] = began_ns, found
     if not any(groups.values()):
         raise ConfigError(f"{folder} has no recorded steps; give the folder of a service's logs")
-    return {n: [found[r] for r in sorted(found)] for n, found in groups.items() if found}
+    return {number: _of_one_start(found) for number, found in groups.items() if found}
+
+
+def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
+    """Return the recordings of the last deployment that had a group of this number, by rank.
+
+    Another deployment in the same folder numbers its groups anew. Its ranks begin to record after
+    the last record of an earlier deployment.
+    """
+    newest_ns = max(began_ns for began_ns, _ in found.values())
+    return [
+        recording
+        for _, (began_ns, recording) in sorted(found.items())
+        if began_ns == newest_ns or recording.at_ns >= newest_ns
+    ]
 
 
 def show_groups(groups: dict[int, list[Recording]], console: Console) -> None:

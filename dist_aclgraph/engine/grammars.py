@@ -49,10 +49,19 @@ class Grammars:
             return self._kept[key]
         self._kept[key] = coming = self._thread.submit(self._compile, grammar)
         self._num_chars += len(grammar)
-        while self._num_chars > MAX_KEPT_CHARS and len(self._kept) > 1:
-            (_, oldest), _ = self._kept.popitem(last=False)
-            self._num_chars -= len(oldest)
+        self._forget_oldest(key)
         return coming
+
+    def _forget_oldest(self, newest: tuple[str, str]) -> None:
+        """Limit the kept grammars. A grammar that is not compiled yet stays, because a request
+        waits for it.
+        """
+        for key, kept in list(self._kept.items()):
+            if self._num_chars <= MAX_KEPT_CHARS:
+                break
+            if kept.done() and key != newest:
+                del self._kept[key]
+                self._num_chars -= len(key[1])
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         tokenizer = self._tokenizer.result()

@@ -27,6 +27,7 @@ from dist_aclgraph.actors.wire.messages import (
     Submit,
     encoder,
     from_engine_decoder,
+    protocol,
 )
 from dist_aclgraph.actors.wire.step_channel import StepReceiver, StepSender
 from dist_aclgraph.config import SchedulerConfig
@@ -207,7 +208,7 @@ class RawClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         endpoint.connect(self._socket)
-        self.send(encoder.encode(Hello(token, name)))
+        self.send(encoder.encode(Hello(token, name, protocol())))
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)

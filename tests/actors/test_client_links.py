@@ -27,6 +27,7 @@ from dist_aclgraph.actors.wire.messages import (
     RequestDelta,
     encoder,
     from_engine_decoder,
+    protocol,
 )
 from dist_aclgraph.errors import EngineDeadError
 from tests.actors.leftovers import wait_until
@@ -341,7 +342,7 @@ def test_a_new_client_knows_who_drains_before_it_is_answered(make_group: MakeGro
     with zmq.Context() as context, context.socket(zmq.DEALER) as new:
         new.setsockopt(zmq.LINGER, 0)
         group.address.connect(new)
-        new.send(encoder.encode(Hello(TOKEN, "new")))
+        new.send(encoder.encode(Hello(TOKEN, "new", protocol())))
 
         assert new.poll(WAIT_S * 1000)
         assert isinstance(from_engine_decoder.decode(new.recv()), GroupList)

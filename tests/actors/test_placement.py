@@ -298,4 +298,11 @@ def test_hosts_with_another_version_are_named() -> None:
     check_builds([here])
 
     with pytest.raises(PlacementError, match=r"b has dist_aclgraph 0\.0\.1 .* install the same"):
-        check_builds([here, replace(make_info("npu", "b"), build="0.0.1 with sources abc")])
+        check_builds([replace(make_info("npu", "b"), build="0.0.1 with sources abc")])
+
+
+def test_survivors_and_replacements_with_other_code_make_no_group() -> None:
+    here = replace(make_info("npu", "a"), build=build())
+
+    with pytest.raises(PlacementError, match="the ranks of one group run different code"):
+        check_builds([here, replace(here, host="b", build="0.0.1 with sources abc")])

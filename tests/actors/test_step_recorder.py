@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -25,6 +26,7 @@ from dist_aclgraph.actors.worker.step_recorder import (
     read_recording,
 )
 from dist_aclgraph.actors.worker.stopped_ranks import explain_stop, status_of
+from dist_aclgraph.cli.explain import read_groups
 from dist_aclgraph.errors import DeviceError, EngineDeadError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.commands import GraphCommand
@@ -133,6 +135,31 @@ def test_old_files_of_ranks_that_ended_in_order_are_removed(tmp_path: Path) -> N
     left = [read_recording(path).rank for path in (tmp_path / "steps").iterdir()]
     assert len(left) <= KEPT_FILES + 2
     assert 99 in left and killed is not None
+
+
+def test_ranks_of_an_earlier_deployment_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    for num_ranks in (3, 2):  # the second deployment is smaller, and counts its groups anew
+        recorders = [FileRecorder(folder, rank, rank) for rank in range(num_ranks)]
+        for recorder in recorders:
+            recorder.join(0)
+            recorder.idle()
+
+    [ranks] = read_groups(tmp_path).values()
+
+    assert [recording.rank for recording in ranks] == [0, 1]
+
+
+def test_a_full_disk_leaves_a_rank_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+    with pytest.raises(OSError, match="no space left"):
+        FileRecorder(tmp_path / "steps", 0, 0)
 
 
 def test_a_host_that_has_waited_is_in_its_earlier_state(ranks: list[Rank]) -> None:

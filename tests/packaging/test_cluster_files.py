@@ -365,6 +365,13 @@ def test_pods_have_the_time_that_they_need_to_end_and_no_rights() -> None:
         }
 
 
+def test_a_drain_may_end_one_pod() -> None:
+    spec = read("raycluster.yaml")["spec"]
+    num_pods = 1 + sum(group["replicas"] for group in spec["workerGroupSpecs"])
+
+    assert read("budget.yaml")["spec"]["minAvailable"] == num_pods - 1
+
+
 def test_all_files_for_kubernetes_name_the_same_secret_and_the_same_redis() -> None:
     text = "".join(map(read_text, ("raycluster.yaml", "rayservice.yaml", "redis.yaml")))
 
@@ -383,11 +390,15 @@ def test_the_hook_waits_until_the_proxy_has_closed_its_port(tmp_path: Path) -> N
     ray.write_text('#!/bin/sh\necho "$1 $2 $3"\n')
     ray.chmod(0o755)
     (tmp_path / "cluster").mkdir()
+    for name in ("drain.sh", "environment.sh", "cann.sh"):
+        (tmp_path / "cluster" / name).write_bytes((CLUSTER / name).read_bytes())
     hook = tmp_path / "cluster" / "drain.sh"
-    hook.write_bytes((CLUSTER / "drain.sh").read_bytes())
 
     with socket.create_server(("127.0.0.1", 0)) as proxy:
-        environment = {**os.environ, "SERVE_PORT": str(proxy.getsockname()[1]), "DRAIN_S": "300"}
+        port = str(proxy.getsockname()[1])
+        environment = {
+            **os.environ, "SERVE_PORT": port, "DRAIN_S": "300", "RAY_AUTH_TOKEN": "t",
+        }  # fmt: skip
         process = subprocess.Popen(
             ["bash", str(hook)], env=environment, stdout=subprocess.PIPE, text=True
         )

@@ -123,6 +123,7 @@ class FakeEngine:
         refusal: the reason of a refusal that is sent to all clients; it ends their links.
         poison: id of a request that ends the engine when it runs; the engine then serves again.
         num_deaths: how often the poison ended the engine.
+        is_proving: whether requests by which clients prove the engine get their token at once.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class FakeEngine:
         self.refusal = ""
         self.poison = ""
         self.num_deaths = 0
+        self.is_proving = False
         self.metrics = copy.deepcopy(METRICS)
         self.groups: GroupList | None = None
         self._told: GroupList | None = None
@@ -240,6 +242,8 @@ class FakeEngine:
                     output = output[: i + 1]
                     break
             self._running[message.request_id] = _Running(client, message, output)
+            if self.is_proving and message.request_id.startswith("probe-"):
+                self._step()
         elif isinstance(message, Abort):
             self.aborted.append(message.request_id)
             self._running.pop(message.request_id, None)

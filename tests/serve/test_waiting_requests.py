@@ -286,6 +286,26 @@ def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -
         assert one.collect(name)[0] == wanted(400)[5:]
 
 
+def test_a_new_request_that_kills_the_engine_in_anothers_turn_is_the_cause(
+    one: Deployment,
+) -> None:
+    one.submit("a", 400)
+    one.collect("a", 5)
+    one.lose()
+    second = one.new_engine()
+    second.step_s = 3600.0  # "a" gets no token here
+    second.is_proving = True
+    one.outlook = Outlook(GroupList(1, (GroupEntry("1", second.address, 100, 16),)))
+    until(lambda: any(submit.request_id == "a" for submit in second.requests))
+    one.submit("new", 100_000)
+    until(lambda: len(second.requests) == 2)
+
+    one.lose()
+    one.replace()
+
+    assert one.collect("a")[0] == wanted(400)[5:]
+
+
 def test_what_waits_for_its_turn_waits_for_the_next_group(one: Deployment) -> None:
     names = [f"n{i}" for i in range(4)]
     for name in names:

@@ -51,6 +51,7 @@ from dist_aclgraph.actors.wire.messages import (
     Submit,
     ToEngine,
     failed,
+    protocol,
 )
 from dist_aclgraph.actors.wire.sockets import Wakeup
 from dist_aclgraph.errors import (
@@ -100,7 +101,7 @@ class EngineClient:
         self._commands: queue.SimpleQueue[tuple[KnownEngine, ToEngine]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._hello = Hello(token, secrets.token_hex(8))
+        self._hello = Hello(token, secrets.token_hex(8), protocol())
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0

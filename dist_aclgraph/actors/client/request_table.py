@@ -177,7 +177,11 @@ class RequestTable:
         engine.dead_because = reason
         engine.link.is_lost = True
         requests = list(engine.requests.values())
+        # Another request that got no token from this engine may be the cause as well.
+        untried = [request.request_id for request in requests if not request.has_run]
         alone = self._trials.alone if engine.is_proven else None
+        if untried != [alone]:
+            alone = None
         for request in requests:
             self.forget(request.request_id)
         self.router.forget_cache(engine.url)
@@ -242,6 +246,7 @@ class RequestTable:
         number = engine.num_submitted % NUMBERS
         engine.num_submitted += 1
         engine.requests[request_id] = request
+        request.has_run = False
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
@@ -274,8 +279,11 @@ class RequestTable:
                 self._give(OpenRequest.probe(request_id), [url])
             return
 
+        # If no group is being replaced, no newer engine will come: links were lost, and no engine.
+        is_any_lost = any(engine.dead_because for engine in self.engines.values())
+
         def suitable(request: OpenRequest) -> list[str]:
-            fit = request.num_deaths < 2
+            fit = request.num_deaths < 2 or not is_any_lost
             return [e.url for e in taking if fit or self._is_newer(e, request)]
 
         for request in self._trials.begin_turn(lambda request: bool(suitable(request))):

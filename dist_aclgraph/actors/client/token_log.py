@@ -31,6 +31,7 @@ class OpenRequest:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client asked.
         num_deaths: number of engines that died while they ran this request, since its last token.
+        has_run: whether the request got a token from its present engine.
         first_death_s: time of the first of these deaths.
         is_cause: whether the request is taken to be the cause of deaths; no other engine gets it.
         is_resumed: whether the request has lost an engine, or the link to an engine.
@@ -46,6 +47,7 @@ class OpenRequest:
     cache_salt: str
     on_delta: OnDelta
     num_deaths: int = 0
+    has_run: bool = False
     first_death_s: float = 0.0
     is_cause: bool = False
     is_resumed: bool = False
@@ -82,6 +84,7 @@ class OpenRequest:
         if delta.token_ids:
             self.append(delta.token_ids)
             self.num_deaths = 0
+            self.has_run = True
 
     def append(self, output: bytes) -> None:
         """Append output tokens, int32."""

@@ -43,7 +43,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     token: str
     client: str
-    protocol: str = msgspec.field(default_factory=protocol)
+    protocol: str = ""  # see ``protocol``; older versions send none
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -24,9 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dist_aclgraph.actors.host import processes
 from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
-from dist_aclgraph.log_folder import open_folder
+from dist_aclgraph.log_folder import last_change_s, open_folder
 from dist_aclgraph.planning.commands import GraphCommand
 from dist_aclgraph.steps.step import RankPlan
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 FOLDER, SUFFIX = "steps", ".steps"  # of the files, in the folder of the logs
 MAGIC = b"STEPS001"
 NUM_STEPS = 256
-KEPT_FILES = 64  # per node; a new file removes the oldest other files of ranks that ended in order
+KEPT_FILES = 64  # per node; a new file removes the oldest other files of ranks that have ended
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
 # States of the host. A stage: this stage has ended. BEGUN: a step has begun; no stage has ended.
 # IDLE: it waits for a plan. WAITS: it waits for the device. COMMAND: it carries out a command for
@@ -102,7 +103,8 @@ class FileRecorder(StepRecorder):
         _sweep(folder)
         path = folder / f"rank-{rank}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
         with open(path, "x+b") as file:
-            file.truncate(SIZE)
+            # A store to a page for which the disk has no room would kill the process.
+            os.posix_fallocate(file.fileno(), 0, SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         host = socket.gethostname().encode()[:64]
         _HEAD.pack_into(self._map, 0, MAGIC, os.getpid(), rank, group_rank, NO_GROUP, host)
@@ -311,10 +313,16 @@ def _read_step(data: bytes, at: int) -> RecordedStep:
     )
 
 
+def began_at_ns(path: Path) -> int:
+    """Return when a file was made, in nanoseconds since 1970; ValueError for another file name."""
+    return int(path.stem.rpartition("-")[2])
+
+
 def _sweep(folder: Path) -> None:
-    """Remove the oldest files of ranks whose step loops ended in order."""
-    files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    """Remove the oldest files of ranks whose step loops or processes have ended."""
+    files = sorted(folder.glob(f"*{SUFFIX}"), key=last_change_s)
     for path in files[:-KEPT_FILES]:
         with suppress(OSError, ValueError):
-            if read_recording(path).state == ENDED:
+            found = read_recording(path)
+            if found.state == ENDED or not processes.is_running(found.pid):
                 path.unlink()

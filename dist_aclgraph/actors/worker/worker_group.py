@@ -237,12 +237,16 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def check_builds(infos: Sequence[WorkerInfo]) -> None:
-    """Raise an error if a worker runs code that this host does not have.
+    """Raise an error if a worker runs code that this host does not have, or if workers of one
+    group run different code, for example survivors and a replacement.
 
     Raises:
         PlacementError: the message says which host has which version.
     """
     now = hash_sources()
+    if len({info.build for info in infos}) > 1:
+        found = " and ".join(sorted(f"{info.build} on {info.host}" for info in infos))
+        raise PlacementError(f"the ranks of one group run different code: {found}")
     for info in infos:
         if info.build not in (build(), build_of(now)):
             raise PlacementError(
