@@ -94,9 +94,10 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
+        self._raise_end()  # without its control store, Ray does not answer the next question
         if self._connected is not None:
             self._connected.look()
-        self._raise_end()
+            self._raise_end()
         if self._keeper.progress:
             return
         try:
