@@ -1,10 +1,10 @@
 """``make bench-scale``: the engine's work in a step of groups with 8 to 1,024 workers.
 
-The scheduler, the messages and the sockets are those of a deployment; a process plays the workers,
+The bench uses a deployment's scheduler, messages and sockets. One process plays all workers,
 without devices and without a model. All requests decode, and their blocks become full in different
 steps. The workers of a group are either all on the engine's node (Unix sockets) or all on other
-nodes (ZeroMQ over TCP with CURVE). CPU time is that of the engine's process, with all of its
-threads.
+nodes (ZeroMQ over TCP with CURVE). CPU time is measured for the engine's process, with all of
+its threads.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class _TerminalHandler(_StderrHandler):
 
 
 class _TextFormatter(logging.Formatter):
-    """``TIME LEVEL host=... role=... MESSAGE``; a traceback follows in lines of its own."""
+    """``TIME LEVEL host=... role=... MESSAGE``; a traceback follows on separate lines."""
 
     def __init__(self, log: ProcessLog) -> None:
         super().__init__()

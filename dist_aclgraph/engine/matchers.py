@@ -314,7 +314,7 @@ class Matchers:
         return Masks(places, words)
 
     def take_report(self) -> GrammarReport:
-        """Return what has happened to grammars since the last call."""
+        """Return which grammars have failed, and which are being compiled, since the last call."""
         failed, self._failed = self._failed, {}
         unmasked, self._unmasked = self._unmasked, []
         compiling = [index for index, row in self._rows.items() if row.is_compiling]

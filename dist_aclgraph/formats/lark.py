@@ -145,7 +145,7 @@ def behind_text(expression: str) -> str:
 
 
 def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of ``root`` as a schema of its own, whose references keep their targets."""
+    """Return a part of ``root`` as a separate schema. Its references keep their targets."""
     moved = _moved(schema)
     return schema if moved == schema else {**moved, "$defs": {"root": _moved(root)}}
 

@@ -80,7 +80,7 @@ class RestartBudget(Backoff):
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
 
     def adopt(self, ages_s: Sequence[float], now_s: float) -> None:
-        """Replace the restarts by those of another budget; see ``ages_s``."""
+        """Replace this budget's restarts by restarts of these ages, in seconds; see ``ages_s``."""
         self._taken_s = deque(now_s - age_s for age_s in ages_s)
 
     def spend(self, now_s: float) -> bool:

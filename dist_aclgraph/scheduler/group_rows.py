@@ -41,7 +41,7 @@ class Landed(NamedTuple):
 
 
 class GroupRows(Columns):
-    """Owns the columns; those of a rank are a view for the rank's ``RunningRows``.
+    """Owns the columns of all ranks. Each rank's ``RunningRows`` has a view of its own columns.
 
     Args:
         capacity: maximum number of rows of each rank's batch.

@@ -15,11 +15,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.actors import leftovers
 from tests.cluster.several_nodes import ROOT
 from tests.namespaces import Node, nodes, why_no_nodes
 
@@ -33,6 +35,7 @@ PORT, SERVE_PORT = 8124, 8000
 PRIVATE = "/mnt"
 PROGRAM, SERVE = (str(Path(sys.executable).with_name(n)) for n in ("dist-aclgraph", "serve"))
 WAIT_S = 400.0
+wait_until = partial(leftovers.wait_until, timeout_s=WAIT_S)
 KEEP_UP = 'while true; do "$@"; sleep 2; done'
 SETTINGS = {
     "parallel.tp": 1, "parallel.dp": 2, "dtype": "float32", "device.kind": "emulated",
@@ -148,15 +151,6 @@ class Hosts:
         assert done.returncode == 0, f"no process is named {name}"
 
 
-def wait_until(condition: Any, what: str) -> float:
-    """Wait; return the seconds that it took."""
-    start_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() < start_s + WAIT_S, what
-        time.sleep(0.5)
-    return time.monotonic() - start_s
-
-
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with ExitStack() as stack:
@@ -241,13 +235,13 @@ def test_a_link_that_is_down_for_a_minute_costs_time_and_no_request(
         cut.set_link(False)
         time.sleep(60)  # the length of the outage, not a wait
         cut.set_link(True)
-        back_s = wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
-        ready_s = wait_until(lambda: status() == "200", "the service does not come back")
+        wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
+        wait_until(lambda: status() == "200", "the service does not come back")
         seen = load.so_far()["ok"]
         wait_until(lambda: load.so_far()["ok"] >= seen + 32, "no stream ends")
         found = load.end()
 
-    print("link down:", model, back_s, ready_s, found)
+    print("link down:", model, found)
     assert (found["failed"], found["differ"]) == ([], 0)
 
 
@@ -259,12 +253,12 @@ def test_a_control_store_that_dies_ends_no_request(hosts: Hosts, tmp_path: Path)
         hosts.kill(hosts.head, "gcs_server")
 
         wait_until(lambda: hosts.num_alive() == 3, "the head does not come back")
-        ready_s = wait_until(lambda: status() == "200", "the service does not come back")
+        wait_until(lambda: status() == "200", "the service does not come back")
         seen = load.so_far()["ok"]
         wait_until(lambda: load.so_far()["ok"] >= seen + 8, "no stream ends")
         found = load.end()
 
-    print("control store killed:", ready_s, found)
+    print("control store killed:", found)
     assert (found["failed"], found["differ"]) == ([], 0)
 
 

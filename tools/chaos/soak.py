@@ -1,6 +1,6 @@
 """``make soak``: load with deaths for hours, and whether memory, files and threads grow.
 
-The load and the faults are those of ``make chaos``. The resources are sampled between two faults,
+It uses the load and the faults of ``make chaos``. The resources are sampled between two faults,
 when all groups serve and no request runs, so that samples can be compared.
 """
 

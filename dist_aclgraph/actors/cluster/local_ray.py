@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -87,19 +87,22 @@ class ConnectedRay:
         self._silence = Silence(silent_s)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
 
-    def watch(self, on_death: Callable[[], None] = lambda: None) -> None:
-        """Call ``on_death``, on a thread, after the first death of a daemon."""
+    def watch(self) -> None:
+        """Watch the daemons on a thread, and call ``_end`` after the first death of a daemon."""
         names = {pid: DAEMONS[name] for pid, name in self._daemons.items() if name in DAEMONS}
 
         def tell(name: str) -> None:
             self.death = f"{name} has died; see {ray_logs()}"
-            on_death()
+            self._end()
 
         watch_processes(names, tell, self._stopped)
 
     def unwatch(self) -> None:
         """Stop watching, because the daemons will be ended on purpose."""
         self._stopped.set()
+
+    def _end(self) -> None:
+        """Do what the death of a daemon requires: nothing, if others have started this Ray."""
 
     def look(self) -> None:
         """Ask Ray's control store whether this node's daemon answers; waits ``ASK_S`` at most."""
@@ -139,6 +142,12 @@ class LocalRay(ConnectedRay):
         agents = set().union(*map(processes.children, raylets))
         self._handles = processes.open_handles(agents | set(daemons))
 
+    def _end(self) -> None:
+        """Kill the other daemons, which would keep engines running. If all processes end, clients
+        notice the end at once.
+        """
+        self.kill()
+
     def kill(self) -> None:
         """Kill all processes of this Ray now, even processes that are stopped."""
         self.unwatch()
@@ -168,7 +177,7 @@ def start_ray(
 ) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares as many NPUs as a node has, or more if more are
+    If NPUs are emulated, a local Ray declares the number of NPUs of a node, or more if more are
     needed.
 
     Args:

@@ -218,10 +218,8 @@ class ServingGroups:
             if self.num_missing and not is_rejoined:
                 self._add(self._planner, 1)
             for group in lost:
-                away_s, way = (
-                    time.monotonic() - group.lost_s,
-                    "rejoin" if is_rejoined else "rebuild",
-                )
+                away_s = time.monotonic() - group.lost_s
+                way = "rejoin" if is_rejoined else "rebuild"
                 event(logger, "group_replaced", group=group.number, way=way, seconds=away_s)
             self._give_back(lost)
             self._ask_for_spares()

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
-from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, ConnectedRay, LocalRay, start_ray
+from dist_aclgraph.actors.cluster.local_ray import CONTROLLER, ConnectedRay, start_ray
 from dist_aclgraph.actors.cluster.ray_errors import ours
 from dist_aclgraph.actors.controller.controller import Progress
 from dist_aclgraph.actors.controller.term import Term
@@ -224,11 +224,7 @@ def start(
         if starter is not None:
             starter.close()
         raise
-    if isinstance(connected, LocalRay):
-        # The other daemons would keep engines running. If all processes end, clients notice the end
-        # at once.
-        connected.watch(connected.kill)
-    elif connected is not None:
+    if connected is not None:
         connected.watch()
     controller, name = None, f"{CONTROLLER}-{secrets.token_hex(4)}"
     try:

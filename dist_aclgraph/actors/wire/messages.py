@@ -30,14 +30,6 @@ QueryKind = Literal["report", "metrics"]
 MAX_UNREAD_BYTES = 128 << 20
 
 
-def protocol() -> str:
-    """Return a hash of all messages, so that only ends with the same messages talk to each other.
-
-    Computed once in a process.
-    """
-    return _hash_schema()
-
-
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message on a connection. It ends an earlier connection of the same client."""
 
@@ -165,7 +157,8 @@ FromEngine = Deltas | EngineStatus | GroupList | Answer | Refused
 
 
 @cache
-def _hash_schema() -> str:
+def protocol() -> str:
+    """Return a hash of all messages. An engine accepts only clients with the same hash."""
     schema = msgspec.json.schema(ToEngine | FromEngine)
     return hashlib.sha256(msgspec.json.encode(schema, order="sorted")).hexdigest()[:12]
 

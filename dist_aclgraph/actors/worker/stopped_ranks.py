@@ -1,7 +1,7 @@
 """Finds out, from the recorded steps of a group's ranks, which rank stopped first, and where.
 
-The rules are those of ``wire/blame.py``: a rank that waits for its device may be waiting for other
-ranks in a collective. So a rank that does something else, or nothing, is to blame.
+As in ``wire/blame.py``, a rank that waits for its device may be waiting for other ranks in a
+collective. So a rank that does something else, or nothing, is to blame.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Explanation:
 
 
 def explain_stop(recordings: Sequence[Recording]) -> Explanation:
-    """Return why a group of ranks stopped; the recordings are those of all its ranks."""
+    """Return why a group stopped. ``recordings`` has one recording of each of its ranks."""
     for rule in (_another_plan, _without_a_word, _failed, _behind, _not_waiting):
         if (found := rule(recordings)) is not None:
             return found

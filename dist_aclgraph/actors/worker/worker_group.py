@@ -237,30 +237,31 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def check_builds(infos: Sequence[WorkerInfo]) -> None:
-    """Raise an error if a worker runs code that this host does not have, or if workers of one
-    group run different code, for example survivors and a replacement.
+    """Raise an error if the workers of a group run code that this host does not have, or if they
+    run different code, for example survivors and a replacement.
 
     Raises:
         PlacementError: the message says which host has which version.
     """
-    now = hash_sources()
-    if len({info.build for info in infos}) > 1:
-        found = " and ".join(sorted(f"{info.build} on {info.host}" for info in infos))
+    host_of_build = {info.build: info.host for info in infos}
+    if len(host_of_build) > 1:
+        found = " and ".join(f"{name} on {host}" for name, host in sorted(host_of_build.items()))
         raise PlacementError(f"the ranks of one group run different code: {found}")
-    for info in infos:
-        if info.build not in (build(), build_of(now)):
-            raise PlacementError(
-                f"{info.host} has dist_aclgraph {info.build}, and this host {build_of(now)}: "
-                "install the same version on all hosts"
-            )
-        if info.build != build():
-            logger.warning(
-                "the files of dist_aclgraph have changed since this service started: %s runs %s, "
-                "and the controller %s",
-                info.host,
-                info.build,
-                build(),
-            )
+    [(theirs, host)] = host_of_build.items()
+    if theirs == build():
+        return
+    if theirs != (here := build_of(hash_sources())):
+        raise PlacementError(
+            f"{host} has dist_aclgraph {theirs}, and this host {here}: install the same version on "
+            "all hosts"
+        )
+    logger.warning(
+        "the files of dist_aclgraph have changed since this service started: %s runs %s, and the "
+        "controller %s",
+        host,
+        theirs,
+        build(),
+    )
 
 
 def check_devices(infos: Sequence[WorkerInfo]) -> None:
