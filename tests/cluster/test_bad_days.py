@@ -215,12 +215,17 @@ def serving(
         command = [sys.executable, "-c", READY, f"http://127.0.0.1:{port}"]
         return hosts.head.run(command, 60).stdout.strip()
 
+    def is_ready() -> bool:
+        assert service.poll() is None, (tmp_path / "service.log").read_text()
+        return status() == "200"
+
     try:
-        wait_until(lambda: status() == "200", (tmp_path / "service.log").read_text())
+        wait_until(is_ready, "the service does not start")
         yield status
     finally:
         os.killpg(service.pid, signal.SIGTERM)
-        service.wait(WAIT_S)
+        # The signal ends nsenter at once; the service drains before it frees its port.
+        wait_until(lambda: status().startswith("ConnectError"), "the service does not stop")
         print((tmp_path / "service.log").read_text()[-3000:])
 
 
