@@ -32,6 +32,7 @@ ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
 )
 MIN_EXPERTS_OF_A_GROUP = 3  # required by npu_moe_gating_top_k
+LayerKind = Literal["grouped", "latent", "linear"]  # kinds of attention
 LATENT_SIZES = (512, 128, 64, 128)  # latent, plain and rotated part of a head, value
 
 
@@ -102,6 +103,17 @@ class ModelSpec(ModelFacts):
     rope: RopeSpec
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
+
+    @property
+    def paged_kind(self) -> LayerKind:
+        """The kind of attention that keeps keys in blocks."""
+        return "grouped" if self.latent is None else "latent"
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return the kind of attention of a layer. The layers of next-token modules come after the
+        decoder's last layer.
+        """
+        return "linear" if self.linear and layer in self.linear.layers else self.paged_kind
 
 
 def read_model_spec(directory: str | Path) -> ModelSpec:
