@@ -82,7 +82,7 @@ class FusedDeltaRule:
             states,
             beta=inputs.beta,
             scale=inputs.scale,
-            actual_seq_lengths=at.lengths,
+            actual_seq_lengths=at.layout.lengths,
             ssm_state_indices=at.slots,
             num_accepted_tokens=at.accepted,
             g=inputs.g,
@@ -112,14 +112,14 @@ class PlainDeltaRule:
 
     def direct(self, inputs: DeltaInputs, states: Tensor, at: DirectStates) -> Tensor:
         q, k, v, g, beta = _in_float32(inputs)
-        n, (num_reqs,) = at.num_tokens, at.lengths.shape
+        n, layout = at.num_tokens, at.layout
         decay, beta = g.exp()[..., None, None], beta[..., None]
         out = v.new_empty(n + 1, *v.shape[1:])
         state = states.index_select(0, at.sources)
-        for i in range(at.max_tokens):
+        for i in range(layout.max_tokens):
             # A request with fewer tokens repeats a token, in slot 0 and in the last row of ``out``.
-            is_live = at.lengths > i
-            token = (at.starts + i).clamp(max=n - 1)
+            is_live = layout.lengths > i
+            token = (layout.starts + i).clamp(max=n - 1)
             key = k.index_select(0, token)[..., None]  # [num_reqs, heads, key_dim, 1]
             state = state * decay.index_select(0, token)
             error = v.index_select(0, token) - (state @ key)[..., 0]

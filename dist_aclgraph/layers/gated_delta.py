@@ -45,7 +45,7 @@ class ShortConvolution:
             states: [num_slots, width - 1, channels].
         """
         before = states.index_select(0, at.sources).flatten(0, 1)
-        windows = torch.cat([x, before]).index_select(0, at.windows.flatten())
+        windows = torch.cat([x, before]).index_select(0, at.layout.windows.flatten())
         windows = windows.view(at.num_tokens, self.width, -1)
         store(states, at.slots, windows[:, 1:].contiguous())
         return silu((windows.float() * self.weight).sum(1))

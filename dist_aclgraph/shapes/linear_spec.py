@@ -60,13 +60,15 @@ class LinearSpec:
         return inputs * element_bytes + matrices * MATRIX_BYTES[dtype]
 
 
-def read_linear_spec(config: ModelConfig, *, has_grouped_weights: bool) -> LinearSpec:
-    """Read the layers of linear attention.
+def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
+    """Read the layers of linear attention; None if the model has no such layers.
 
     Raises:
         ModelError: a key is missing or has an impossible value.
         UnsupportedModelError: the operators do not support the heads.
     """
+    if not config.has("linear_num_value_heads"):
+        return None
     linear = LinearSpec(
         layers=_linear_layers(config),
         num_key_heads=config.integer("linear_num_key_heads", most=MAX_HEADS),
@@ -74,7 +76,7 @@ def read_linear_spec(config: ModelConfig, *, has_grouped_weights: bool) -> Linea
         key_dim=config.integer("linear_key_head_dim"),
         value_dim=config.integer("linear_value_head_dim"),
         conv_width=config.integer("linear_conv_kernel_dim", least=2, most=MAX_CONV_WIDTH),
-        has_grouped_weights=has_grouped_weights,
+        has_grouped_weights=config.architecture.startswith("Qwen3Next"),
     )
     if linear.num_value_heads % linear.num_key_heads:
         raise ModelError(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from dist_aclgraph.errors import ModelError
-from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_config import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -103,7 +102,6 @@ class ModelSpec(ModelFacts):
     rope: RopeSpec
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
-    linear: LinearSpec | None = None
 
 
 def read_model_spec(directory: str | Path) -> ModelSpec:

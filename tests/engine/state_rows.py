@@ -17,12 +17,12 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.state_metadata import (
+    DirectLayout,
     DirectStates,
     PromptStates,
     StateMetadata,
-    direct_windows,
-    prompt_rows,
-    source_slots,
+    direct_arrays,
+    prompt_arrays,
 )
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gated_delta import GatedDeltaAttention, LinearAttention
@@ -175,35 +175,20 @@ class StateLayer:
         if not requests:
             return None
         lengths = np.array([len(each.rows) for each in requests], np.int32)
+        _, *arrays = direct_arrays(np.zeros_like(lengths), lengths, WIDTH)
+        layout = DirectLayout(*map(self.send, arrays), int(lengths.max()))
         slots = self.send([slot for each in requests for slot in each.slots])
         accepted = self.send([each.accepted for each in requests])
-        starts = self.send(np.cumsum(lengths) - lengths)
-        return DirectStates(
-            slots=slots,
-            lengths=self.send(lengths),
-            starts=starts,
-            accepted=accepted,
-            sources=source_slots(slots, starts, accepted),
-            windows=self.send(direct_windows(lengths, WIDTH)),
-            max_tokens=int(lengths.max()),
-        )
+        return DirectStates.of_slots(slots, accepted, layout)
 
     def prompts(self, requests: Sequence[Prompt]) -> PromptStates | None:
         if not requests:
             return None
         lengths = np.array([len(each.rows) for each in requests], np.int32)
-        is_new = torch.tensor([each.source is None for each in requests])
-        padded, outputs, tails = prompt_rows(lengths, WIDTH)
-        return PromptStates(
-            ends=np.cumsum(lengths).tolist(),
-            lengths=self.send(lengths),
-            sources=self.send([each.source or each.slot for each in requests]),
-            is_new=is_new.to(self.npu.device),
-            slots=self.send([each.slot for each in requests]),
-            padded=self.send(padded),
-            outputs=self.send(outputs),
-            tails=self.send(tails),
-        )
+        places = [(each.source or each.slot, each.slot) for each in requests]
+        goes_on = np.array([each.source is not None for each in requests], np.int32)
+        arrays = prompt_arrays(*np.array(places, np.int32).T, lengths, goes_on, WIDTH)
+        return PromptStates.of_step(list(map(self.send, arrays)), np.cumsum(lengths).tolist())
 
     def send(self, values: Sequence[int] | IntArray) -> Tensor:
         return torch.from_numpy(np.asarray(values, np.int32)).to(self.npu.device)

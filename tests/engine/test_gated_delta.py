@@ -6,17 +6,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import GraphPool, Npu
 from dist_aclgraph.graphs.recording import Recording
-from dist_aclgraph.layers.state_metadata import StateMetadata, source_slots
+from dist_aclgraph.layers.state_metadata import DirectLayout, DirectStates, StateMetadata
 from tests.engine.state_rows import (
     FAMILIES,
     HIDDEN,
+    WIDTH,
     Direct,
     Prompt,
     StateLayer,
@@ -206,18 +206,18 @@ def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: Stat
         run_prompt(layer, hidden(5), [], slot=4)
         run_prompt(layer, hidden(7, 1), [], slot=7)
         eager = StateLayer(layer.npu, layer.directory, layer.family, layer.dtype)
-        for mine, other in zip(eager.cache.tensors, layer.cache.tensors, strict=True):
+        for mine, other in zip(eager.cache.states, layer.cache.states, strict=True):
             mine.copy_(other)
         replay = capture_step(layer, num_reqs=4, num_tokens=3)
     others = [*range(1, 4), *range(10, layer.num_slots)]
-    before = [states[others].cpu() for states in layer.cache.tensors]
+    before = [states[others].cpu() for states in layer.cache.states]
 
-    for number, (kept, windows) in enumerate(
-        [((1, 1), ([4, 5, 6], [7, 8, 9])), ((3, 2), ([4, 5, 6], [7, 8, 9])), ((2,), ([6, 4, 5],))]
+    for number, (kept, bases) in enumerate(
+        [((1, 1), (4, 7)), ((3, 2), (4, 7)), ((2,), (7,))]
     ):
         live = [
-            Direct(hidden(3, 20 + number + i), window, each)
-            for i, (window, each) in enumerate(zip(windows, kept, strict=True))
+            Direct(hidden(3, 20 + number + i), range(base, base + 3), each)
+            for i, (base, each) in enumerate(zip(bases, kept, strict=True))
         ]
         padding = [Direct(torch.ones(3, HIDDEN), [0, 0, 0])] * (4 - len(live))
         found = replay(live + padding)
@@ -226,7 +226,7 @@ def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: Stat
         count = 3 * len(live)
         assert torch.equal(found[:count], wanted[:count])
         assert found[:count].isfinite().all()
-    after = [states[others].cpu() for states in layer.cache.tensors]
+    after = [states[others].cpu() for states in layer.cache.states]
     assert all(map(torch.equal, before, after))
     mine, other = layer.cache.recurrent[4:10].cpu(), eager.cache.recurrent[4:10].cpu()
     assert torch.equal(mine, other)
@@ -237,16 +237,14 @@ def capture_step(layer: StateLayer, num_reqs: int, num_tokens: int) -> Any:
 
     The graph contains everything between the hidden states and the results.
     """
-    shape = [Direct(torch.zeros(num_tokens, HIDDEN), [0] * num_tokens)] * num_reqs
-    static = layer.direct(shape)
-    assert static is not None
-    h = torch.zeros(num_reqs * num_tokens, HIDDEN, dtype=layer.dtype, device=layer.npu.device)
+    device = layer.npu.device
+    layout = DirectLayout.of_graph(num_reqs, num_tokens, WIDTH, device)
+    bases, accepted = layer.send([0] * num_reqs), layer.send([1] * num_reqs)
+    h = torch.zeros(num_reqs * num_tokens, HIDDEN, dtype=layer.dtype, device=device)
     out = torch.zeros_like(h)
 
     def step() -> None:
-        assert static is not None
-        sources = source_slots(static.slots, static.starts, static.accepted)
-        direct = type(static)(**vars(static) | {"sources": sources})
+        direct = DirectStates.of_windows(bases, accepted, layout)
         out.copy_(layer.forward(h, StateMetadata(direct=direct)))
 
     step()  # torch_npu prepares operators at their first call
@@ -254,8 +252,8 @@ def capture_step(layer: StateLayer, num_reqs: int, num_tokens: int) -> Any:
 
     def replay(requests: list[Direct]) -> Tensor:
         h.copy_(torch.cat([each.rows for each in requests]).to(layer.dtype))
-        static.slots.copy_(layer.send(np.concatenate([each.slots for each in requests])))
-        static.accepted.copy_(layer.send([each.accepted for each in requests]))
+        bases.copy_(layer.send([each.slots[0] for each in requests]))
+        accepted.copy_(layer.send([each.accepted for each in requests]))
         torch.npu.synchronize()
         graph.replay()
         torch.npu.synchronize()
