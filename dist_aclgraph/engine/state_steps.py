@@ -15,69 +15,81 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.ints import IntArray, unpack_ints
-from dist_aclgraph.layers.state_metadata import PromptStates, StateMetadata
+from dist_aclgraph.layers.state_metadata import (
+    DirectArrays,
+    DirectLayout,
+    DirectStates,
+    PromptStates,
+    StateMetadata,
+    direct_arrays,
+    prompt_arrays,
+)
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch
 
+DIRECT_ARRAYS = len(DirectArrays._fields)
+
 
 class StateSteps:
-    """Makes the metadata of steps, and copies states. Owns constants only.
+    """Makes the metadata of steps, and copies states. Owns the constants of graphs only.
 
     Args:
         slots: the slots of this rank.
+        width: number of tokens that the convolution sees.
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
     """
 
-    def __init__(self, npu: Npu, slots: StateSlots, passed: Tensor | None) -> None:
+    def __init__(self, npu: Npu, slots: StateSlots, width: int, passed: Tensor | None) -> None:
         self._npu = npu
         self._slots = slots
+        self._width = width
         self._passed = passed
-        self._constants: dict[tuple[int, int], Tensor] = {}
+        self._layouts: dict[int, DirectLayout] = {}
+        self._ones: dict[int, Tensor] = {}
 
     def of_graph(self, graph: BatchDescriptor, inputs: DeviceStep) -> StateMetadata:
         """Return the metadata of a full graph, from its static inputs."""
-        bases, num_places = inputs.state_slots, graph.query_len
-        assert bases is not None and num_places == self._slots.num_places
-        slots, accepted = bases.unsqueeze(1), None
-        if inputs.drafts is not None and self._passed is not None:
-            places = torch.arange(num_places, dtype=torch.int32, device=bases.device)
-            slots = slots + places * (slots > 0)  # All places of padding are in slot 0.
-            accepted = self._passed.index_select(0, inputs.drafts.rows) + 1
-        return self._metadata(slots, accepted)
+        bases, num_places = inputs.state_slots, self._slots.num_places
+        assert bases is not None and graph.query_len == num_places
+        n = len(bases)
+        if n not in self._layouts:
+            layout = DirectLayout.of_graph(n, num_places, self._width, self._npu.device)
+            self._layouts[n] = layout
+        rows = None if inputs.drafts is None else inputs.drafts.rows
+        accepted = self._accepted(n, rows)
+        return StateMetadata(direct=DirectStates.of_windows(bases, accepted, self._layouts[n]))
 
     def of_step(self, inputs: HostStep) -> StateMetadata:
         """Return the metadata of any mixture of live requests.
 
         A request is direct if it verifies drafts, or without drafts, if it samples after its only
-        token. The rows of a batch begin with the requests that decode.
+        token. A batch begins with the requests that decode.
         """
-        lens = np.diff(inputs.query_ends, prepend=np.int32(0))
-        logits = np.zeros(len(lens), np.int32)
+        lengths = np.diff(inputs.query_ends, prepend=np.int32(0))
+        logits = np.zeros(len(lengths), np.int32)
         logits[inputs.sampled] = inputs.num_logits
-        goes_on = inputs.kv_lens > lens
+        goes_on = inputs.kv_lens > lengths
         num_places = self._slots.num_places
-        is_direct = (lens == num_places) & (logits == num_places) & goes_on
-        num_direct = int(np.logical_and.accumulate(is_direct).sum())
-        rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)
-        places = np.arange(num_places, dtype=np.int32)
-        arrays = [bases[:num_direct, None] + places, rows]
-        has_prompts = num_direct < len(lens)
-        if has_prompts:
-            prompts = lens[num_direct:], bases[num_direct:], goes_on[num_direct:].astype(np.int32)
-            arrays += prompts
-        slots, sent_rows, *rest = upload_arrays(self._npu, arrays)
-        accepted = None
-        if self._passed is not None:
-            accepted = self._passed.index_select(0, sent_rows) + 1
-        found = None
-        if has_prompts:
-            ends = tuple(np.cumsum(lens[num_direct:]).tolist())
-            found = PromptStates(
-                query_lens=rest[0], query_ends=ends, slots=rest[1], goes_on=rest[2].bool()
-            )
-        return self._metadata(slots, accepted, found)
+        is_direct = (lengths == num_places) & (logits == num_places) & goes_on
+        n = int(np.logical_and.accumulate(is_direct).sum())
+        bases = self._slots.bases(inputs.rows)
+        arrays: list[IntArray] = []
+        if n:
+            arrays += [inputs.rows[:n], *direct_arrays(bases[:n], lengths[:n], self._width)]
+        if n < len(lengths):
+            left = bases[n:], bases[n:], lengths[n:], goes_on[n:].astype(np.int32)
+            arrays += prompt_arrays(*left, self._width)
+        sent = upload_arrays(self._npu, arrays)
+        direct = prompts = None
+        if n:
+            rows, *places = sent[: 1 + DIRECT_ARRAYS]
+            direct = DirectStates.of_step(places, self._accepted(n, rows), num_places)
+            sent = sent[1 + DIRECT_ARRAYS :]
+        if sent:
+            prompts = PromptStates.of_step(sent, np.cumsum(lengths[n:]).tolist())
+        return StateMetadata(direct=direct, prompts=prompts)
 
     def restore(self, batch: RankBatch, states: Sequence[Tensor]) -> None:
         """Copy checkpoints to the rows that start from them.
@@ -100,21 +112,14 @@ class StateSteps:
         for tensor in states:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
-    def _metadata(
-        self, slots: Tensor, accepted: Tensor | None, prompts: PromptStates | None = None
-    ) -> StateMetadata:
-        n = len(slots)
-        return StateMetadata(
-            slots=slots,
-            lens=self._constant(n, self._slots.num_places),
-            accepted=self._constant(n, 1) if accepted is None else accepted,
-            prompts=prompts,
-        )
+    def _accepted(self, n: int, rows: Tensor | None) -> Tensor:
+        """Return for each of ``n`` requests 1 + the number of its drafts accepted last, [n] int32.
 
-    def _constant(self, length: int, value: int) -> Tensor:
-        """Return [length] int32 with equal values, made once. Graphs contain its address."""
-        if (length, value) not in self._constants:
-            shape = (length,)
-            made = torch.full(shape, value, dtype=torch.int32, device=self._npu.device)
-            self._constants[length, value] = made
-        return self._constants[length, value]
+        Args:
+            rows: [n] int32; None in a graph without drafts.
+        """
+        if self._passed is not None and rows is not None:
+            return self._passed.index_select(0, rows) + 1
+        if n not in self._ones:
+            self._ones[n] = torch.ones(n, dtype=torch.int32, device=self._npu.device)
+        return self._ones[n]

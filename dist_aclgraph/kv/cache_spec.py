@@ -13,6 +13,9 @@ from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Bytes of an element of the matrix in a state. CANN's operators keep it in bfloat16; the rule that
+# is composed of plain operators keeps it in float32.
+MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
 MIN_BLOCKS = 2  # the dummy block, and one block for requests
 
 
@@ -56,10 +59,12 @@ class StateTensor:
     Attributes:
         num_layers: number of layers that have the tensor.
         elements: number of elements of a slot in one layer, on one rank.
+        element_bytes: bytes of one element.
     """
 
     num_layers: int
     elements: int
+    element_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +98,10 @@ class KVCacheSpec:
         num_layers = facts.num_paged_layers + (1 if config.speculative.num_tokens else 0)
         states: tuple[StateTensor, ...] = ()
         if linear is not None:
-            num_linear = len(linear.layers)
+            inputs, matrices = linear.state_elements(tp)
             states = (
-                StateTensor(num_linear, linear.conv_elements(tp)),
-                StateTensor(num_linear, linear.recurrent_elements(tp)),
+                StateTensor(len(linear.layers), inputs, DTYPE_BYTES[config.dtype]),
+                StateTensor(len(linear.layers), matrices, MATRIX_BYTES[config.dtype]),
             )
         return cls(
             paged=(PagedTensor(num_layers, elements_per_token(facts, tp)),),
@@ -121,8 +126,7 @@ class KVCacheSpec:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot in all layers, on each rank."""
-        elements = sum(tensor.num_layers * tensor.elements for tensor in self.states)
-        return elements * DTYPE_BYTES[self.dtype]
+        return sum(t.num_layers * t.elements * t.element_bytes for t in self.states)
 
     @property
     def state_bytes(self) -> int:

@@ -38,7 +38,13 @@ class CacheRoom:
 class LayerAttention(Protocol):
     """The attention of one layer, in three parts. Piecewise graphs contain the first and the last
     part.
+
+    Attributes:
+        num_kept: number of inputs of ``attend``, counted from the last one, that ``output`` needs.
     """
+
+    @property
+    def num_kept(self) -> int: ...
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for the result of
@@ -52,8 +58,12 @@ class LayerAttention(Protocol):
         rows stay unchanged.
         """
 
-    def output(self, attended: Tensor) -> Tensor:
-        """[n, heads, head_dim] -> [n, hidden], summed over the ranks."""
+    def output(self, *kept: Tensor) -> Tensor:
+        """Return the layer's attention, [n, hidden], summed over the ranks.
+
+        Args:
+            kept: the last ``num_kept`` inputs of ``attend``; the last one is its result.
+        """
 
 
 class AttentionKind(Protocol):

@@ -6,13 +6,15 @@ import torch
 
 from dist_aclgraph.comm.groups import RankGroups
 from dist_aclgraph.models.attention_kind import AttentionKind
+from dist_aclgraph.models.gated_delta import LinearAttention
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.shapes.model_spec import LayerKind, ModelSpec
 
-KINDS: dict[LayerKind, type[GroupedQuery | MultiHeadLatent]] = {
+KINDS: dict[LayerKind, type[GroupedQuery | MultiHeadLatent | LinearAttention]] = {
     "grouped": GroupedQuery,
     "latent": MultiHeadLatent,
+    "linear": LinearAttention,
 }
 
 

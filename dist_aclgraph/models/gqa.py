@@ -56,6 +56,10 @@ class GroupedQueryAttention:
     output_product: RowParallelLinear
     eps: float
 
+    @property
+    def num_kept(self) -> int:
+        return 1
+
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return q, k and v, [num_tokens, heads, head_dim] each, and a tensor for the result.
 
@@ -82,7 +86,8 @@ class GroupedQueryAttention:
         q, k, v, out = inputs
         self.paged(q, k, v, out, cache, metadata)
 
-    def output(self, attended: Tensor) -> Tensor:
+    def output(self, *kept: Tensor) -> Tensor:
+        (attended,) = kept
         return self.output_product(attended.flatten(1))
 
 

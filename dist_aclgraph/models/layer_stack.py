@@ -69,13 +69,17 @@ class DecoderLayer:
             h, _, residual = npu.npu_add_rms_norm(x, residual, self.input_norm, self.eps)
         return residual, *self.attention.project(h, rope)
 
+    def kept(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the inputs of attention that ``after_attention`` needs."""
+        return state[len(state) - self.attention.num_kept :]
+
     def after_attention(
-        self, attended: Tensor, residual: Tensor, slots: Tensor, step: ExpertStep
+        self, kept: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
         """Return two tensors: the layer's output, and the residual stream without this output."""
         npu = torch.ops.npu
         h, _, residual = npu.npu_add_rms_norm(
-            self.attention.output(attended), residual, self.post_attention_norm, self.eps
+            self.attention.output(*kept), residual, self.post_attention_norm, self.eps
         )
         return self.feed_forward(h, slots, step), residual
 
@@ -150,9 +154,10 @@ class LayerStack:
         cos, sin, residual, *state = run(first, positions, *inputs)
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
             layer.attention.attend(tuple(state), (cos, sin), cache, metadata)
+            kept = layer.kept(tuple(state))
             if segment is not last:
-                residual, *state = run(segment, state[-1], residual, slots, cos, sin)
-        (hidden,) = run(last, state[-1], residual, slots)
+                residual, *state = run(segment, residual, slots, cos, sin, *kept)
+        (hidden,) = run(last, residual, slots, *kept)
         return hidden
 
     def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:
@@ -164,12 +169,12 @@ class LayerStack:
             return *rope, *layers[0].before_attention(embed(*inputs), None, rope)
 
         def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
-            attended, residual, slots, cos, sin = state
-            x, residual = above.after_attention(attended, residual, slots, step)
+            residual, slots, cos, sin, *kept = state
+            x, residual = above.after_attention(tuple(kept), residual, slots, step)
             return below.before_attention(x, residual, (cos, sin))
 
-        def last(attended: Tensor, residual: Tensor, slots: Tensor) -> tuple[Tensor]:
-            x, residual = layers[-1].after_attention(attended, residual, slots, step)
+        def last(residual: Tensor, slots: Tensor, *kept: Tensor) -> tuple[Tensor]:
+            x, residual = layers[-1].after_attention(kept, residual, slots, step)
             return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, self.eps)[0],)
 
         middle = [partial(between, *pair) for pair in pairwise(layers)]

@@ -49,6 +49,10 @@ class MultiHeadLatentAttention:
     output_product: RowParallelLinear
     sizes: LatentSpec
 
+    @property
+    def num_kept(self) -> int:
+        return 1
+
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
         tensor for the result.
@@ -76,7 +80,8 @@ class MultiHeadLatentAttention:
         q, q_rope, kv, out = inputs
         self.latent(q, q_rope, kv, out, rope, cache, metadata)
 
-    def output(self, attended: Tensor) -> Tensor:
+    def output(self, *kept: Tensor) -> Tensor:
+        (attended,) = kept
         return self.output_product(attended.flatten(1))
 
 
