@@ -7,7 +7,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device.decision import decide_device
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_task import read_task
 from dist_aclgraph.shapes.weight_files import check_weight_files
 

@@ -16,7 +16,7 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.steps.step import (
     RankBatch,
     RankPlan,

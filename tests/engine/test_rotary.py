@@ -11,7 +11,7 @@ import torch
 
 from dist_aclgraph.layers.rotary import inverse_frequencies, rope_tables
 from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from tests.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MAX_LEN, YARN_ROPE, make_reference
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}

@@ -34,7 +34,7 @@ from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import EngineDeadError, RayDiedError
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_task import read_task
 from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK

@@ -33,8 +33,9 @@ from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import ModelFacts
-from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
+from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import WeightPart, weight_parts
 
 SHAPES = Path(__file__).parents[3] / "configs" / "shapes"
