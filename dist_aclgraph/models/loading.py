@@ -31,7 +31,8 @@ class MatrixPart:
 
     Attributes:
         shape: shape of the whole weight.
-        rearrange: changes the order of outputs, [n, out] -> [n, out]; None keeps the stored order.
+        rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the stored
+            order.
     """
 
     name: str
@@ -173,11 +174,17 @@ class WeightSlices:
             width: number of inputs of each weight.
         """
         matrices = [self.matrix(n, (out, width), 0, a, b) for n, out, a, b in parts]
-        bias = None
-        if has_bias:
-            biases = [self.part(f"{n}.bias", (out,), 0, a, b) for n, out, a, b in parts]
-            bias = self.place(torch.cat(biases))
+        return self.joined(matrices, has_bias)
+
+    def joined(self, matrices: Sequence[MatrixPart], has_bias: bool) -> Product:
+        """Return one product for parts of outputs, with the biases of these outputs."""
+        bias = self.place(torch.cat([self._bias(m) for m in matrices])) if has_bias else None
         return self.product(matrices, bias)
+
+    def _bias(self, matrix: MatrixPart) -> Tensor:
+        name = matrix.name.removesuffix("weight") + "bias"
+        bias = self.part(name, matrix.shape[:1], 0, matrix.start, matrix.stop)
+        return bias if matrix.rearrange is None else matrix.rearrange(bias)
 
     def row_parallel(
         self, name: str, shape: tuple[int, int], start: int, stop: int, has_bias: bool

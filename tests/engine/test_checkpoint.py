@@ -160,9 +160,8 @@ def test_every_query_head_finds_its_kv_head_on_its_rank(
         share = share_heads(make_spec(heads, kv_heads), CommGroup(tuple(range(size)), rank))
 
         group = heads // kv_heads
-        first, last = share.first_head, share.first_head + share.num_heads - 1
-        assert first // group == share.first_kv_head
-        assert last // group == share.first_kv_head + share.num_kv_heads - 1
+        assert share.q[0] // group == share.kv[0]
+        assert share.q[-1] // group == share.kv[-1]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (6, 4, 6), (12, 8, 3)])

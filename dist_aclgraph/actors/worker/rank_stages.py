@@ -247,11 +247,14 @@ class JoinedRank:
         note(0)
         dtype, device = TORCH_DTYPES[config.dtype], self.npu.device
         quantises = config.quantization == "w8a8"
-        checkpoint: WeightSource = (
-            DummyCheckpoint(dtype, device=device, quantises=quantises)
-            if config.weights == "dummy"
-            else Checkpoint(config.model, dtype, device=device, quantises=quantises)
-        )
+        checkpoint: WeightSource
+        if config.weights == "dummy":
+            checkpoint = DummyCheckpoint(dtype, device=device, quantises=quantises)
+        else:
+            checkpoint = Checkpoint(
+                config.model, dtype, device=device, quantises=quantises, names=spec.names
+            )
+            self._log_ignored(checkpoint.count_ignored())
         with _host_threads(1 if self.cores else num_neighbours):
             model = Decoder(
                 spec,
@@ -268,6 +271,11 @@ class JoinedRank:
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
         return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
+
+    def _log_ignored(self, num_tensors: int) -> None:
+        if num_tensors and self.rank == 0:
+            parts = ", ".join(part.removesuffix(".") for part in self.spec.names.ignored)
+            logger.info("not loaded: %d tensors of other parts (%s)", num_tensors, parts)
 
     def _check_needs(self, free_bytes: int) -> RankMemory:
         """Before any weight is read, refuse weights that are missing or cannot fit.

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from dist_aclgraph.shapes.families.glm import read_glm4_moe
+from dist_aclgraph.shapes.families.kimi import read_kimi_k25
 from dist_aclgraph.shapes.families.llama import read_llama
+from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from dist_aclgraph.shapes.model_config import ModelConfig, read_model_config
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -21,6 +24,9 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "Qwen3MoeForCausalLM": read_qwen3_moe,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
+    "KimiK25ForConditionalGeneration": read_kimi_k25,
+    "Glm4MoeForCausalLM": read_glm4_moe,
+    "MiniMaxM2ForCausalLM": read_minimax_m2,
 }
 
 

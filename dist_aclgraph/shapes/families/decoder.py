@@ -7,7 +7,7 @@ from dataclasses import replace
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_facts import facts_of
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
-from dist_aclgraph.shapes.rope_spec import read_rope_spec
+from dist_aclgraph.shapes.rope_spec import read_rope_spec, read_rotary_dim
 
 
 def read_decoder(
@@ -15,11 +15,14 @@ def read_decoder(
     *,
     experts: ExpertSpec | None = None,
     latent: LatentSpec | None = None,
+    rotated_part: float | None = None,
     num_draft_layers: int = 0,
 ) -> ModelSpec:
     """Return the shape of a decoder without biases and without norms of q and k.
 
     Args:
+        rotated_part: part of a head's elements that the family rotates if config.json does not say
+            it; None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
 
     Raises:
@@ -32,6 +35,10 @@ def read_decoder(
         experts=experts,
         num_draft_layers=num_draft_layers,
     )
+    rotary_dim = None
+    if rotated_part is not None:
+        rotary_dim = read_rotary_dim(config, facts.head_dim, rotated_part)
+    rope_dim = latent.rope_dim if latent else rotary_dim or facts.head_dim
     return ModelSpec(
         **vars(facts),
         intermediate_size=config.integer("intermediate_size"),
@@ -41,6 +48,7 @@ def read_decoder(
         has_output_bias=False,
         has_mlp_bias=False,
         has_qk_norm=False,
-        rope=read_rope_spec(config, latent.rope_dim if latent else facts.head_dim),
+        rope=read_rope_spec(config, rope_dim, rotates_part=rotary_dim is not None),
         latent=latent,
+        rotary_dim=rotary_dim,
     )
