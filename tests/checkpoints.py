@@ -76,6 +76,34 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 1.5,
     },
+    "Glm4MoeForCausalLM": {
+        "head_dim": 64,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
+    "MiniMaxM2ForCausalLM": {
+        "head_dim": 64,
+        "rotary_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+    },
+    "GptOssForCausalLM": {
+        "head_dim": 64,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+        "sliding_window": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "swiglu_limit": 0.5,  # small enough for the random activations
+    },
 }
 ARCHITECTURES = tuple(SPECIAL)
 
@@ -108,6 +136,8 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
                 parameter.normal_(0.0, 0.1)
             elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("bias"):
                 buffer.normal_(0.0, 0.1)
@@ -151,8 +181,8 @@ def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 
 def add_next_token_module(directory: Path) -> None:
-    """Add a next-token module with seeded random weights to a DeepSeek checkpoint. Its predictions
-    are arbitrary.
+    """Add a next-token module with seeded random weights to a checkpoint of DeepSeek V3 or GLM-4.5.
+    Its predictions are arbitrary.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())

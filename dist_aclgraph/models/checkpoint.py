@@ -43,6 +43,7 @@ class Checkpoint:
     Attributes:
         dtype: type of all floats that are read; the files may store another type.
         device: device of all tensors that are read.
+        quantises: whether the matrices of products are converted to int8.
         has_head: whether the files were written for a model with an output head. Files of a decoder
             alone, such as those of models for embeddings, have names without ``model.``.
     """
@@ -65,7 +66,7 @@ class Checkpoint:
         self.dtype = dtype
         self.device = device
         self._directory = Path(directory)
-        self._quantises = quantises
+        self.quantises = quantises
         self._names = names
         self._file_of = tensor_files(self._directory)
         self.has_head = not is_headless(self._file_of)
@@ -100,6 +101,24 @@ class Checkpoint:
             MissingTensorError: as ``read``.
         """
         return _padded(self._floats(name, shape, dim, start, stop, self.dtype), dim, stop - start)
+
+    def read_member(
+        self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
+    ) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` of a member of a stack of tensors; elements after the
+        tensor's end are zero.
+
+        Args:
+            shape: shape of the stack; its first dimension counts the members.
+            dim: dimension of the member.
+
+        Raises:
+            MissingTensorError: as ``read``.
+        """
+        where = [slice(member, member + 1), *([slice(None)] * (len(shape) - 1))]
+        where[dim + 1] = slice(start, min(stop, shape[dim + 1]))
+        part: Tensor = self._slice(name, shape)[tuple(where)][0]
+        return _padded(part.contiguous().to(self.device).to(self.dtype), dim, stop - start)
 
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
@@ -144,7 +163,7 @@ class Checkpoint:
         Raises:
             MissingTensorError: as ``read``.
         """
-        return self._quantises or self._slice(name, shape).get_dtype() == "I8"
+        return self.quantises or self._slice(name, shape).get_dtype() == "I8"
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int

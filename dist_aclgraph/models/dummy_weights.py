@@ -20,7 +20,7 @@ class DummyCheckpoint:
     def __init__(self, dtype: torch.dtype, *, device: torch.device, quantises: bool) -> None:
         self.dtype = dtype
         self.device = device
-        self._quantises = quantises
+        self.quantises = quantises
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in float32."""
@@ -36,6 +36,12 @@ class DummyCheckpoint:
         """Return ``[start, stop)`` of ``dim``."""
         return self.read(name, _cut(shape, dim, start, stop))
 
+    def read_member(
+        self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
+    ) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` of a member of a stack."""
+        return self.read(name, _cut(shape[1:], dim, start, stop))
+
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> None:
@@ -44,7 +50,7 @@ class DummyCheckpoint:
 
     def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
         """Return whether ``read_matrix`` returns int8."""
-        return self._quantises
+        return self.quantises
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
@@ -54,7 +60,7 @@ class DummyCheckpoint:
         It is int8 if this object quantises.
         """
         part = _cut(shape, dim, start, stop)
-        if not self._quantises:
+        if not self.quantises:
             return Matrix(self.read(name, part).t())
         weight = torch.zeros(part, dtype=torch.int8, device=self.device)
         return Matrix(weight.t(), self.read_float32(name, (part[0], 1)).t())

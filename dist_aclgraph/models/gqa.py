@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
@@ -111,8 +112,14 @@ class GroupedQuery:
         """Build the rotary tables for requests of up to ``max_len`` tokens.
 
         Raises:
-            ConfigError: the heads cannot be split over the group.
+            ConfigError: the heads cannot be split over the group, or ranks share contexts of heads
+                with sinks.
         """
+        if spec.has_sinks and groups.pcp.size * groups.dcp.size > 1:
+            raise ConfigError(
+                f"parallel.dcp is {groups.dcp.size} and parallel.pcp {groups.pcp.size}; contexts "
+                f"of a {spec.architecture}, whose heads have sinks, cannot be shared: set both to 1"
+            )
         self._spec = spec
         self._heads = share_heads(spec, groups.tp)
         self._window = spec.window_within(max_len)
@@ -139,6 +146,7 @@ class GroupedQuery:
                 d,
                 self._context,
                 window.num_keys if window and index in window.layers else None,
+                self._load_sinks(slices, prefix) if spec.has_sinks else None,
             ),
             output_product=slices.row_parallel(
                 f"{prefix}.o_proj",
@@ -157,6 +165,12 @@ class GroupedQuery:
     def _paired(self, heads: Tensor) -> Tensor:
         dim = self._spec.rotary_dim
         return heads if dim is None else pairs_across_head(heads, self._spec.head_dim, dim)
+
+    def _load_sinks(self, slices: WeightSlices, prefix: str) -> Tensor:
+        heads = self._heads.q
+        sinks = slices.part(f"{prefix}.sinks", (self._spec.num_heads,), 0, heads.start, heads.stop)
+        # The operator takes sinks in bfloat16, also beside float16.
+        return slices.place(sinks.bfloat16() if sinks.dtype == torch.float16 else sinks)
 
     def _load_norms(self, slices: WeightSlices, prefix: str) -> HeadNorms | NormsOfAllHeads:
         spec, heads, one = self._spec, self._heads, range(1)

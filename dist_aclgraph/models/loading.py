@@ -88,6 +88,29 @@ class WeightSlices:
         columns = MatrixPart(name, (out, width), 0, start, stop)
         return self._read([columns], self.checkpoint.dtype)[0]
 
+    def stack(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        members: Sequence[int],
+        dim: int,
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` of some members of a stack of tensors.
+
+        Args:
+            shape: shape of the stack; its first dimension counts the members.
+            dim: dimension of a member.
+        """
+        rest = list(shape[1:])
+        rest[dim] = stop - start
+        size = (len(members), *rest)
+        stacked = torch.empty(size, dtype=self.checkpoint.dtype, device=self.device)
+        for row, member in zip(stacked, members, strict=True):
+            row.copy_(self.checkpoint.read_member(name, shape, member, dim, start, stop))
+        return stacked
+
     def place(self, weight: Tensor) -> Tensor:
         """Return a weight in its final form: contiguous, on the device."""
         placed = weight.contiguous().to(self.device)

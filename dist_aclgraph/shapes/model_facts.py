@@ -25,6 +25,8 @@ from dist_aclgraph.shapes.weight_files import read_header
 
 SLIDING = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 DEFAULT_WINDOW = 4096
+# Architectures whose layers 0, 2, 4 and so on have a window, and the usual size of this window.
+ALTERNATING = {"GptOssForCausalLM": 128}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -191,7 +193,10 @@ def facts_of(config: ModelConfig) -> ModelFacts:
 
 
 def _window(config: ModelConfig) -> SlidingWindow | None:
-    if config.architecture not in SLIDING or not config.flag("use_sliding_window", False):
+    alternates = config.architecture in ALTERNATING
+    if not alternates and (
+        config.architecture not in SLIDING or not config.flag("use_sliding_window", False)
+    ):
         return None
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     kinds = config.texts("layer_types")
@@ -203,13 +208,16 @@ def _window(config: ModelConfig) -> SlidingWindow | None:
         layers: Sequence[int] = range(num_layers)
     elif kinds:
         layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    elif alternates:
+        layers = range(0, num_layers, 2)
     else:
         layers = range(config.integer("max_window_layers", 28, least=0), num_layers)
     # If the key is absent, transformers' default applies; if it is null, no layer has a window.
     if not layers or config.raw.get("sliding_window", DEFAULT_WINDOW) is None:
         return None
+    usual = ALTERNATING.get(config.architecture, DEFAULT_WINDOW)
     return SlidingWindow(
-        config.integer("sliding_window", DEFAULT_WINDOW, most=MAX_CONTEXT), frozenset(layers)
+        config.integer("sliding_window", usual, most=MAX_CONTEXT), frozenset(layers)
     )
 
 

@@ -14,6 +14,18 @@ from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 
+@dataclass(frozen=True)
+class SwigluClip:
+    """A gated activation whose inputs are limited: ``gate * sigmoid(alpha * gate) * (up + 1)``.
+
+    Attributes:
+        limit: greatest gate, and greatest absolute value of ``up``.
+    """
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertSpec(ExpertFacts):
     """The experts of a decoder, and which layers have them.
@@ -31,6 +43,10 @@ class ExpertSpec(ExpertFacts):
         scaling: factor for the experts' weights.
         has_bias: whether a bias is added to the scores for the choice of experts, but not for
             weights.
+        has_product_biases: whether the router's logits and the products of experts have biases.
+        clip: limits of the activation; None means SiLU of the gate without limits.
+        is_stacked: whether the checkpoint stores one tensor for all experts of a layer, [experts,
+            in, out], in which the columns of gate and up alternate.
     """
 
     width: int
@@ -42,6 +58,9 @@ class ExpertSpec(ExpertFacts):
     group_score: Literal["max", "top2"] = "max"
     scaling: float = 1.0
     has_bias: bool = False
+    has_product_biases: bool = False
+    clip: SwigluClip | None = None
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +118,8 @@ class ModelSpec(ModelFacts):
         rotary_dim: number of rotated elements of a head, the first ones; None means all elements.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k; else each head is normalised on its own.
+        has_sinks: whether each head has a logit without a value, which takes a part of the
+            attention.
     """
 
     intermediate_size: int
@@ -113,4 +134,5 @@ class ModelSpec(ModelFacts):
     latent: LatentSpec | None = None
     rotary_dim: int | None = None
     qk_norm_spans_heads: bool = False
+    has_sinks: bool = False
     names: WeightNames = WeightNames()

@@ -51,10 +51,16 @@ def make_runner(
             **settings,
         }
     )
+    spec = read_model_spec(directory)
     model = Decoder(
-        read_model_spec(directory),
+        spec,
         ONE_RANK,
-        Checkpoint(directory, TORCH_DTYPES[config.dtype], quantises=config.quantization == "w8a8"),
+        Checkpoint(
+            directory,
+            TORCH_DTYPES[config.dtype],
+            quantises=config.quantization == "w8a8",
+            names=spec.names,
+        ),
         device=npu.device,
         max_len=MAX_LEN,
         drafts=num_drafts > 0,
