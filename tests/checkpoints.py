@@ -56,6 +56,19 @@ LATENT = {
     "topk_group": 1,
 }
 
+# Sizes of all small models; SPECIAL has the settings of one architecture.
+USUAL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 194,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "eos_token_id": None,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 64, "rope_parameters": LINEAR_ROPE},
     "Qwen2ForCausalLM": {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True},
@@ -112,23 +125,29 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     """Return a transformers model with seeded weights; write it to ``directory`` if given."""
     import transformers
 
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 128,
-        "intermediate_size": 194,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_LEN,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.1,
-        "eos_token_id": None,
-        **SPECIAL[architecture],
-        **overrides,
-    }
+    settings = {**USUAL, **SPECIAL[architecture], **overrides}
     config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**settings)
+    return _seeded(getattr(transformers, architecture), config, directory)
+
+
+def make_kimi_k25(directory: Path) -> Any:
+    """Return a seeded Kimi K2.5 of transformers, with its encoder of images, and write it."""
+    import transformers
+
+    text = {**USUAL, **SPECIAL["DeepseekV3ForCausalLM"], "n_group": 1, "model_type": "deepseek_v3"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Kimi_K25Config(
+        text_config=text,
+        vision_config={**vision, "num_attention_heads": 2},
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    return _seeded(transformers.Kimi_K25ForConditionalGeneration, config, directory)
+
+
+def _seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, architecture)(config).float().eval()
+    model = model_class(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Weights that transformers initialises to zeros and ones would test nothing.
