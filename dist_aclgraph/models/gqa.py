@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
-from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
@@ -112,14 +111,8 @@ class GroupedQuery:
         """Build the rotary tables for requests of up to ``max_len`` tokens.
 
         Raises:
-            ConfigError: the heads cannot be split over the group, or ranks share contexts of heads
-                with sinks.
+            ConfigError: the heads cannot be split over the group.
         """
-        if spec.has_sinks and groups.pcp.size * groups.dcp.size > 1:
-            raise ConfigError(
-                f"parallel.dcp is {groups.dcp.size} and parallel.pcp {groups.pcp.size}; contexts "
-                f"of a {spec.architecture}, whose heads have sinks, cannot be shared: set both to 1"
-            )
         self._spec = spec
         self._heads = share_heads(spec, groups.tp)
         self._window = spec.window_within(max_len)

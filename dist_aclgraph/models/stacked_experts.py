@@ -1,4 +1,7 @@
-"""Loads experts that a checkpoint stores as one tensor for all experts of a layer, with biases."""
+"""Loads experts that a checkpoint stores as one tensor for all experts of a layer, with biases.
+
+Such experts are never converted to int8.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.local_experts import GroupedProduct
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ExpertSpec
@@ -26,15 +28,7 @@ def load_stacked_products(
     Args:
         prefix: beginning of the weights' names, such as ``model.layers.3.mlp.experts``.
         share: [start, stop) of the inner width of each expert.
-
-    Raises:
-        ConfigError: the matrices were to be converted to int8.
     """
-    if slices.checkpoint.quantises:
-        raise ConfigError(
-            "quantization is w8a8; experts that are stored as one tensor with biases are not "
-            "converted to int8: leave quantization out"
-        )
     count, width, (start, stop) = experts.num_experts, experts.width, share
 
     def stack(name: str, shape: tuple[int, ...], dim: int, first: int, last: int) -> Tensor:

@@ -13,7 +13,7 @@ from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError
 from dist_aclgraph.layers.vocabulary import vocabulary_part
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import share_heads
-from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 MATRIX = torch.arange(21, dtype=torch.float32).reshape(7, 3)
@@ -140,6 +140,32 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither"):
         Checkpoint(tmp_path, torch.float32)
+
+
+def test_names_are_translated_and_other_parts_counted(tmp_path: Path) -> None:
+    stored = ("text.model.mlp.w1.weight", "vision.a", "vision.b")
+    save_file({name: MATRIX.clone() for name in stored}, tmp_path / "model.safetensors")
+    names = WeightNames(prefix="text.", changes=((".up.", ".w1."),), ignored=("vision.",))
+
+    checkpoint = Checkpoint(tmp_path, torch.float32, names=names)
+
+    assert torch.equal(checkpoint.read("model.mlp.up.weight", (7, 3)), MATRIX)
+    assert "model.mlp.up.weight" in checkpoint
+    assert checkpoint.count_ignored() == 2
+
+
+@pytest.mark.parametrize(("dim", "start", "stop"), [(0, 1, 3), (1, 0, 3), (1, 2, 5)])
+def test_a_part_of_a_member_of_a_stack(tmp_path: Path, dim: int, start: int, stop: int) -> None:
+    stack = torch.randn(4, 5, 3)
+    save_file({"s": stack}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+
+    part = checkpoint.read_member("s", (4, 5, 3), 2, dim, start, stop)
+
+    padded = torch.cat([stack[2], torch.zeros(5, 3)], 1) if dim else stack[2]
+    assert torch.equal(part, padded.narrow(dim, start, stop - start))
+    with pytest.raises(MissingTensorError, match="config.json asks for"):
+        checkpoint.read_member("s", (5, 5, 3), 2, dim, start, stop)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

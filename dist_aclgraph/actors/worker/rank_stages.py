@@ -33,9 +33,9 @@ from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
-from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def join_rank(
 
     # Only this process can check the mode, because the check depends on this process's environment.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
-    spec = read_model_spec(config.model)
+    spec = read_servable_spec(config)
     # Bind the cores before torch_npu starts its threads, because the threads inherit the cores.
     cores = _bind_cores(config, rank)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))

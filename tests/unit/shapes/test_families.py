@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, SwigluClip
+from dist_aclgraph.shapes.servable import read_servable_spec
 
 SHAPES = Path(__file__).parents[3] / "configs" / "shapes"
 
@@ -148,3 +150,21 @@ def test_the_rotated_part_is_read_as_transformers_reads_it(tmp_path: Path) -> No
     assert read(tmp_path, "glm-4.5", partial_rotary_factor=None).rotary_dim == 64
     assert read(tmp_path, "minimax-m2", rotary_dim=None).rotary_dim == 128
     assert read(tmp_path, "minimax-m2", partial_rotary_factor=0.25).rotary_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"parallel": {"tp": 2, "pcp": 2}, "max_model_len": 64},
+            "parallel.pcp 2; contexts of heads with sinks, which GptOssForCausalLM has",
+        ),
+        ({"quantization": "w8a8"}, "quantization is w8a8; experts with biases"),
+    ],
+)
+def test_gpt_oss_is_refused_where_it_cannot_be_served(keys: dict[str, Any], sentence: str) -> None:
+    model = str(SHAPES / "gpt-oss-20b")
+
+    assert read_servable_spec(make_config({"model": model})).has_sinks
+    with pytest.raises(ConfigError, match=sentence):
+        read_servable_spec(make_config({"model": model, **keys}))
