@@ -164,7 +164,7 @@ def test_a_part_of_a_member_of_a_stack(tmp_path: Path, dim: int, start: int, sto
 
     padded = torch.cat([stack[2], torch.zeros(5, 3)], 1) if dim else stack[2]
     assert torch.equal(part, padded.narrow(dim, start, stop - start))
-    with pytest.raises(MissingTensorError, match="config.json asks for"):
+    with pytest.raises(MissingTensorError, match=r"config\.json asks for"):
         checkpoint.read_member("s", (5, 5, 3), 2, dim, start, stop)
 
 
