@@ -46,18 +46,23 @@ class NormsOfAllHeads:
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[..., heads, head_dim] each -> the same shapes."""
-        rows, weights = (q.flatten(-2), k.flatten(-2)), (self.q, self.k)
-        if self.group.size == 1:
-            norm = torch.ops.npu.npu_rms_norm
-            found = [norm(x, w, self.eps)[0] for x, w in zip(rows, weights, strict=True)]
-        else:
-            found = self._normalised(rows, weights)
-        return found[0].view(q.shape), found[1].view(k.shape)
+        norm = torch.ops.npu.npu_rms_norm
+        own_q, scale_q = norm(q.flatten(-2), self.q, self.eps)
+        own_k, scale_k = norm(k.flatten(-2), self.k, self.eps)
+        if self.group.size > 1:
+            scales = torch.cat([scale_q, scale_k], -1)
+            own_q, own_k = self._rescaled((own_q, own_k), scales)
+        return own_q.view(q.shape), own_k.view(k.shape)
 
-    def _normalised(self, rows: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Compute in float32, with one all-reduce for all norms."""
-        floats = [x.float() for x in rows]
-        means = torch.cat([(x * x).mean(-1, keepdim=True) for x in floats], -1)
-        factors = (self.group.all_reduce(means) / self.group.size + self.eps).rsqrt().split(1, -1)
-        each = zip(floats, factors, weights, strict=True)
-        return [(x * factor).to(weight.dtype) * weight for x, factor, weight in each]
+    def _rescaled(self, own: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+        """Replace the scale of this rank's heads by the scale of all heads.
+
+        A scale is ``(mean of squares + eps) ** -0.5``, so the mean of the ranks' ``scale ** -2``
+        belongs to all heads. One all-reduce serves both norms.
+
+        Args:
+            own: results of this rank's norms; scales: [..., 2] float32, their scales.
+        """
+        means = self.group.all_reduce((scales * scales).reciprocal()) / self.group.size
+        factors = (means.rsqrt() / scales).split(1, -1)
+        return [(x * factor).to(x.dtype) for x, factor in zip(own, factors, strict=True)]

@@ -114,7 +114,7 @@ def _grouped(spec: ModelSpec, tp: int) -> int:
     # of attention.
     heads = 2 * (q + 2 * kv) + q
     if spec.qk_norm_spans_heads and tp > 1:
-        heads += 3 * FLOAT32_ELEMENTS * (q + kv)  # in float32: inputs, squares, results
+        heads += FLOAT32_ELEMENTS * (q + kv)  # rescaled in float32
     return spec.head_dim * heads
 
 
