@@ -25,6 +25,7 @@ from dist_aclgraph.shapes.weight_files import read_header
 
 SLIDING = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 DEFAULT_WINDOW = 4096
+NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM",)
 # Architectures whose layers 0, 2, 4 and so on have a window, and the usual size of this window.
 ALTERNATING = {"GptOssForCausalLM": 128}
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -70,6 +71,9 @@ class ModelFacts:
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         vocab_size: rows of the embedding; all token ids are smaller.
+        qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
+            of k, so that ranks with different heads exchange sums. Else, norms of q and k, if the
+            model has them, normalise each head on its own.
     """
 
     architecture: str
@@ -88,6 +92,7 @@ class ModelFacts:
     weight_bytes: int = 0
     holds_int8: bool = False
     vocab_size: int = 0
+    qk_norm_spans_heads: bool = False
 
     def max_model_len(self, config: Config) -> int:
         """Return the length of the longest request that a deployment may have."""
@@ -189,6 +194,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         weight_bytes=sum(file.stat().st_size for file in files),
         holds_int8=any(map(_has_int8, files)),
         vocab_size=config.integer("vocab_size", 0, least=0),
+        qk_norm_spans_heads=config.architecture in NORMS_OF_ALL_HEADS,
     )
 
 

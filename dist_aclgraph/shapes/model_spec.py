@@ -116,8 +116,6 @@ class ModelSpec(ModelFacts):
 
     Attributes:
         rotary_dim: number of rotated elements of a head, the first ones; None means all elements.
-        qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
-            of k; else each head is normalised on its own.
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
     """
@@ -133,6 +131,5 @@ class ModelSpec(ModelFacts):
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
     rotary_dim: int | None = None
-    qk_norm_spans_heads: bool = False
     has_sinks: bool = False
     names: WeightNames = WeightNames()

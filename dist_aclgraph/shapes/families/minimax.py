@@ -35,7 +35,6 @@ def read_minimax_m2(config: ModelConfig) -> ModelSpec:
         spec,
         experts=_experts(config, spec.num_layers),
         has_qk_norm=True,
-        qk_norm_spans_heads=True,
         names=NAMES,
     )
 
