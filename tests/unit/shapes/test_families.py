@@ -137,7 +137,7 @@ def test_what_is_not_implemented_is_refused(
         read(tmp_path, shape, **changes)
 
 
-@pytest.mark.parametrize("part", [0.0, -0.5, 1.5, 0.01, 0.02])
+@pytest.mark.parametrize("part", [0.0, -0.5, 1.5, 0.01, 0.04])
 def test_an_impossible_part_of_a_head_is_refused(tmp_path: Path, part: float) -> None:
     with pytest.raises(ModelError, match="must select an even number of the 128 elements"):
         read(tmp_path, "glm-4.5", partial_rotary_factor=part)
