@@ -136,5 +136,5 @@ def _experts(hidden: int, experts: ExpertSpec, tp: int, ep: int) -> int:
         width, gathered = experts.width, ep / tp
     arrived = 3 * hidden  # a token as sent, as received, and its sum over experts
     chosen = experts.top_k * (2 * hidden + 3 * width)  # per chosen expert: input and output rows
-    shared = _mlp(hidden, experts.num_shared * experts.width, tp) if experts.num_shared else 0
+    shared = _mlp(hidden, experts.width_of_shared, tp) if experts.num_shared else 0
     return round(gathered * (arrived + chosen)) + shared

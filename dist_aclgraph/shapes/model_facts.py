@@ -277,8 +277,14 @@ def _experts(config: ModelConfig) -> ExpertFacts | None:
     return ExpertFacts(
         num_experts=config.integer(key, most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
-        num_shared=config.integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS),
+        num_shared=_num_shared(config),
     )
+
+
+def _num_shared(config: ModelConfig) -> int:
+    if config.has("shared_expert_intermediate_size"):
+        return 1
+    return config.integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS)
 
 
 def _latent_size(config: ModelConfig) -> int:
