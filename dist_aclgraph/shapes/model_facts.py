@@ -12,7 +12,7 @@ from pathlib import Path
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.heads import check_shards, heads_per_rank, kv_heads_per_rank
-from dist_aclgraph.shapes.linear_facts import LinearFacts, read_linear_facts
+from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -66,7 +66,7 @@ class ModelFacts:
         num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention caches per token and layer; 0 without latent
             attention.
-        linear: layers with linear attention; None if all layers keep keys.
+        linear: layers of linear attention; None if all layers keep keys.
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         vocab_size: rows of the embedding; all token ids are smaller.
@@ -84,7 +84,7 @@ class ModelFacts:
     hidden_size: int = 0
     experts: ExpertFacts | None = None
     latent_size: int = 0
-    linear: LinearFacts | None = None
+    linear: LinearSpec | None = None
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
     holds_int8: bool = False
@@ -191,7 +191,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         window=_window(config),
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
-        linear=read_linear_facts(config),
+        linear=read_linear_spec(config),
         is_encoder_decoder=config.flag("is_encoder_decoder", False),
         hidden_size=hidden_size,
         experts=_experts(config),
