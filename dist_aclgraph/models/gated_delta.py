@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
+from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.delta_rule import rule_for
 from dist_aclgraph.layers.gated_delta import GatedDelta, ShortConvolution
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
-from dist_aclgraph.layers.state_metadata import StateCache, StateMetadata
-from dist_aclgraph.models.attention_kind import Rope
+from dist_aclgraph.layers.state_metadata import StateCache
+from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.shapes.heads import linear_heads_per_rank
 from dist_aclgraph.shapes.linear_spec import LinearSpec
@@ -57,10 +58,11 @@ class GatedDeltaAttention:
         return qkv, g, b.sigmoid(), z, out
 
     def attend(
-        self, inputs: tuple[Tensor, ...], rope: Rope, cache: StateCache, metadata: StateMetadata
+        self, inputs: tuple[Tensor, ...], rope: Rope, cache: StateCache, metadata: AttentionMetadata
     ) -> None:
         qkv, g, beta, _, out = inputs
-        self.delta(qkv, g, beta, out, cache, metadata)
+        if metadata.states is not None:
+            self.delta(qkv, g, beta, out, cache, metadata.states)
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
         *_, z, out = inputs
@@ -139,12 +141,12 @@ class LinearAttention:
             eps=self._eps,
         )
 
-    def make_cache(self, num_slots: int) -> StateCache:
-        """Return one layer's states. Slot 0 must not contain NaN, because padding reads it."""
+    def make_cache(self, room: CacheRoom) -> StateCache:
+        # Padding reads slot 0, so a NaN there would stay.
         linear, heads, device = self._linear, self._heads, self._device
         channels = sum(stop - start for start, stop in self._channels())
-        conv = (num_slots, linear.conv_width - 1, channels)
-        recurrent = (num_slots, len(heads.values), linear.value_dim, linear.key_dim)
+        conv = (room.num_slots, linear.conv_width - 1, channels)
+        recurrent = (room.num_slots, len(heads.values), linear.value_dim, linear.key_dim)
         return StateCache(
             torch.zeros(conv, dtype=self._dtype, device=device),
             torch.zeros(recurrent, dtype=self._rule.state_dtype, device=device),

@@ -82,8 +82,8 @@ class GroupedQueryAttention:
         q, k, v, out = inputs
         self.paged(q, k, v, out, cache, metadata)
 
-    def output(self, attended: Tensor) -> Tensor:
-        return self.output_product(attended.flatten(1))
+    def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.output_product(inputs[-1].flatten(1))
 
 
 class GroupedQuery:

@@ -70,9 +70,13 @@ class DecoderLayer:
         return residual, *self.attention.project(h, rope)
 
     def after_attention(
-        self, attended: Tensor, residual: Tensor, slots: Tensor, step: ExpertStep
+        self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the layer's output, and the residual stream without this output."""
+        """Return two tensors: the layer's output, and the residual stream without this output.
+
+        Args:
+            attended: the inputs of attention; the last one has the results.
+        """
         npu = torch.ops.npu
         h, _, residual = npu.npu_add_rms_norm(
             self.attention.output(attended), residual, self.post_attention_norm, self.eps
@@ -151,8 +155,8 @@ class LayerStack:
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
             layer.attention.attend(tuple(state), (cos, sin), cache, metadata)
             if segment is not last:
-                residual, *state = run(segment, state[-1], residual, slots, cos, sin)
-        (hidden,) = run(last, state[-1], residual, slots)
+                residual, *state = run(segment, residual, slots, cos, sin, *state)
+        (hidden,) = run(last, residual, slots, *state)
         return hidden
 
     def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:
@@ -164,11 +168,11 @@ class LayerStack:
             return *rope, *layers[0].before_attention(embed(*inputs), None, rope)
 
         def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
-            attended, residual, slots, cos, sin = state
-            x, residual = above.after_attention(attended, residual, slots, step)
+            residual, slots, cos, sin, *attended = state
+            x, residual = above.after_attention(tuple(attended), residual, slots, step)
             return below.before_attention(x, residual, (cos, sin))
 
-        def last(attended: Tensor, residual: Tensor, slots: Tensor) -> tuple[Tensor]:
+        def last(residual: Tensor, slots: Tensor, *attended: Tensor) -> tuple[Tensor]:
             x, residual = layers[-1].after_attention(attended, residual, slots, step)
             return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, self.eps)[0],)
 
