@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dist_aclgraph.context.state_slots import StateSlots
@@ -16,12 +15,10 @@ from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.layers.state_metadata import (
-    DirectArrays,
     DirectLayout,
     DirectStates,
     PromptStates,
     StateMetadata,
-    direct_arrays,
     prompt_arrays,
 )
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -39,27 +36,23 @@ class StateSteps:
         width: number of tokens that the convolution sees.
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
+        width: width of the convolution.
     """
 
-    def __init__(self, npu: Npu, slots: StateSlots, width: int, passed: Tensor | None) -> None:
+    def __init__(self, npu: Npu, slots: StateSlots, passed: Tensor | None, width: int) -> None:
         self._npu = npu
         self._slots = slots
         self._width = width
         self._passed = passed
+        self._width = width
         self._layouts: dict[int, DirectLayout] = {}
-        self._ones: dict[int, Tensor] = {}
 
     def of_graph(self, graph: BatchDescriptor, inputs: DeviceStep) -> StateMetadata:
         """Return the metadata of a full graph, from its static inputs."""
-        bases, num_places = inputs.state_slots, self._slots.num_places
-        assert bases is not None and graph.query_len == num_places
-        n = len(bases)
-        if n not in self._layouts:
-            layout = DirectLayout.of_graph(n, num_places, self._width, self._npu.device)
-            self._layouts[n] = layout
+        bases = inputs.state_slots
+        assert bases is not None and graph.query_len == self._slots.num_places
         rows = None if inputs.drafts is None else inputs.drafts.rows
-        accepted = self._accepted(n, rows)
-        return StateMetadata(direct=DirectStates.of_windows(bases, accepted, self._layouts[n]))
+        return StateMetadata(direct=self._direct(bases, rows))
 
     def of_step(self, inputs: HostStep) -> StateMetadata:
         """Return the metadata of any mixture of live requests.
@@ -72,24 +65,20 @@ class StateSteps:
         logits[inputs.sampled] = inputs.num_logits
         goes_on = inputs.kv_lens > lengths
         num_places = self._slots.num_places
-        is_direct = (lengths == num_places) & (logits == num_places) & goes_on
-        n = int(np.logical_and.accumulate(is_direct).sum())
-        bases = self._slots.bases(inputs.rows)
-        arrays: list[IntArray] = []
-        if n:
-            arrays += [inputs.rows[:n], *direct_arrays(bases[:n], lengths[:n], self._width)]
-        if n < len(lengths):
-            left = bases[n:], bases[n:], lengths[n:], goes_on[n:].astype(np.int32)
-            arrays += prompt_arrays(*left, self._width)
-        sent = upload_arrays(self._npu, arrays)
-        direct = prompts = None
-        if n:
-            rows, *places = sent[: 1 + DIRECT_ARRAYS]
-            direct = DirectStates.of_step(places, self._accepted(n, rows), num_places)
-            sent = sent[1 + DIRECT_ARRAYS :]
-        if sent:
-            prompts = PromptStates.of_step(sent, np.cumsum(lengths[n:]).tolist())
-        return StateMetadata(direct=direct, prompts=prompts)
+        is_direct = (lens == num_places) & (logits == num_places) & goes_on
+        num_direct = int(np.logical_and.accumulate(is_direct).sum())
+        rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)
+        arrays = [bases[:num_direct], rows]
+        prompts, slots = lens[num_direct:], bases[num_direct:]
+        if has_prompts := num_direct < len(lens):
+            arrays += prompt_arrays(slots, slots, prompts, goes_on[num_direct:], self._width)
+        sent_bases, sent_rows, *sent = upload_arrays(self._npu, arrays)
+        return StateMetadata(
+            direct=self._direct(sent_bases, sent_rows) if num_direct else None,
+            prompts=PromptStates.of_step(sent, np.cumsum(prompts).tolist())
+            if has_prompts
+            else None,
+        )
 
     def restore(self, batch: RankBatch, states: Sequence[Tensor]) -> None:
         """Copy checkpoints to the rows that start from them.
@@ -112,14 +101,26 @@ class StateSteps:
         for tensor in states:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
-    def _accepted(self, n: int, rows: Tensor | None) -> Tensor:
-        """Return for each of ``n`` requests 1 + the number of its drafts accepted last, [n] int32.
+    def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
+        """Return the states of direct requests.
 
         Args:
-            rows: [n] int32; None in a graph without drafts.
+            bases: [n] int32, the base of each request; 0 for padding.
+            rows: [n] int32, the row of each request; not read without drafts.
         """
-        if self._passed is not None and rows is not None:
-            return self._passed.index_select(0, rows) + 1
-        if n not in self._ones:
-            self._ones[n] = torch.ones(n, dtype=torch.int32, device=self._npu.device)
-        return self._ones[n]
+        layout = self._layout(len(bases))
+        if self._passed is None or rows is None:
+            accepted = layout.ones
+        else:
+            accepted = self._passed.index_select(0, rows) + 1
+        return DirectStates.of_windows(bases, accepted, layout)
+
+    def _layout(self, num_reqs: int) -> DirectLayout:
+        """Return the layout of this number of direct requests, made once. Graphs contain its
+        addresses.
+        """
+        if num_reqs not in self._layouts:
+            self._layouts[num_reqs] = DirectLayout.of_graph(
+                num_reqs, self._slots.num_places, self._width, self._npu.device
+            )
+        return self._layouts[num_reqs]

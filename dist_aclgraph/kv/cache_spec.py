@@ -54,17 +54,15 @@ class PagedTensor:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """What some layers keep for each request, in slots.
+    """The state that some layers keep for each request, in slots.
 
     Attributes:
         num_layers: number of layers that have the tensor.
-        elements: number of elements of a slot in one layer, on one rank.
-        element_bytes: bytes of one element.
+        bytes: bytes of a slot in one layer, on one rank.
     """
 
     num_layers: int
-    elements: int
-    element_bytes: int
+    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +96,8 @@ class KVCacheSpec:
         num_layers = facts.num_paged_layers + (1 if config.speculative.num_tokens else 0)
         states: tuple[StateTensor, ...] = ()
         if linear is not None:
-            inputs, matrices = linear.state_elements(tp)
-            states = (
-                StateTensor(len(linear.layers), inputs, DTYPE_BYTES[config.dtype]),
-                StateTensor(len(linear.layers), matrices, MATRIX_BYTES[config.dtype]),
-            )
+            each = linear.state_bytes(tp, config.dtype, DTYPE_BYTES[config.dtype])
+            states = (StateTensor(len(linear.layers), each),)
         return cls(
             paged=(PagedTensor(num_layers, elements_per_token(facts, tp)),),
             states=states,
@@ -126,7 +121,7 @@ class KVCacheSpec:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot in all layers, on each rank."""
-        return sum(t.num_layers * t.elements * t.element_bytes for t in self.states)
+        return sum(tensor.num_layers * tensor.bytes for tensor in self.states)
 
     @property
     def state_bytes(self) -> int:

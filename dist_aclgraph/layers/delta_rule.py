@@ -1,5 +1,5 @@
-"""The gated delta rule (arXiv 2412.06464): CANN's operators for bfloat16, and the same rule composed
-of plain operators for other types.
+"""The gated delta rule (arXiv 2412.06464): CANN's operators for bfloat16, and the same rule
+composed of plain operators for other types.
 
 For each token and value head, with the state S [value_dim, key_dim]:
 

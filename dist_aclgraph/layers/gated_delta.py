@@ -1,5 +1,5 @@
-"""Linear attention with the gated delta rule: a short convolution, then the rule, over the states of
-the requests. The operator part for the heads of one rank.
+"""Linear attention with the gated delta rule: a short convolution, then the rule, over the states
+of the requests. The operator part for the heads of one rank.
 """
 
 from __future__ import annotations

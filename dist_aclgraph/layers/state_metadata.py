@@ -63,12 +63,14 @@ class DirectLayout:
         starts: [n] int32, number of tokens before each request.
         windows: [t, w] int32, the inputs of the convolution for each token, as rows of [all tokens
             | w - 1 rows of each request's first state]. The input of the token itself is last.
+        ones: [n] int32, the accepted tokens of steps without drafts.
         max_tokens: the greatest length, or more.
     """
 
     lengths: Tensor
     starts: Tensor
     windows: Tensor
+    ones: Tensor
     max_tokens: int
 
     @classmethod
@@ -79,7 +81,17 @@ class DirectLayout:
         bases, lengths = np.zeros(num_reqs, np.int32), np.full(num_reqs, query_len, np.int32)
         _, *arrays = direct_arrays(bases, lengths, width)
         sent = [torch.from_numpy(array).to(device) for array in arrays]
-        return cls(*sent, query_len)
+        return cls.of_arrays(sent, query_len)
+
+    @classmethod
+    def of_arrays(cls, sent: Sequence[Tensor], max_tokens: int) -> DirectLayout:
+        """Return the layout of any lengths.
+
+        Args:
+            sent: the fields of ``DirectArrays`` without the slots, on the device.
+        """
+        lengths, starts, windows = sent
+        return cls(lengths, starts, windows, torch.ones_like(lengths), max_tokens)
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,7 @@ class DirectStates:
             sent: the fields of ``DirectArrays`` on the device.
         """
         slots, *rest = sent
-        return cls.of_slots(slots, accepted, DirectLayout(*rest, max_tokens))
+        return cls.of_slots(slots, accepted, DirectLayout.of_arrays(rest, max_tokens))
 
 
 class PromptArrays(NamedTuple):

@@ -12,7 +12,7 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
-from dist_aclgraph.models.attention_kind import AttentionKind, Cache, CacheRoom
+from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
 from dist_aclgraph.models.attention_kinds import AttentionKinds
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
@@ -62,13 +62,12 @@ class Decoder:
         self._head = _load_head(slices, spec, self._embedding)
         self.next_token: NextTokenModule | None = None
         if drafts:
-            kind = self._kinds.of(spec.num_layers)
             self.next_token = load_next_token_module(
-                slices, spec, kind, self._embedding, self._head
+                slices, spec, self.kind, self._embedding, self._head
             )
 
     @property
-    def kind(self) -> AttentionKind:
+    def kind(self) -> PagedKind:
         """The kind of attention that keeps keys in blocks."""
         return self._kinds.paged
 

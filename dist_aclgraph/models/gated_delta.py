@@ -45,10 +45,6 @@ class GatedDeltaAttention:
     output_product: RowParallelLinear
     eps: float
 
-    @property
-    def num_kept(self) -> int:
-        return 2
-
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return the inputs of the convolution, g, beta, z [n, heads * value_dim], and a tensor for
         the results [n, heads, value_dim].
@@ -65,11 +61,11 @@ class GatedDeltaAttention:
         self, inputs: tuple[Tensor, ...], rope: Rope, cache: StateCache, metadata: AttentionMetadata
     ) -> None:
         qkv, g, beta, _, out = inputs
-        if metadata.states is not None:  # else no request is live
+        if metadata.states is not None:
             self.delta(qkv, g, beta, out, cache, metadata.states)
 
-    def output(self, *kept: Tensor) -> Tensor:
-        z, out = kept
+    def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        *_, z, out = inputs
         normed = torch.ops.npu.npu_rms_norm(out, self.norm, self.eps)[0].flatten(1)
         # silu(z) * normed, computed in float32
         return self.output_product(torch.ops.npu.npu_swiglu(torch.cat([z, normed], -1)))
@@ -96,19 +92,8 @@ class _Heads:
 class LinearAttention:
     """State that the layers share: the rank's heads and the rule."""
 
-    # Linear attention uses neither blocks nor rotary rows.
-    slot_dtype = torch.int32
-    takes_long_queries = True
-    ropes_written = False
-
     def __init__(
-        self,
-        spec: ModelSpec,
-        groups: RankGroups,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_len: int,
+        self, spec: ModelSpec, groups: RankGroups, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Split the heads.
 
@@ -156,17 +141,12 @@ class LinearAttention:
             eps=self._eps,
         )
 
-    def rope(self, positions: Tensor) -> Rope:
-        """Linear attention rotates nothing."""
-        raise AssertionError("the kind of attention with keys makes the rotary rows")
-
     def make_cache(self, room: CacheRoom) -> StateCache:
-        """Return one layer's states. Slot 0 must not contain NaN, because padding reads it."""
-        num_slots = room.num_slots
+        # Padding reads slot 0, so a NaN there would stay.
         linear, heads, device = self._linear, self._heads, self._device
         channels = sum(stop - start for start, stop in self._channels())
-        conv = (num_slots, linear.conv_width - 1, channels)
-        recurrent = (num_slots, len(heads.values), linear.value_dim, linear.key_dim)
+        conv = (room.num_slots, linear.conv_width - 1, channels)
+        recurrent = (room.num_slots, len(heads.values), linear.value_dim, linear.key_dim)
         return StateCache(
             torch.zeros(conv, dtype=self._dtype, device=device),
             torch.zeros(recurrent, dtype=self._rule.state_dtype, device=device),
@@ -182,11 +162,11 @@ class LinearAttention:
 
     def _convolution(self, slices: WeightSlices, prefix: str) -> Tensor:
         """Return the weight of this rank's channels, [width, channels] float32."""
-        name, shape = (
-            f"{prefix}.conv1d.weight",
-            (self._linear.num_channels, 1, self._linear.conv_width),
-        )
-        parts = [slices.part(name, shape, 0, *channels) for channels in self._channels()]
+        shape = (self._linear.num_channels, 1, self._linear.conv_width)
+        parts = [
+            slices.part(f"{prefix}.conv1d.weight", shape, 0, *channels)
+            for channels in self._channels()
+        ]
         return slices.place(torch.cat(parts).squeeze(1).t().float())
 
     def _separate(

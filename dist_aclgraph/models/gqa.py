@@ -101,12 +101,8 @@ class GroupedQueryAttention:
         q, k, v, *_, out = inputs
         self.paged(q, k, v, out, cache, metadata)
 
-    def output(self, *kept: Tensor) -> Tensor:
-        *gate, attended = kept
-        attended = attended.flatten(1)
-        if self.has_gate:
-            attended = attended * gate[0].sigmoid()
-        return self.output_product(attended)
+    def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.output_product(inputs[-1].flatten(1))
 
 
 class GroupedQuery:

@@ -73,10 +73,17 @@ class DecoderLayer:
         return state[len(state) - self.attention.num_kept :]
 
     def after_attention(
-        self, kept: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
+        self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the layer's output, and the residual stream without this output."""
-        h, residual = self.post_attention_norm.after_sum(self.attention.output(*kept), residual)
+        """Return two tensors: the layer's output, and the residual stream without this output.
+
+        Args:
+            attended: the inputs of attention; the last one has the results.
+        """
+        npu = torch.ops.npu
+        h, _, residual = npu.npu_add_rms_norm(
+            self.attention.output(attended), residual, self.post_attention_norm, self.eps
+        )
         return self.feed_forward(h, slots, step), residual
 
 
@@ -155,8 +162,8 @@ class LayerStack:
             layer.attention.attend(tuple(state), (cos, sin), cache, metadata)
             kept = layer.kept(tuple(state))
             if segment is not last:
-                residual, *state = run(segment, residual, slots, cos, sin, *kept)
-        (hidden,) = run(last, residual, slots, *kept)
+                residual, *state = run(segment, residual, slots, cos, sin, *state)
+        (hidden,) = run(last, residual, slots, *state)
         return hidden
 
     def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:
@@ -168,13 +175,13 @@ class LayerStack:
             return *rope, *layers[0].before_attention(embed(*inputs), None, rope)
 
         def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
-            residual, slots, cos, sin, *kept = state
-            x, residual = above.after_attention(tuple(kept), residual, slots, step)
+            residual, slots, cos, sin, *attended = state
+            x, residual = above.after_attention(tuple(attended), residual, slots, step)
             return below.before_attention(x, residual, (cos, sin))
 
-        def last(residual: Tensor, slots: Tensor, *kept: Tensor) -> tuple[Tensor]:
-            x, residual = layers[-1].after_attention(kept, residual, slots, step)
-            return (self.norm.after_sum(x, residual)[0],)
+        def last(residual: Tensor, slots: Tensor, *attended: Tensor) -> tuple[Tensor]:
+            x, residual = layers[-1].after_attention(attended, residual, slots, step)
+            return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, self.eps)[0],)
 
         middle = [partial(between, *pair) for pair in pairwise(layers)]
         return [first, *middle, last]

@@ -17,8 +17,8 @@ from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.linear import Linear
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from dist_aclgraph.models.attention_kind import AttentionKind, Cache, CacheRoom
-from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
+from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
@@ -37,7 +37,7 @@ class NextTokenModule:
     token_norm: RmsNorm
     hidden_norm: RmsNorm
     mix: Linear
-    kind: AttentionKind
+    kind: PagedKind
     stack: LayerStack
     head: VocabularyHead
 
@@ -77,7 +77,7 @@ class NextTokenModule:
 def load_next_token_module(
     slices: WeightSlices,
     spec: ModelSpec,
-    kind: AttentionKind,
+    kind: PagedKind,
     embedding: VocabularyEmbedding,
     head: VocabularyHead,
 ) -> NextTokenModule:

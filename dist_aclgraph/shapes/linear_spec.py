@@ -1,18 +1,22 @@
-"""The shape of linear attention with the gated delta rule (Qwen3-Next, Qwen3.5), and the bytes of its
-states.
+"""The shape of linear attention with the gated delta rule (Qwen3-Next, Qwen3.5), and the bytes of
+its states.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dist_aclgraph.errors import ModelError
+from dist_aclgraph.config import ParallelConfig
+from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.heads import linear_heads_per_rank
 from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 HEAD_DIM = 128  # width of keys and values, required by npu_chunk_gated_delta_rule
 MAX_CONV_WIDTH = 16
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
+# Bytes of an element of the matrix in a state. CANN's operators keep it in bfloat16; the rule that
+# is composed of plain operators keeps it in float32.
+MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +45,35 @@ class LinearSpec:
         """Number of channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    def state_elements(self, tp: int) -> tuple[int, int]:
-        """Return the elements of a slot in one layer, on each of ``tp`` ranks: the last inputs of
-        the convolution, and the matrices.
+    def check(self, parallel: ParallelConfig) -> None:
+        """Refuse ranks among which the state of a request cannot be divided.
+
+        Raises:
+            ConfigError: the heads cannot be divided evenly among the ranks, or ranks share
+                contexts.
+        """
+        linear_heads_per_rank(self.num_key_heads, self.num_value_heads, parallel.tp)
+        if parallel.dcp * parallel.pcp > 1:
+            raise ConfigError(
+                f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; linear attention "
+                "keeps one state per request, which has no parts for several ranks: set both to 1, "
+                "and divide its heads by parallel.tp"
+            )
+
+    def state_bytes(self, tp: int, dtype: str, element_bytes: int) -> int:
+        """Return the bytes of one slot in one layer, on each of ``tp`` ranks.
+
+        Args:
+            dtype: name of the activations' type, as in the configuration.
+            element_bytes: bytes of an element of this type.
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks.
         """
         _, value_heads = linear_heads_per_rank(self.num_key_heads, self.num_value_heads, tp)
         inputs = (self.conv_width - 1) * (self.num_channels // tp)
-        return inputs, value_heads * self.value_dim * self.key_dim
+        matrices = value_heads * self.value_dim * self.key_dim
+        return inputs * element_bytes + matrices * MATRIX_BYTES[dtype]
 
 
 def read_linear_spec(config: ModelConfig) -> LinearSpec | None:

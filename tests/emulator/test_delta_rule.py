@@ -61,28 +61,25 @@ def expected(rule, inputs, rows, state):
     return out[0], last[0].mT
 
 
-def recurrent(inputs, state, lengths, slots, accepted, **changes):
+def recurrent(inputs, states, lengths, slots, accepted, **changes):
     """Run the operator on valid arguments and the given changes; return results and states."""
     options = inputs | {
-        "state": state,
+        "state": states,
         "actual_seq_lengths": lengths,
         "ssm_state_indices": slots,
         "num_accepted_tokens": accepted,
     }
     options = on_device(options | changes)
-    out = torch_npu.npu_recurrent_gated_delta_rule(
-        *(options.pop(name) for name in ("query", "key", "value")), options["state"],
-        **{name: option for name, option in options.items() if name != "state"},
-    )  # fmt: skip
-    return out.cpu(), options["state"].cpu()
+    q, k, v, states = (options.pop(name) for name in ("query", "key", "value", "state"))
+    out = torch_npu.npu_recurrent_gated_delta_rule(q, k, v, states, **options)
+    return out.cpu(), states.cpu()
 
 
 def chunk(inputs, state, lengths, **changes):
     options = inputs | {"initial_state": state, "actual_seq_lengths": lengths}
     options = on_device(options | changes)
-    out, last = torch_npu.npu_chunk_gated_delta_rule(
-        *(options.pop(name) for name in ("query", "key", "value")), **options
-    )
+    q, k, v = (options.pop(name) for name in ("query", "key", "value"))
+    out, last = torch_npu.npu_chunk_gated_delta_rule(q, k, v, **options)
     return out.cpu(), last.cpu(), options["initial_state"].cpu()
 
 

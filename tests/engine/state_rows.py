@@ -1,4 +1,4 @@
-"""Layers of linear attention with random weights, and steps that run them on the emulated device."""
+"""Layers of linear attention with random weights, and their steps on the emulated device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import ALONE, ONE_RANK, CommGroup, RankGroups
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.ints import IntArray
+from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.state_metadata import (
     DirectLayout,
@@ -24,6 +25,7 @@ from dist_aclgraph.layers.state_metadata import (
     direct_arrays,
     prompt_arrays,
 )
+from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gated_delta import GatedDeltaAttention, LinearAttention
 from dist_aclgraph.models.loading import WeightSlices
@@ -150,7 +152,7 @@ class StateLayer:
         slices = WeightSlices(checkpoint, self.group, self.npu.device, ExpertSetup(ONE_RANK))
         with torch.inference_mode():
             self.layer = kind.load(slices, 0)
-            self.cache = kind.make_cache(self.num_slots)
+            self.cache = kind.make_cache(CacheRoom(0, 0, self.dtype, self.num_slots))
             # States of earlier requests: a new request must not see them.
             self.cache.conv[1:] = 3
             self.cache.recurrent[1:] = 3
@@ -168,7 +170,11 @@ class StateLayer:
 
     def forward(self, h: Tensor, metadata: StateMetadata) -> Tensor:
         inputs = self.layer.project(h, NO_ROPE)
-        self.layer.attend(inputs, NO_ROPE, self.cache, metadata)
+        whole = AttentionMetadata(
+            num_tokens=0, written=h, block_table=h, query_ends=[], kv_lens=[], causal_mask=h,
+            is_causal=False, states=metadata,
+        )  # fmt: skip
+        self.layer.attend(inputs, NO_ROPE, self.cache, whole)
         return self.layer.output(inputs)
 
     def direct(self, requests: Sequence[Direct]) -> DirectStates | None:
@@ -176,7 +182,7 @@ class StateLayer:
             return None
         lengths = np.array([len(each.rows) for each in requests], np.int32)
         _, *arrays = direct_arrays(np.zeros_like(lengths), lengths, WIDTH)
-        layout = DirectLayout(*map(self.send, arrays), int(lengths.max()))
+        layout = DirectLayout.of_arrays(list(map(self.send, arrays)), int(lengths.max()))
         slots = self.send([slot for each in requests for slot in each.slots])
         accepted = self.send([each.accepted for each in requests])
         return DirectStates.of_slots(slots, accepted, layout)

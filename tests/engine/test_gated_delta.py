@@ -197,8 +197,8 @@ def test_two_ranks_add_up_to_one(npu: Npu, directory: Path, family: str, oracle:
 
 def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: StateLayer) -> None:
     """The graph has four requests of three tokens; the steps have fewer, with changing windows."""
-    layer.cache.conv[0], layer.cache.recurrent[0] = torch.nan, torch.nan
     with torch.inference_mode():
+        layer.cache.conv[0], layer.cache.recurrent[0] = torch.nan, torch.nan
         run_prompt(layer, hidden(5), [], slot=4)
         run_prompt(layer, hidden(7, 1), [], slot=7)
         eager = StateLayer(layer.npu, layer.directory, layer.family, layer.dtype)
@@ -244,7 +244,9 @@ def capture_step(layer: StateLayer, num_reqs: int, num_tokens: int) -> Any:
     step()  # torch_npu prepares operators at their first call
     graph = Recording(layer.npu, GraphPool()).record("the step", step)
 
+    @torch.inference_mode()
     def replay(requests: list[Direct]) -> Tensor:
+        assert [len(each.rows) for each in requests] == layout.lengths.tolist()
         h.copy_(torch.cat([each.rows for each in requests]).to(layer.dtype))
         bases.copy_(layer.send([each.slots[0] for each in requests]))
         accepted.copy_(layer.send([each.accepted for each in requests]))
