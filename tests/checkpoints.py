@@ -118,7 +118,27 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,  # small enough for the random activations
     },
 }
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 64,
+}
+SPECIAL |= {
+    "Qwen3NextForCausalLM": {**HYBRID, "mlp_only_layers": [0]},
+    "Qwen3_5ForCausalLM": {key: HYBRID[key] for key in list(HYBRID)[:5]},
+    "Qwen3_5MoeForCausalLM": HYBRID,
+}
 ARCHITECTURES = tuple(SPECIAL)
+CONFIG_NAMES = {
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
+}
 
 
 def make_reference(architecture: str, directory: Path | None = None, **overrides: Any) -> Any:
@@ -126,7 +146,8 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     import transformers
 
     settings = {**USUAL, **SPECIAL[architecture], **overrides}
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**settings)
+    name = CONFIG_NAMES.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    config = getattr(transformers, name)(**settings)
     return _seeded(getattr(transformers, architecture), config, directory)
 
 
@@ -155,6 +176,8 @@ def _seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
                 parameter.normal_(0.0, 0.1)
             elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith(("A_log", "dt_bias")):
+                parameter.normal_(0.0, 0.5)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 2.0)
         for name, buffer in model.named_buffers():

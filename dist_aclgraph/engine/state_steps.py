@@ -25,15 +25,12 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch
 
-DIRECT_ARRAYS = len(DirectArrays._fields)
-
 
 class StateSteps:
-    """Makes the metadata of steps, and copies states. Owns the constants of graphs only.
+    """Makes the metadata of steps, and copies states. Owns constants only.
 
     Args:
         slots: the slots of this rank.
-        width: number of tokens that the convolution sees.
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
         width: width of the convolution.
@@ -42,7 +39,6 @@ class StateSteps:
     def __init__(self, npu: Npu, slots: StateSlots, passed: Tensor | None, width: int) -> None:
         self._npu = npu
         self._slots = slots
-        self._width = width
         self._passed = passed
         self._width = width
         self._layouts: dict[int, DirectLayout] = {}
@@ -58,12 +54,12 @@ class StateSteps:
         """Return the metadata of any mixture of live requests.
 
         A request is direct if it verifies drafts, or without drafts, if it samples after its only
-        token. A batch begins with the requests that decode.
+        token. The rows of a batch begin with the requests that decode.
         """
-        lengths = np.diff(inputs.query_ends, prepend=np.int32(0))
-        logits = np.zeros(len(lengths), np.int32)
+        lens = np.diff(inputs.query_ends, prepend=np.int32(0))
+        logits = np.zeros(len(lens), np.int32)
         logits[inputs.sampled] = inputs.num_logits
-        goes_on = inputs.kv_lens > lengths
+        goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
         is_direct = (lens == num_places) & (logits == num_places) & goes_on
         num_direct = int(np.logical_and.accumulate(is_direct).sum())

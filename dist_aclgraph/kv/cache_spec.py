@@ -13,9 +13,6 @@ from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bytes of an element of the matrix in a state. CANN's operators keep it in bfloat16; the rule that
-# is composed of plain operators keeps it in float32.
-MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
 MIN_BLOCKS = 2  # the dummy block, and one block for requests
 
 

@@ -38,13 +38,7 @@ class CacheRoom:
 class LayerAttention(Protocol):
     """The attention of one layer, in three parts. Piecewise graphs contain the first and the last
     part.
-
-    Attributes:
-        num_kept: number of inputs of ``attend``, counted from the last one, that ``output`` needs.
     """
-
-    @property
-    def num_kept(self) -> int: ...
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """[n, hidden] -> the inputs of ``attend``; the last input is a tensor for the result of

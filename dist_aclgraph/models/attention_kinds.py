@@ -14,7 +14,6 @@ from dist_aclgraph.shapes.model_spec import LayerKind, ModelSpec
 PAGED: dict[LayerKind, type[GroupedQuery | MultiHeadLatent]] = {
     "grouped": GroupedQuery,
     "latent": MultiHeadLatent,
-    "linear": LinearAttention,
 }
 
 

@@ -70,10 +70,6 @@ class GroupedQueryAttention:
     output_product: RowParallelLinear
     has_gate: bool = False
 
-    @property
-    def num_kept(self) -> int:
-        return 2 if self.has_gate else 1
-
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return q, k and v, [num_tokens, heads, head_dim] each, the gate [num_tokens, heads *
         head_dim] if there is one, and a tensor for the result.
@@ -102,7 +98,11 @@ class GroupedQueryAttention:
         self.paged(q, k, v, out, cache, metadata)
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return self.output_product(inputs[-1].flatten(1))
+        *_, gate, out = inputs
+        attended = out.flatten(1)
+        if self.has_gate:
+            attended = attended * gate.sigmoid()
+        return self.output_product(attended)
 
 
 class GroupedQuery:

@@ -68,10 +68,6 @@ class DecoderLayer:
             h, residual = self.input_norm.after_sum(x, residual)
         return residual, *self.attention.project(h, rope)
 
-    def kept(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the inputs of attention that ``after_attention`` needs."""
-        return state[len(state) - self.attention.num_kept :]
-
     def after_attention(
         self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
@@ -80,10 +76,7 @@ class DecoderLayer:
         Args:
             attended: the inputs of attention; the last one has the results.
         """
-        npu = torch.ops.npu
-        h, _, residual = npu.npu_add_rms_norm(
-            self.attention.output(attended), residual, self.post_attention_norm, self.eps
-        )
+        h, residual = self.post_attention_norm.after_sum(self.attention.output(attended), residual)
         return self.feed_forward(h, slots, step), residual
 
 
@@ -160,7 +153,6 @@ class LayerStack:
         cos, sin, residual, *state = run(first, positions, *inputs)
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
             layer.attention.attend(tuple(state), (cos, sin), cache, metadata)
-            kept = layer.kept(tuple(state))
             if segment is not last:
                 residual, *state = run(segment, residual, slots, cos, sin, *state)
         (hidden,) = run(last, residual, slots, *state)
@@ -181,7 +173,7 @@ class LayerStack:
 
         def last(residual: Tensor, slots: Tensor, *attended: Tensor) -> tuple[Tensor]:
             x, residual = layers[-1].after_attention(attended, residual, slots, step)
-            return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, self.eps)[0],)
+            return (self.norm.after_sum(x, residual)[0],)
 
         middle = [partial(between, *pair) for pair in pairwise(layers)]
         return [first, *middle, last]

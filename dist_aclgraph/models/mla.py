@@ -49,10 +49,6 @@ class MultiHeadLatentAttention:
     output_product: RowParallelLinear
     sizes: LatentSpec
 
-    @property
-    def num_kept(self) -> int:
-        return 1
-
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return q [n, heads, 128], the rotated part of q [n, heads, 64], kv [n, 576], and an empty
         tensor for the result.

@@ -18,7 +18,7 @@ from dist_aclgraph.layers.linear import Linear
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
-from dist_aclgraph.models.layer_stack import LayerStack, load_layer
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 

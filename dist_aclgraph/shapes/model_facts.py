@@ -11,7 +11,12 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
-from dist_aclgraph.shapes.heads import check_shards, heads_per_rank, kv_heads_per_rank
+from dist_aclgraph.shapes.heads import (
+    check_shards,
+    heads_per_rank,
+    kv_heads_per_rank,
+    linear_heads_per_rank,
+)
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
     MAX_CONTEXT,
