@@ -67,13 +67,14 @@ class StateSteps:
         arrays = [bases[:num_direct], rows]
         prompts, slots = lens[num_direct:], bases[num_direct:]
         if has_prompts := num_direct < len(lens):
-            arrays += prompt_arrays(slots, slots, prompts, goes_on[num_direct:], self._width)
+            arrays += prompt_arrays(
+                slots, slots, prompts, goes_on[num_direct:].astype(np.int32), self._width
+            )
         sent_bases, sent_rows, *sent = upload_arrays(self._npu, arrays)
+        ends: list[int] = np.cumsum(prompts).tolist()
         return StateMetadata(
             direct=self._direct(sent_bases, sent_rows) if num_direct else None,
-            prompts=PromptStates.of_step(sent, np.cumsum(prompts).tolist())
-            if has_prompts
-            else None,
+            prompts=PromptStates.of_step(sent, ends) if has_prompts else None,
         )
 
     def restore(self, batch: RankBatch, states: Sequence[Tensor]) -> None:

@@ -137,7 +137,7 @@ class PlainDeltaRule:
         rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # heads first
         outs, last, start = [], [], 0
         for state, end in zip(states, at.ends, strict=True):
-            out, state = _run_chunks(*(x[:, start:end] for x in rows), state)
+            out, state = _run_chunks(state, *(x[:, start:end] for x in rows))
             outs.append(out)
             last.append(state)
             start = end
@@ -157,7 +157,7 @@ def _in_float32(inputs: DeltaInputs) -> tuple[Tensor, ...]:
 
 
 def _run_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over one part of a prompt, chunk by chunk.
 
@@ -166,9 +166,9 @@ def _run_chunks(
     in the state before the chunk.
 
     Args:
+        state: [heads, value_dim, key_dim].
         q, k, v: [heads, n, dim].
         g, beta: [heads, n].
-        state: [heads, value_dim, key_dim].
 
     Returns:
         [heads, n, value_dim], and the state after the last token.
@@ -176,15 +176,13 @@ def _run_chunks(
     outs = []
     for start in range(0, q.shape[1], CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
-        out, state = _run_chunk(
-            q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state
-        )
+        out, state = _run_chunk(state, *(x[:, rows] for x in (q, k, v, g, beta)))
         outs.append(out)
     return torch.cat(outs, 1), state
 
 
 def _run_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over at most ``CHUNK_TOKENS`` tokens; see ``_run_chunks``."""
     sums = g.cumsum(-1)[..., None]  # [heads, n, 1], decays from the chunk's begin, as logarithms
@@ -211,7 +209,7 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
     found = below.new_ones(heads, size, 1, 1)  # [heads, blocks, rows, rows]
     rows = 1
     while rows < size:
-        first, second = found.unflatten(1, (-1, 2)).unbind(2)
+        first, second = found.view(heads, -1, 2, rows, rows).unbind(2)
         blocks = below.view(heads, size // (2 * rows), 2, rows, size // (2 * rows), 2, rows)
         corner = blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
         corner = -(second @ corner @ first)

@@ -203,8 +203,8 @@ class PromptStates:
         Args:
             sent: the fields of ``PromptArrays`` on the device.
         """
-        lengths, sources, slots, goes_on, *rows = sent
-        return cls(lengths, sources, slots, goes_on == 0, *rows, ends)
+        lengths, sources, slots, goes_on, padded, outputs, tails = sent
+        return cls(lengths, sources, slots, goes_on == 0, padded, outputs, tails, ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,9 +263,9 @@ def _places(lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Return the request of each token, its position in the request, and the number of tokens
     before each request.
     """
-    starts = np.cumsum(lengths) - lengths
-    request = np.repeat(np.arange(len(lengths)), lengths)
-    return request, np.arange(len(request)) - starts[request], starts
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    request = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return request, np.arange(len(request), dtype=np.int32) - starts[request], starts
 
 
 def store(states: Tensor, slots: Tensor, rows: Tensor) -> None:

@@ -227,6 +227,6 @@ def _part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
 
     def rearrange(columns: Tensor) -> Tensor:
         heads = columns.reshape(len(columns), -1, sum(widths))
-        return torch.cat([part.flatten(1) for part in heads.split(list(widths), -1)], 1)
+        return torch.cat([part.flatten(1) for part in torch.split(heads, list(widths), -1)], 1)
 
     return rearrange

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_aclgraph.comm.groups import ALONE, RankGroups
 from dist_aclgraph.device.npu import GraphPool, Npu
+from dist_aclgraph.engine.model_runner import TORCH_DTYPES
 from dist_aclgraph.graphs.recording import Recording
+from dist_aclgraph.kv.cache_spec import DTYPE_BYTES
 from dist_aclgraph.layers.state_metadata import DirectLayout, DirectStates, StateMetadata
+from dist_aclgraph.models.attention_kind import CacheRoom
+from dist_aclgraph.models.gated_delta import LinearAttention
 from tests.engine.state_rows import (
     FAMILIES,
     HIDDEN,
@@ -22,6 +27,7 @@ from tests.engine.state_rows import (
     StateLayer,
     Unsummed,
     make_oracle,
+    make_spec,
     save_layer,
 )
 
@@ -193,6 +199,20 @@ def test_two_ranks_add_up_to_one(npu: Npu, directory: Path, family: str, oracle:
 
     torch.testing.assert_close(parts[0] + parts[1], expected(oracle, rows), rtol=1e-4, atol=1e-5)
     assert ranks[0].cache.recurrent.shape[1] == 2
+
+
+@pytest.mark.parametrize("name", DTYPE_BYTES)
+def test_the_bytes_of_a_slot_are_computed_from_the_shape(npu: Npu, name: str) -> None:
+    spec = make_spec("qwen3_5")
+    for tp in (1, 2):
+        groups, dtype = RankGroups(Unsummed(tuple(range(tp)), 0), ALONE), TORCH_DTYPES[name]
+
+        kind = LinearAttention(spec, groups, device=npu.device, dtype=dtype)
+        states = kind.make_cache(CacheRoom(0, 0, dtype, num_slots=5)).states
+
+        assert spec.linear is not None
+        wanted = 5 * spec.linear.state_bytes(tp, name, DTYPE_BYTES[name])
+        assert sum(tensor.nbytes for tensor in states) == wanted
 
 
 def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: StateLayer) -> None:
