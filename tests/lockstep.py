@@ -19,6 +19,7 @@ from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.exchange import ExchangeRule
@@ -103,6 +104,7 @@ class Lockstep:
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.shares_prefixes,
                     counts_shared=chip.counts_shared_blocks(config, planner.facts),
+                    checkpoints=make_checkpoints(config) if planner.facts.linear else None,
                 )
                 for _ in range(planner.layout.within_group.dp)
             ],

@@ -317,6 +317,18 @@ class KVConfig(Section):
     max_bytes: int = Field(
         1 << 40, ge=1 << 16, description="upper limit of the bytes of KV blocks per rank"
     )
+    checkpoints: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        description="for models with linear attention: copies of states per rank, from which "
+        "prompts with an equal prefix start; null gives as many as scheduler.max_num_seqs",
+    )
+    checkpoint_interval: int = Field(
+        512,
+        ge=1,
+        description="tokens between two checkpoints of a prompt, rounded up to whole blocks",
+    )
 
 
 class SpeculativeConfig(Section):

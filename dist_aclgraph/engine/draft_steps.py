@@ -14,7 +14,7 @@ from dist_aclgraph.graphs.task_update import TaskRecorder
 from dist_aclgraph.graphs.token_table import TokenTable
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
-from dist_aclgraph.models.attention_kind import Cache
+from dist_aclgraph.models.attention_kind import Cache, CacheRoom
 from dist_aclgraph.models.next_token import NextTokenModule
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.host_step import HostStep
@@ -43,14 +43,12 @@ class DraftSteps:
         vocab_size: int,
         device: torch.device,
         *,
-        block_size: int,
         attention: AttentionSteps,
         tally: Tensor,
         choose_exchange: Callable[[int], ExchangeKind | None],
     ) -> None:
         self._module = module
         self._drafter = Drafter(k, max_rows, vocab_size, device)
-        self._block_size = block_size
         self._attention = attention
         self._tally = tally
         self._choose_exchange = choose_exchange
@@ -61,9 +59,9 @@ class DraftSteps:
         """Number of tokens of each decoding request: its last token and its drafts."""
         return self._drafter.k + 1
 
-    def make_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
+    def make_cache(self, room: CacheRoom) -> None:
         self._cache = None  # Frees the old cache first: there may be no room for two caches.
-        self._cache = self._module.make_cache(num_blocks, self._block_size, dtype)
+        self._cache = self._module.make_cache(room)
 
     @property
     def cache(self) -> Cache:
@@ -73,6 +71,11 @@ class DraftSteps:
     def tokens(self) -> TokenTable:
         """The token table with the drafts and the last tokens of all rows."""
         return self._drafter.tokens
+
+    @property
+    def passed(self) -> Tensor:
+        """The number of drafts accepted in the last step of each row, [max_rows + 1] int32."""
+        return self._drafter.passed
 
     @property
     def drafts(self) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.engine.draft_steps import DraftSteps
+from dist_aclgraph.engine.state_steps import StateSteps
 from dist_aclgraph.graphs.captured_graph import Forward
 from dist_aclgraph.graphs.step_buffers import StepBuffers
 from dist_aclgraph.graphs.task_update import TaskRecorder
@@ -36,6 +37,7 @@ class GraphWork:
         caches: the decoder's KV caches; the list may get new elements.
         tally: [2] int64, the counters of the decoder's experts.
         choose_exchange: returns the exchange that sends a graph's tokens to their experts.
+        states: None if the model has no recurrent state.
         follows: whether a step may be queued before the host has read the previous step's tokens.
     """
 
@@ -47,6 +49,7 @@ class GraphWork:
     caches: list[Cache]
     tally: Tensor
     choose_exchange: ChooseExchange
+    states: StateSteps | None
     follows: bool
 
     @property
@@ -70,6 +73,8 @@ class GraphWork:
         if self.drafts is not None and self.follows:
             self.drafts.move(inputs)
         metadata = self.attention.of_graph(graph, inputs, self._lens_of_padding(graph), tasks)
+        if self.states is not None:
+            metadata = replace(metadata, states=self.states.of_graph(graph, inputs))
         token_ids = inputs.token_ids
         if self.drafts is not None or self.follows:
             token_ids = self.tokens.fill_in(token_ids)

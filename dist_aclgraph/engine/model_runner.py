@@ -19,6 +19,7 @@ from torch import Tensor
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
+from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.device.npu import (
     Npu,
     PoolMemory,
@@ -38,6 +39,7 @@ from dist_aclgraph.engine.matchers import GrammarReport, Matchers
 from dist_aclgraph.engine.mixed_step import padded_size, upload_step
 from dist_aclgraph.engine.prompt_report import ComingPrompt, queue_prompts
 from dist_aclgraph.engine.replays import Replays
+from dist_aclgraph.engine.state_steps import StateSteps
 from dist_aclgraph.engine.step_output import (
     TALLY_SHAPE,
     ComingOutput,
@@ -53,7 +55,7 @@ from dist_aclgraph.ints import IntArray, pack_ints, unpack_ints
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.segments import run_directly, work_between
-from dist_aclgraph.models.attention_kind import Cache
+from dist_aclgraph.models.attention_kind import Cache, CacheRoom
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import buffer_sizes
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -146,6 +148,8 @@ class ModelRunner:
         self._place = ContextPlace(
             Shards.from_config(config), context.dcp.rank, context.pcp.size, context.pcp.rank
         )
+        state_slots = None if model.spec.linear is None else StateSlots.from_config(config)
+        self._num_slots = 0 if state_slots is None else state_slots.count
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
         self._flights: deque[_Flight] = deque()  # queued steps, oldest first
         self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # drafts accepted last, by row
@@ -167,6 +171,7 @@ class ModelRunner:
             spare_row=max_rows,
             hidden_size=model.spec.hidden_size,
             steps_in_flight=in_flight,
+            state_slots=state_slots,
         )
         self._drafts: DraftSteps | None = None
         if k > 0:
@@ -177,11 +182,14 @@ class ModelRunner:
                 max_rows,
                 model.spec.vocab_size,
                 npu.device,
-                block_size=self._block_size,
                 attention=self._attention,
                 tally=draft_tally,
                 choose_exchange=choose_exchange,
             )
+        self._states: StateSteps | None = None
+        if state_slots is not None:
+            passed = None if self._drafts is None else self._drafts.passed
+            self._states = StateSteps(npu, state_slots, passed)
         self._work = GraphWork(
             model=model,
             buffers=self._buffers,
@@ -191,6 +199,7 @@ class ModelRunner:
             caches=self._caches,
             tally=self._decoder_tally,
             choose_exchange=choose_exchange,
+            states=self._states,
             follows=in_flight > 1,
         )
         num_latest = self._work.tokens.num_latest
@@ -225,14 +234,25 @@ class ModelRunner:
         """
         assert self._graphs.is_empty
         self._caches.clear()  # Frees the old caches first: there may be no room for two.
-        self._caches += self._model.make_caches(num_blocks, self._block_size, self._dtype)
+        room = CacheRoom(num_blocks, self._block_size, self._dtype, self._num_slots)
+        self._caches += self._model.make_caches(room)
         if self._drafts is not None:
-            self._drafts.make_cache(num_blocks, self._dtype)
+            self._drafts.make_cache(room)
 
     def cache_tensors(self) -> list[Tensor]:
-        """Return all tensors that contain KV, the tensors of the drafting module included."""
+        """Return all tensors that contain KV or recurrent states, the tensors of the drafting
+        module included.
+        """
+        return [*self._block_tensors(), *self._state_tensors()]
+
+    def _block_tensors(self) -> list[Tensor]:
+        """Return the tensors in blocks."""
         caches = [*self._caches, *([] if self._drafts is None else [self._drafts.cache])]
         return [tensor for cache in caches for tensor in cache.tensors]
+
+    def _state_tensors(self) -> list[Tensor]:
+        """Return the tensors in slots."""
+        return [tensor for cache in self._caches for tensor in cache.states]
 
     def note_stages(self, note: Callable[[str], None]) -> None:
         """Call ``note`` from now on with each stage of a step that has ended on the host."""
@@ -252,7 +272,7 @@ class ModelRunner:
     def _clean(self, block_ids: IntArray) -> None:
         """Set blocks to zero after the queued work. No step in flight uses these blocks."""
         index = self._npu.upload(block_ids.astype(np.int64))
-        for tensor in self.cache_tensors():
+        for tensor in self._block_tensors():
             tensor.index_fill_(0, index, 0)
 
     @property
@@ -373,10 +393,14 @@ class ModelRunner:
                 records[:, 1] += begins
             if batch.cleaned:
                 self._clean(unpack_ints(batch.cleaned))
+            if self._states is not None:
+                self._states.restore(batch, self._state_tensors())
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
             flight = self._run(plan, rank, inputs, land, answer)
+            if self._states is not None:
+                self._states.keep(batch, self._state_tensors())
             self._batch.note_samples(inputs)
         watch.lap("sample")
         answer("sample")
@@ -589,6 +613,8 @@ class ModelRunner:
         if (inputs.token_ids < 0).any():  # tokens by reference
             step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))
         metadata = self._attention.of_step(inputs, step)
+        if self._states is not None and inputs.num_tokens:
+            metadata = replace(metadata, states=self._states.of_step(inputs))
         self._watch.lap("inputs")
         if graph is not None and pieces is not None:
             pieces.begin()

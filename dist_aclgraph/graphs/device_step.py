@@ -63,6 +63,8 @@ class DeviceStep:
         draft_table: [num_samples, num_blocks], block table of the live sampled requests; None in
             graphs and without drafts.
         shared: the owners of places, if prompts are split between ranks; else None.
+        state_slots: [num_reqs], base of each request's row in ``StateSlots``, 0 for padding; only
+            in graphs of a model with recurrent state.
     """
 
     token_ids: Tensor
@@ -74,3 +76,4 @@ class DeviceStep:
     next_tokens: Tensor | None = None
     draft_table: Tensor | None = None
     shared: SharedPlaces | None = None
+    state_slots: Tensor | None = None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.context.shards import PADDING_SLOT
+from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.device.npu import Npu, runtime
 from dist_aclgraph.graphs.device_step import DeviceStep, DraftInputs
 from dist_aclgraph.graphs.token_table import TokenTable
@@ -29,7 +30,7 @@ from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
 PADDING = (0, 0, PADDING_SLOT, 0)  # padding of tokens, positions, slots and places
-NOTHING_HELD = (None,) * len(PADDING)
+NOTHING_HELD = (None,) * (len(PADDING) + 1)
 
 
 class StepBuffers:
@@ -62,6 +63,7 @@ class StepBuffers:
         spare_row: int = 0,
         hidden_size: int = 0,
         steps_in_flight: int = 1,
+        state_slots: StateSlots | None = None,
     ) -> None:
         """Allocate for the largest graphs.
 
@@ -69,12 +71,15 @@ class StepBuffers:
             num_drafts: k, number of drafts of each request of a decode batch.
             spare_row: row of padding requests.
             steps_in_flight: maximum number of steps in flight; each has its own pinned memory.
+            state_slots: slots of recurrent states; None if the model has no recurrent state.
         """
         device = npu.device
         max_tokens, max_reqs, max_samples = largest
         self._max_reqs = max_reqs
         self._num_drafts, self._spare_row = num_drafts, spare_row
-        _, size = pack_parts(input_sizes(max_tokens, max_reqs, num_drafts))
+        self._state_slots = state_slots
+        has_state = state_slots is not None
+        _, size = pack_parts(input_sizes(max_tokens, max_reqs, num_drafts, has_state=has_state))
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_reqs, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_samples, vocab_size), dtype=dtype, device=device)
@@ -122,7 +127,7 @@ class StepBuffers:
         arrays = layout.arrays[index]
         held = twins.held if twins.graph == graph else NOTHING_HELD
         # A piecewise step may have more places than the array; ``upload_step`` sends all places.
-        values = step.token_ids, step.positions, step.slots, step.places
+        values = step.token_ids, step.positions, step.slots, step.places, step.rows
         num_filled = 3 if self._verifies(graph) else 4
         for array, new, old, padding in zip(
             arrays, values[:num_filled], held, PADDING, strict=False
@@ -130,7 +135,9 @@ class StepBuffers:
             if new is not old:
                 _fill(array, new[: len(array)], padding)
         if self._verifies(graph):
-            self._write_drafts(arrays[3:], step.drafts)
+            self._write_drafts(arrays[3:7], step.drafts)
+        if self._state_slots is not None and step.rows is not held[-1]:
+            _fill(arrays[-1], self._state_slots.bases(step.rows), 0)
         twins.graph, twins.held = graph, values
         layout.inputs.copy_(layout.twins[index], non_blocking=True)
         num_rows = len(step.block_table)
@@ -180,13 +187,16 @@ class StepBuffers:
         parts, _ = pack_parts(self._sizes(graph))
         token_ids, positions, slots, *rest = (self._inputs[part] for part in parts)
         block_table = self._block_table[: self._reqs_of(graph)]
+        states = None if self._state_slots is None else rest.pop()
         if not self._verifies(graph):
-            return DeviceStep(token_ids, positions, slots, block_table, rest[0])
+            return DeviceStep(token_ids, positions, slots, block_table, rest[0], state_slots=states)
         every, n = self._every_token[: graph.num_tokens], graph.num_reqs
         rows, most, behind, draft_slots = rest
         by_request = positions.view(n, graph.query_len)
         drafts = DraftInputs(rows, most, by_request, draft_slots.view(n, -1), every, behind)
-        return DeviceStep(token_ids, positions, slots, block_table, every, drafts)
+        return DeviceStep(
+            token_ids, positions, slots, block_table, every, drafts, state_slots=states
+        )
 
     def _verifies(self, graph: BatchDescriptor) -> bool:
         return self._num_drafts > 0 and graph.query_len == self._num_drafts + 1
@@ -207,7 +217,8 @@ class StepBuffers:
     def _sizes(self, graph: BatchDescriptor) -> list[int]:
         """Return the sizes of a graph's arrays, in their order."""
         num_drafts = self._num_drafts if self._verifies(graph) else 0
-        return input_sizes(graph.num_tokens, self._reqs_of(graph), num_drafts)
+        has_state = self._state_slots is not None
+        return input_sizes(graph.num_tokens, self._reqs_of(graph), num_drafts, has_state=has_state)
 
     def _update_block_table(self, n: int, block_table: IntArray) -> bool:
         """Update the host's copy of the block table; return whether anything changed."""

@@ -11,11 +11,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from dist_aclgraph.errors import KVCacheError, OutOfBlocksError
+from dist_aclgraph.kv.checkpoints import BlockHash, Checkpoints
 
 DUMMY_BLOCK = 0  # Padding uses this block; no request owns it.
 HASH_BYTES = 16
-
-BlockHash = bytes
 
 
 def salted_root(salt: str) -> BlockHash:
@@ -46,6 +45,8 @@ class BlockPool:
             for attention on CANN 8.5. This attention counts a shared block once for each request,
             and refuses lengths that together need more blocks, counted in this way, than the cache
             has.
+        checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
+            freed when the last block before it leaves the prefix cache.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class BlockPool:
         *,
         prefix_cache: bool = True,
         counts_shared: bool = False,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         if num_blocks < 2:
             raise KVCacheError(f"num_blocks is {num_blocks}; the dummy block needs another beside")
@@ -62,6 +64,7 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.counts_shared = counts_shared
+        self.checkpoints = checkpoints
         self.clear()
 
     @property
@@ -98,6 +101,8 @@ class BlockPool:
         self._by_hash: dict[BlockHash, int] = {}
         self._condemned: set[int] = set()  # used blocks that may contain NaN
         self._dirty: list[int] = []  # blocks that must be cleaned before the next step
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
 
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, with one reference each.
@@ -214,3 +219,5 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block_id] = None
+            if self.checkpoints is not None:
+                self.checkpoints.forget(block_hash)

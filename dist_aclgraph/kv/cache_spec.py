@@ -1,10 +1,13 @@
-"""Computes the bytes of KV blocks. No other module computes these bytes."""
+"""Describes the cache of one rank as a list of tensors, and computes its bytes. No other module
+computes these bytes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
@@ -33,22 +36,51 @@ def how_to_shrink_weights(config: Config) -> str:
     return f"raise {more}" + ("" if config.quantization else ", or set quantization=w8a8")
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVCacheSpec:
-    """The shape of one rank's KV cache, over all layers.
+@dataclass(frozen=True)
+class PagedTensor:
+    """What some layers keep for each token, in blocks.
 
     Attributes:
-        elements_per_token: number of elements of a token in each layer.
+        num_layers: number of layers that have the tensor.
+        width: number of elements of a token in one layer, on one rank.
+    """
+
+    num_layers: int
+    width: int
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """What some layers keep for each request, in slots.
+
+    Attributes:
+        num_layers: number of layers that have the tensor.
+        elements: number of elements of a slot in one layer, on one rank.
+    """
+
+    num_layers: int
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of one rank's cache, over all layers.
+
+    Attributes:
+        paged: tensors in blocks. All layers use the same block ids.
+        states: tensors in slots, of layers with recurrent state.
+        num_slots: number of slots of ``states``.
         num_shards: number of ranks that share a request's tokens; a block id means one block on
             each of these ranks.
         dtype: name of the cache's type, as in the configuration.
     """
 
-    num_layers: int
-    elements_per_token: int
+    paged: tuple[PagedTensor, ...]
     block_size: int
     num_shards: int = 1
     dtype: str = "bfloat16"
+    states: tuple[StateTensor, ...] = ()
+    num_slots: int = 0
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> KVCacheSpec:
@@ -57,9 +89,19 @@ class KVCacheSpec:
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks.
         """
+        tp, linear = config.parallel.tp, facts.linear
+        num_layers = facts.num_paged_layers + (1 if config.speculative.num_tokens else 0)
+        states: tuple[StateTensor, ...] = ()
+        if linear is not None:
+            num_linear = len(linear.layers)
+            states = (
+                StateTensor(num_linear, linear.conv_elements(tp)),
+                StateTensor(num_linear, linear.recurrent_elements(tp)),
+            )
         return cls(
-            num_layers=facts.num_layers + (1 if config.speculative.num_tokens else 0),
-            elements_per_token=elements_per_token(facts, config.parallel.tp),
+            paged=(PagedTensor(num_layers, elements_per_token(facts, tp)),),
+            states=states,
+            num_slots=StateSlots.from_config(config).count if states else 0,
             block_size=config.kv.block_size,
             num_shards=config.parallel.dcp,
             dtype=config.dtype,
@@ -71,16 +113,25 @@ class KVCacheSpec:
         return self.block_size * self.num_shards
 
     @property
-    def bytes_per_layer_block(self) -> int:
-        """Bytes of one block in one layer, on each rank."""
-        return self.block_size * self.elements_per_token * DTYPE_BYTES[self.dtype]
+    def bytes_per_block(self) -> int:
+        """Bytes of one block id in all layers, on each rank."""
+        elements = sum(tensor.num_layers * tensor.width for tensor in self.paged)
+        return self.block_size * elements * DTYPE_BYTES[self.dtype]
 
     @property
-    def bytes_per_block(self) -> int:
-        return self.num_layers * self.bytes_per_layer_block
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot in all layers, on each rank."""
+        elements = sum(tensor.num_layers * tensor.elements for tensor in self.states)
+        return elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all slots, on each rank."""
+        return self.num_slots * self.bytes_per_slot
 
     def total_bytes(self, num_blocks: int) -> int:
-        return num_blocks * self.bytes_per_block
+        """Return the bytes of blocks and slots, on each rank."""
+        return num_blocks * self.bytes_per_block + self.state_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that ``num_tokens`` tokens need."""
@@ -133,14 +184,22 @@ class KVCacheSpec:
         return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
-        """Return the number of blocks for which a rank has memory, the dummy block included.
+        """Return the number of blocks for which a rank has memory beside the slots of states. The
+        dummy block is included.
 
         Every rank of a group must use the smallest result of all ranks.
 
         Raises:
-            ConfigError: fewer than two blocks fit.
+            ConfigError: the states do not fit, or fewer than two blocks fit.
         """
         budget = min(int(free_bytes * memory_fraction), max_bytes)
+        if budget < self.state_bytes:
+            raise ConfigError(
+                f"{self.num_slots} states of {self.bytes_per_slot} bytes do not fit in {budget} "
+                f"bytes (of {free_bytes} free): lower scheduler.max_num_seqs, kv.checkpoints or "
+                "speculative.num_tokens, or use more NPUs"
+            )
+        budget -= self.state_bytes
         num_blocks = budget // self.bytes_per_block
         if num_blocks < MIN_BLOCKS:
             raise ConfigError(

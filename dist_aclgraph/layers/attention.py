@@ -19,6 +19,7 @@ from dist_aclgraph.context.prompt_parts import Launch
 from dist_aclgraph.device import npu
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import DevicePart, attend_parts
+from dist_aclgraph.layers.state_metadata import StateMetadata
 
 Arguments = dict[str, Any]  # arguments of an operator, by name
 
@@ -106,6 +107,8 @@ class AttentionMetadata:
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
         tasks: records the operators of the captured graph; None in an eager step.
+        states: places of recurrent states; None if no layer has such a state, or if no request is
+            live.
     """
 
     num_tokens: int
@@ -120,6 +123,7 @@ class AttentionMetadata:
     is_empty: Tensor | None = None
     parts: tuple[DevicePart, ...] = ()
     tasks: AttentionTasks | None = None
+    states: StateMetadata | None = None
 
     @property
     def num_direct(self) -> int:
@@ -160,6 +164,10 @@ class KVCache:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.keys, self.values
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        return ()
 
     @property
     def block_size(self) -> int:

@@ -44,6 +44,10 @@ class LatentCache:
         return self.latents, self.rope_keys
 
     @property
+    def states(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
     def block_size(self) -> int:
         return self.latents.shape[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,27 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.models.loading import WeightSlices
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of a step's tokens, in the shape that the kind needs
-Cache = Any  # cache of one layer; only its kind of attention knows the type
+# Cache of one layer: its ``tensors`` are in blocks, its ``states`` in slots. Only its kind of
+# attention knows the type.
+Cache = Any
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """The room for requests in the cache of a layer.
+
+    Attributes:
+        num_blocks: number of KV blocks, the dummy block included.
+        block_size: number of tokens of a block.
+        num_slots: number of slots of recurrent states, slot 0 for padding included; 0 if the model
+            has no such state.
+        dtype: type of keys and values.
+    """
+
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    num_slots: int = 0
 
 
 class LayerAttention(Protocol):
@@ -36,7 +57,7 @@ class LayerAttention(Protocol):
 
 
 class AttentionKind(Protocol):
-    """The attention state that all layers of a decoder share. Owns the rotary tables.
+    """The attention state that all layers of one kind share. Owns the rotary tables.
 
     Attributes:
         slot_dtype: type of the slots for the cache write.
@@ -55,5 +76,5 @@ class AttentionKind(Protocol):
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary rows of [n] int32 positions."""
 
-    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
+    def make_cache(self, room: CacheRoom) -> Cache:
         """Return one layer's cache. Block 0 must not contain NaN, because padding reads it."""

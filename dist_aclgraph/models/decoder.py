@@ -1,4 +1,6 @@
-"""A decoder on one rank: embedding, layers and head. ``ModelSpec`` selects the attention."""
+"""A decoder on one rank: embedding, layers and head. ``ModelSpec`` selects the attention of each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,10 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
-from dist_aclgraph.models.attention_kind import AttentionKind, Cache
-from dist_aclgraph.models.gqa import GroupedQuery
+from dist_aclgraph.models.attention_kind import AttentionKind, Cache, CacheRoom
+from dist_aclgraph.models.attention_kinds import AttentionKinds
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
-from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
@@ -53,24 +54,25 @@ class Decoder:
         slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)
         self._embedding = _load_embedding(slices, spec)
         norm = slices.whole("model.norm.weight", (spec.hidden_size,))
-        make_kind = GroupedQuery if spec.latent is None else MultiHeadLatent
-        self.kind: AttentionKind = make_kind(
-            spec, groups, device=device, dtype=norm.dtype, max_len=max_len
-        )
-        layers = [load_layer(slices, spec, self.kind, i) for i in range(spec.num_layers)]
-        self._stack = LayerStack(self.kind, layers, norm, spec.rms_norm_eps)
+        self._kinds = AttentionKinds(spec, groups, device=device, dtype=norm.dtype, max_len=max_len)
+        layers = [load_layer(slices, spec, self._kinds.of(i), i) for i in range(spec.num_layers)]
+        self._stack = LayerStack(self.kind.rope, layers, norm, spec.rms_norm_eps)
         self._head = _load_head(slices, spec, self._embedding)
         self.next_token: NextTokenModule | None = None
         if drafts:
+            kind = self._kinds.of(spec.num_layers)
             self.next_token = load_next_token_module(
-                slices, spec, self.kind, self._embedding, self._head
+                slices, spec, kind, self._embedding, self._head
             )
 
-    def make_caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[Cache]:
-        """Return an empty KV cache for each layer."""
-        return [
-            self.kind.make_cache(num_blocks, block_size, dtype) for _ in range(self.spec.num_layers)
-        ]
+    @property
+    def kind(self) -> AttentionKind:
+        """The kind of attention that keeps keys in blocks."""
+        return self._kinds.paged
+
+    def make_caches(self, room: CacheRoom) -> list[Cache]:
+        """Return an empty cache for each layer."""
+        return [self._kinds.of(i).make_cache(room) for i in range(self.spec.num_layers)]
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables, pairs_across_head
-from dist_aclgraph.models.attention_kind import Rope
+from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -187,7 +187,9 @@ class GroupedQuery:
         """[n] -> cos and sin, [1, n, 1, head_dim] each."""
         return self._rotary.rows(positions, (1, -1, 1, self._spec.head_dim))
 
-    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
-        shape = (num_blocks, block_size, self._heads.num_kv_heads, self._spec.head_dim)
+    def make_cache(self, room: CacheRoom) -> KVCache:
+        shape = (room.num_blocks, room.block_size, self._heads.num_kv_heads, self._spec.head_dim)
         # Attention reads whole blocks, so a NaN after the last key would spread.
-        return KVCache(*(torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2)))
+        return KVCache(
+            *(torch.zeros(shape, dtype=room.dtype, device=self._device) for _ in range(2))
+        )

@@ -1,4 +1,4 @@
-"""A sequence of decoder layers, with any kind of attention.
+"""A sequence of decoder layers, each with any kind of attention.
 
 The forward pass is a sequence of segments, cut at attention (``before_attention`` and
 ``after_attention`` of each layer). So the whole pass can be captured as one graph, or each segment
@@ -25,6 +25,7 @@ from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
+MakeRope = Callable[[Tensor], Rope]  # from positions to rotary rows
 Embed = Callable[..., Tensor]  # from tensors with one row per token to [num_tokens, hidden]
 
 
@@ -112,10 +113,11 @@ class LayerStack:
     """Layers one after another, and a norm after the last layer.
 
     Attributes:
+        rope: returns the rotary rows of positions; all layers use the same rows.
         norm: [hidden], weight of the norm.
     """
 
-    kind: AttentionKind
+    rope: MakeRope
     layers: Sequence[DecoderLayer]
     norm: Tensor
     eps: float
@@ -158,7 +160,7 @@ class LayerStack:
         layers = self.layers
 
         def first(positions: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-            rope = self.kind.rope(positions)
+            rope = self.rope(positions)
             return *rope, *layers[0].before_attention(embed(*inputs), None, rope)
 
         def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:

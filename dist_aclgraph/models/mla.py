@@ -15,7 +15,7 @@ from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.latent_attention import NORM_EPS, LatentAttention, LatentCache
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.rotary import RotaryTables, score_factor
-from dist_aclgraph.models.attention_kind import Rope
+from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.shapes.heads import heads_per_rank
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
@@ -177,12 +177,13 @@ class MultiHeadLatent:
         """[n] -> cos and sin, [n, 1, 1, 64] each."""
         return self._rotary.rows(positions, (-1, 1, 1, self._sizes.rope_dim))
 
-    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> LatentCache:
+    def make_cache(self, room: CacheRoom) -> LatentCache:
+        shape = (room.num_blocks, room.block_size, 1)
         widths = (self._sizes.kv_rank, self._sizes.rope_dim)
         # Attention reads whole blocks, so a NaN after the last key would spread.
         return LatentCache(
             *(
-                torch.zeros((num_blocks, block_size, 1, width), dtype=dtype, device=self._device)
+                torch.zeros((*shape, width), dtype=room.dtype, device=self._device)
                 for width in widths
             )
         )

@@ -16,7 +16,7 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.linear import Linear
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from dist_aclgraph.models.attention_kind import AttentionKind, Cache
+from dist_aclgraph.models.attention_kind import AttentionKind, Cache, CacheRoom
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -28,6 +28,7 @@ class NextTokenModule:
 
     Attributes:
         token_norm, hidden_norm: [hidden], weights of norms.
+        kind: kind of attention of the layer.
         mix: [2 * hidden, hidden], the token's half first; every rank has the whole matrix.
         stack: one layer, and the norm before the head.
     """
@@ -36,12 +37,13 @@ class NextTokenModule:
     token_norm: Tensor
     hidden_norm: Tensor
     mix: Linear
+    kind: AttentionKind
     stack: LayerStack
     head: VocabularyHead
 
-    def make_cache(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Cache:
+    def make_cache(self, room: CacheRoom) -> Cache:
         """Return the layer's KV cache; it uses the same block ids as the decoder's layers."""
-        return self.stack.kind.make_cache(num_blocks, block_size, dtype)
+        return self.kind.make_cache(room)
 
     def forward(
         self,
@@ -89,8 +91,9 @@ def load_next_token_module(
         slices.whole(f"{prefix}.enorm.weight", norm),
         slices.whole(f"{prefix}.hnorm.weight", norm),
         Linear(slices.place(mix)),
+        kind,
         LayerStack(
-            kind,
+            kind.rope,
             [load_layer(slices, spec, kind, spec.num_layers)],
             slices.whole(f"{prefix}.shared_head.norm.weight", norm),
             spec.rms_norm_eps,

@@ -16,7 +16,7 @@ from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.expert_placement import place_experts
 from dist_aclgraph.planning.mc2 import MIB, Mc2
 from dist_aclgraph.shapes.model_facts import ModelFacts
-from dist_aclgraph.topology import ExchangeKind
+from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 
 # Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
 # all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators. This
@@ -62,6 +62,8 @@ class ExchangeRule:
         setting: the configured exchange.
         capacity_factor: see ``expert_capacity``.
         max_tokens: maximum number of tokens of one batch.
+        may_run_again: whether a step whose tokens found no room may run a second time. False for a
+            model with recurrent state; then no exchange that may lose tokens is chosen.
     """
 
     tp: int
@@ -69,6 +71,7 @@ class ExchangeRule:
     setting: ExchangeSetting
     capacity_factor: float
     max_tokens: int
+    may_run_again: bool = True
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts, chip: Chip) -> ExchangeRule:
@@ -109,6 +112,7 @@ class ExchangeRule:
             setting=parallel.exchange,
             capacity_factor=parallel.expert_capacity,
             max_tokens=config.scheduler.max_num_batched_tokens,
+            may_run_again=facts.linear is None,
         )
         rule._check()
         return rule
@@ -145,7 +149,7 @@ class ExchangeRule:
             return Decision("mc2", "it moves the fewest bytes, within its limits")
         note = "" if why_not is None else f"; not mc2: {why_not}"
         capacity = expert_capacity(rows, mc2.ep, mc2.top_k, self.capacity_factor)
-        if self._saved_bytes(rows, capacity) >= MIN_SAVED_BYTES:
+        if self.may_run_again and self._saved_bytes(rows, capacity) >= MIN_SAVED_BYTES:
             share = 1 - capacity / rows
             return Decision("all_to_all", f"it moves {share:.0%} less than all_gather{note}")
         return Decision("all_gather", f"no other way saves enough bytes{note}")
@@ -184,7 +188,12 @@ class ExchangeRule:
         return 2 * (self.mc2.ep - 1) * (gathered - sent) * row
 
     def _check(self) -> None:
-        """Refuse a configured MC2 that cannot run all batches that its operators accept."""
+        """Refuse a configured exchange that cannot run all batches."""
+        if self.mc2 is not None and self.setting in MAY_LOSE_TOKENS and not self.may_run_again:
+            raise ConfigError(
+                f"parallel.exchange is {self.setting}, whose steps may run twice; a model with "
+                "linear attention runs every step once: set parallel.exchange=auto"
+            )
         if self.mc2 is None or self.setting != "mc2":
             return
         # Batches larger than MC2's operators accept use another exchange.

@@ -74,7 +74,7 @@ def with_possible_mode(
         ConfigError: see ``normalise_mode``.
     """
     support = GraphSupport(
-        attention_updates="uniform" if facts.mla else "any",
+        attention_updates="uniform" if facts.mla or facts.linear else "any",
         is_encoder_decoder=facts.is_encoder_decoder,
         shares_context=config.parallel.dcp * config.parallel.pcp > 1,
     )

@@ -220,6 +220,8 @@ class RankScheduler:
             deque(unserved),
             self._num_prompt_ranks,
             kind,
+            self.pool.block_size,
+            self.pool.checkpoints,
             blocks,
         )
 
@@ -238,7 +240,8 @@ class RankScheduler:
         )
 
     def match(self, request: Request) -> list[int]:
-        """Return the cached blocks of a waiting request's prefix.
+        """Return the cached blocks of a waiting request's prefix. If the model has recurrent state,
+        they end at a checkpoint.
 
         The last token is never matched, because it must be computed: its logits choose the next
         token.
@@ -249,7 +252,10 @@ class RankScheduler:
             return []
         count = (len(request.tokens) - 1) // self.pool.block_size
         self._hash_blocks(request, count)
-        return self.pool.match(request.hashes[:count])
+        found = self.pool.match(request.hashes[:count])
+        if self.pool.checkpoints is None:
+            return found
+        return found[: self.pool.checkpoints.longest(request.hashes[: len(found)])]
 
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
@@ -272,6 +278,9 @@ class RankScheduler:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
         request.prompt_logprobs = []
         builder.started.append(request.start(self.index, self._free_rows.pop()))
+        if self.pool.checkpoints is not None and shared:
+            checkpoint = self.pool.checkpoints.use(request.hashes[len(shared) - 1])
+            builder.restored += (request.row, checkpoint)
         self._stop_ids.update(request.stop_ids)
         covered = len(request.block_ids) * size
         index = self.rows.add(
@@ -299,24 +308,65 @@ class RankScheduler:
             step.records[:, 1] = self.rows.computed
         self._margin = self._margin - self._decode_len if is_quiet else 0
         cleaned = self.pool.take_dirty()
-        self._flights.append(Flight(step, step.indices, is_quiet, cleaned))
+        flight = Flight(step, step.indices, is_quiet, cleaned)
+        self._flights.append(flight)
         if not isinstance(step.indices, slice):
             self.rows.take_off(step.indices, step.records)
+        restored = pack_ints(builder.restored) if builder.restored else b""
+        kept = self._begin_checkpoints(builder, flight) if builder.chunks else b""
+        renewed, self._renewed = self._renewed, []
         if self._knows_nothing:
-            self._knows_nothing, self._renewed = False, []
+            self._knows_nothing = False
             return step, RankBatch(
                 step.records.tobytes(),
                 started=self._every_row(builder),
                 cleaned=pack_ints(cleaned),
+                restored=restored,
+                kept=kept,
             )
-        renewed, self._renewed = self._renewed, []
         return step, RankBatch(
             step.records.tobytes(),
             self._take_appended(),
             pack_ints(builder.blocks) if builder.blocks else b"",
             (*renewed, *builder.started),
             pack_ints(cleaned) if cleaned else b"",
+            restored,
+            kept,
         )
+
+    def _begin_checkpoints(self, builder: StepBuilder, flight: Flight) -> bytes:
+        """Choose checkpoints for the prompts whose chunks end at such a position; return records of
+        row and checkpoint.
+        """
+        checkpoints, first = self.pool.checkpoints, flight.step.num_decoding
+        if checkpoints is None:
+            return b""
+        kept: list[tuple[int, bytes]] = []
+        records: list[int] = []
+        for index, chunk in enumerate(builder.chunks):
+            request = self.rows.requests[chunk.index]
+            if not chunk.is_kept or chunk.stop < chunk.end or request.is_suspect:
+                continue
+            count = chunk.stop // self.pool.block_size
+            self._hash_blocks(request, count)
+            checkpoint = checkpoints.begin(request.hashes[count - 1])
+            if checkpoint is not None:
+                kept.append((first + index, request.hashes[count - 1]))
+                records += (request.row, checkpoint)
+        flight.kept = kept
+        return pack_ints(records) if records else b""
+
+    def _end_checkpoints(self, flight: Flight) -> None:
+        """Store the checkpoints that a step has written. Drop those whose blocks are not in the
+        prefix cache.
+        """
+        checkpoints = self.pool.checkpoints
+        assert checkpoints is not None
+        for index, block_hash in flight.kept:
+            if flight.places[index] >= 0 and self.pool.match([block_hash]):
+                checkpoints.store(block_hash)
+            else:
+                checkpoints.drop(block_hash)
 
     def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
         """Return all rows in their current state, for workers that have lost their rows."""
@@ -330,28 +380,31 @@ class RankScheduler:
         )
         return (*running, *builder.started)
 
-    def rewind(self) -> None:
+    def rewind(self) -> list[Request]:
         """Undo the steps in flight, because workers have lost the state of these steps.
 
         Requests keep their blocks. Later steps write the KV of the undone steps again before any
-        step reads it.
+        step reads it. But recurrent state cannot be computed twice from itself. So if the model has
+        such state, all requests wait again, and start from checkpoints; they are returned.
         """
         while self._flights:
             flight = self._flights.pop()
+            for _, block_hash in flight.kept:
+                assert self.pool.checkpoints is not None
+                self.pool.checkpoints.drop(block_hash)
             is_there = flight.places >= 0
             self.rows.put_back(flight.places[is_there], flight.step.records[is_there])
             self.pool.clean_first(flight.cleaned)
         self._steady, self._margin = None, 0
         self._appended = NO_PAIRS
         self._knows_nothing = True
+        return [] if self.pool.checkpoints is None else self._preempt(self.running)
 
     def lose_kv(self) -> list[Request]:
         """Forget all blocks, even cached blocks; return the running requests, which wait again."""
-        victims = self.running
-        self._release(victims)
+        victims = self._preempt(self.running)
         self.pool.clear()
         self._refused = None
-        self.num_preemptions += len(victims)
         return victims
 
     def leave_out(self) -> RankStep:
@@ -422,23 +475,30 @@ class RankScheduler:
             self._release([request for request, _ in found])
         return found
 
-    def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> None:
-        """Let requests wait for their grammars.
+    def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> list[Request]:
+        """Let requests wait for their grammars; return those that lose their rows.
 
         A request that the oldest step sampled without a mask is taken out of all steps in flight,
-        and does not run while a rank compiles its grammar. Other requests run meanwhile.
+        and does not run while a rank compiles its grammar. Other requests run meanwhile. If the
+        model has recurrent state, the request loses its row, because its last tokens run again.
 
         Args:
             unmasked: indices among the sampled requests of the oldest step.
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows
+        victims: list[Request] = []
         if unmasked:
             flight = self._flights[0]
             places = flight.places[np.flatnonzero(flight.step.records[:, 3] > 0)[list(unmasked)]]
-            self._take_back(places[places >= 0])
+            places = places[places >= 0]
+            if self.pool.checkpoints is None:
+                self._take_back(places)
+            else:
+                victims = self._preempt(rows.select(places))
         if self._steady is None and rows.held.any():
             rows.held &= np.isin(rows.row, list(compiling))
+        return victims
 
     def _take_back(self, places: Places) -> None:
         """Undo the steps in flight for some requests; workers begin their rows again."""
@@ -498,6 +558,8 @@ class RankScheduler:
         if not flight.is_quiet:
             self._store_full_blocks(indices)
             self._margin = self._measure_margin()
+        if flight.kept:
+            self._end_checkpoints(flight)
         finished = [requests[index] for index in reasons]
         if finished:
             self._release(finished)
@@ -617,6 +679,13 @@ class RankScheduler:
         blocks for other requests.
         """
         self._release([request])
+
+    def _preempt(self, requests: Sequence[Request]) -> list[Request]:
+        """Release requests that wait again; return them."""
+        if requests:
+            self._release(requests)
+        self.num_preemptions += len(requests)
+        return list(requests)
 
     def _release(self, requests: Sequence[Request]) -> None:
         self._steady = None

@@ -15,6 +15,7 @@ import numpy as np
 from dist_aclgraph.context.prompt_split import largest_share
 from dist_aclgraph.errors import WorkerError
 from dist_aclgraph.ints import IntArray, unpack_ints
+from dist_aclgraph.kv.checkpoints import BlockHash, Checkpoints
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.rows import EVERY, Indices, Places, RunningRows
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs, RowStart, StepResult
@@ -87,17 +88,31 @@ class NewTokens(NamedTuple):
 
 
 @dataclass
-class _Chunk:
-    """The next known tokens of a request that has not sampled a token yet."""
+class Chunk:
+    """The next known tokens of a request that has not sampled a token yet.
 
-    index: int  # index among the running requests
+    Attributes:
+        index: index among the running requests.
+        start: position of the first token.
+        end: position after the last token that may run in this step.
+        known: number of known tokens of the request.
+        is_kept: whether the state at ``end`` is copied to a checkpoint.
+    """
+
+    index: int
+    start: int
     length: int
-    left: int  # how many tokens directly after the chunk may still be added to the same step
-    replayed: int  # number of known tokens after ``left`` tokens; each runs in a separate step
+    end: int
+    known: int
+    is_kept: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
 
     @property
     def samples(self) -> bool:
-        return self.left == self.replayed == 0
+        return self.stop == self.known
 
 
 @dataclass
@@ -114,6 +129,8 @@ class StepBuilder:
         num_prompt_ranks: number of ranks that split prompts.
         kind: the work that the step may contain. "mixed" allows any work; "decode" allows only
             requests whose prompt is computed; "prompt" allows only a chunk of one prompt.
+        checkpoints: for a model with recurrent state, its checkpoints. A chunk ends where its state
+            is copied to a checkpoint.
     """
 
     rows: RunningRows
@@ -126,19 +143,25 @@ class StepBuilder:
     unserved: deque[int]
     num_prompt_ranks: int = 1
     kind: StepKind = "mixed"
+    block_size: int = 1
+    checkpoints: Checkpoints | None = None
     blocks: list[int] = field(default_factory=list)  # flat: row, index in the table, block id
     started: list[RowStart] = field(default_factory=list)
-    _chunks: list[_Chunk] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)  # flat: row, checkpoint
+    chunks: list[Chunk] = field(default_factory=list)
 
     def add_chunk(self, index: int) -> None:
         """Add a request's next tokens to the step, up to the request's share."""
         rows, computed = self.rows, int(self.rows.computed[index])
         end = max(int(rows.prompt_end[index]), computed + 1)
-        length = min(end - computed, self.max_chunk, self.budget)
+        kept = end
+        if self.checkpoints is not None:
+            kept = self.checkpoints.next_position(computed, end, self.block_size)
+        length = min(kept - computed, self.max_chunk, self.budget)
         if length > 0:
             self.budget = 0 if self.kind == "prompt" else self.budget - length
-            left, replayed = end - computed - length, int(rows.known[index]) - end
-            self._chunks.append(_Chunk(index, length, left, replayed))
+            known = int(rows.known[index])
+            self.chunks.append(Chunk(index, computed, length, kept, known, kept < end))
 
     def serve_chunks(self, before: Request | None = None) -> None:
         """Add chunks of running requests that have not sampled a token, in order of service.
@@ -156,34 +179,33 @@ class StepBuilder:
     @property
     def has_work(self) -> bool:
         """Whether anything runs in the step."""
-        return bool(self.num_decoding or self._chunks)
+        return bool(self.num_decoding or self.chunks)
 
     @property
     def is_steady(self) -> bool:
         """Whether all running requests decode, and the step runs nothing else."""
-        return self.decoding is EVERY and not self._chunks
+        return self.decoding is EVERY and not self.chunks
 
     def build(self) -> RankStep:
         """Return the step. The prompts that are served first get the unused part of the budget."""
         if self.kind == "decode":  # A graph samples the first requests of its batch.
-            self._chunks.sort(key=lambda chunk: not chunk.samples)
-        for chunk in self._chunks:
-            more = min(chunk.left, self.budget)
+            self.chunks.sort(key=lambda chunk: not chunk.samples)
+        for chunk in self.chunks:
+            more = min(chunk.end - chunk.stop, self.budget)
             chunk.length += more
-            chunk.left -= more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
         if isinstance(indices, slice):  # Requests that arrive while the step runs are excluded.
             indices = slice(0, num_decoding)
-        if self._chunks:
+        if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
-            indices = np.append(decoding, [chunk.index for chunk in self._chunks])
-        records = np.empty((num_decoding + len(self._chunks), 4), np.int32)
+            indices = np.append(decoding, [chunk.index for chunk in self.chunks])
+        records = np.empty((num_decoding + len(self.chunks), 4), np.int32)
         records[:, 0] = rows.row[indices]
         records[:, 1] = rows.computed[indices]
         records[:, 2:] = self.decode_len
-        records[num_decoding:, 2] = [chunk.length for chunk in self._chunks]
-        records[num_decoding:, 3] = [chunk.samples for chunk in self._chunks]
+        records[num_decoding:, 2] = [chunk.length for chunk in self.chunks]
+        records[num_decoding:, 3] = [chunk.samples for chunk in self.chunks]
         return RankStep(
             indices,
             records,
@@ -191,10 +213,10 @@ class StepBuilder:
             self.decode_len,
             self.num_prompt_ranks,
             is_uniform=self.kind == "decode",
-            needs_hidden=any(map(self._needs_hidden, self._chunks)),
+            needs_hidden=any(map(self._needs_hidden, self.chunks)),
         )
 
-    def _needs_hidden(self, chunk: _Chunk) -> bool:
+    def _needs_hidden(self, chunk: Chunk) -> bool:
         sampling = self.rows.requests[chunk.index].sampling
         return sampling.prompt_logprobs >= 0 or (sampling.embeds and chunk.samples)
 
@@ -336,12 +358,15 @@ class Flight:
             request has left.
         is_quiet: whether no request can reach its maximum length or fill a block in this step.
         cleaned: blocks that are set to zero before this step.
+        kept: the checkpoints that this step writes: index of the request among the step's records,
+            and hash of the last block before the checkpoint.
     """
 
     step: RankStep
     indices: Indices
     is_quiet: bool
     cleaned: Sequence[int] = ()
+    kept: Sequence[tuple[int, BlockHash]] = ()
 
     @property
     def places(self) -> Places:

@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dist_aclgraph.ints import INT_BYTES
-from dist_aclgraph.kv.block_pool import BlockHash, hash_block, salted_root
+from dist_aclgraph.kv.block_pool import hash_block, salted_root
+from dist_aclgraph.kv.checkpoints import BlockHash
 
 # Each open request counts as this many tokens, in addition to the uncomputed tokens of its prompt,
 # because it needs a place in every step until it ends.

@@ -235,8 +235,7 @@ class Scheduler:
         for rank, lack in zip(self.ranks, lacks, strict=True):
             builder, victims = rank.begin(lack, kind)
             builders.append(builder)
-            for victim in victims:
-                insort(self.waiting, victim, key=_order)
+            self._wait_again(victims)
         while self.waiting:
             first = self.waiting[0]
             for builder in builders:
@@ -306,6 +305,11 @@ class Scheduler:
         outputs = StepOutputs.joined(parts)
         return msgspec.structs.replace(outputs, failed=failed) if failed else outputs
 
+    def _wait_again(self, requests: Sequence[Request]) -> None:
+        """Put requests that have lost their rows back into the queue."""
+        for request in requests:
+            insort(self.waiting, request, key=_order)
+
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
         """Let requests that were not suspect wait again; end and return the suspect requests."""
         failed = []
@@ -330,7 +334,7 @@ class Scheduler:
         self._in_flight.clear()
         self._is_void = False
         for rank in self.ranks:
-            rank.rewind()
+            self._wait_again(rank.rewind())
 
     def lose_kv(self) -> None:
         """Let every request wait and start again at its first token, because all KV is lost.
@@ -339,8 +343,7 @@ class Scheduler:
         """
         assert not self._in_flight, "rewind() comes first"
         for rank in self.ranks:
-            for victim in rank.lose_kv():
-                insort(self.waiting, victim, key=_order)
+            self._wait_again(rank.lose_kv())
 
     def stats(self) -> dict[str, int]:
         """Return gauges and counters for metrics."""
@@ -488,7 +491,7 @@ class Scheduler:
             unmasked[index].update(steps[index].read_unmasked(result).tolist())
             compiling[index].update(unpack_ints(result.compiling).tolist())
         for rank in self.ranks:
-            rank.hold(unmasked[rank.index], compiling[rank.index])
+            self._wait_again(rank.hold(unmasked[rank.index], compiling[rank.index]))
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the maximum length of the request, prompt and output together.

@@ -12,6 +12,7 @@ from pathlib import Path
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.heads import check_shards, heads_per_rank, kv_heads_per_rank
+from dist_aclgraph.shapes.linear_facts import LinearFacts, read_linear_facts
 from dist_aclgraph.shapes.model_config import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -68,6 +69,7 @@ class ModelFacts:
         num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention caches per token and layer; 0 without latent
             attention.
+        linear: layers with linear attention; None if all layers keep keys.
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         vocab_size: rows of the embedding; all token ids are smaller.
@@ -88,6 +90,7 @@ class ModelFacts:
     hidden_size: int = 0
     experts: ExpertFacts | None = None
     latent_size: int = 0
+    linear: LinearFacts | None = None
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
     holds_int8: bool = False
@@ -111,6 +114,11 @@ class ModelFacts:
         return self.experts is not None and self.experts.num_shared > 0
 
     @property
+    def num_paged_layers(self) -> int:
+        """Number of layers that keep keys in blocks, without next-token modules."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+
+    @property
     def mla(self) -> bool:
         """Whether the model has multi-head latent attention."""
         return self.latent_size > 0
@@ -122,8 +130,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     Raises:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
-            cannot be sharded over ``parallel.dcp``; contexts with a sliding window are shared; or
-            the dtype is float32 with int8 matrices.
+            cannot be sharded over ``parallel.dcp``; contexts with a sliding window or with linear
+            attention are shared; or the dtype is float32 with int8 matrices.
     """
     if config.dtype == "float32" and (config.quantization or facts.holds_int8):
         whose = "quantization is w8a8" if config.quantization else "the checkpoint holds int8"
@@ -143,6 +151,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         is_latent=facts.mla,
     )
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
+    if facts.linear is not None:
+        facts.linear.check(parallel)
     if window and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(
             f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of layers "
@@ -188,6 +198,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         window=_window(config),
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
+        linear=read_linear_facts(config),
         is_encoder_decoder=config.flag("is_encoder_decoder", False),
         hidden_size=hidden_size,
         experts=_experts(config),

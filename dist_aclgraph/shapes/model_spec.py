@@ -13,6 +13,8 @@ from typing import Literal
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
+LayerKind = Literal["grouped", "latent", "linear"]  # kinds of attention
+
 
 @dataclass(frozen=True)
 class SwigluClip:
@@ -133,3 +135,14 @@ class ModelSpec(ModelFacts):
     rotary_dim: int | None = None
     has_sinks: bool = False
     names: WeightNames = WeightNames()
+
+    @property
+    def paged_kind(self) -> LayerKind:
+        """The kind of attention that keeps keys in blocks."""
+        return "grouped" if self.latent is None else "latent"
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return the kind of attention of a layer. The layers of next-token modules come after the
+        decoder's last layer.
+        """
+        return "linear" if self.linear and layer in self.linear.layers else self.paged_kind

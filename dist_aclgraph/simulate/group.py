@@ -21,6 +21,7 @@ from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.ints import INT_BYTES, IntArray, pack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.planning.budget import Probe, StreamOffer, total
 from dist_aclgraph.planning.commands import GraphAction, GraphAnswer
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -142,6 +143,7 @@ class SimulatedGroup:
                     num_blocks,
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.shares_prefixes,
+                    checkpoints=make_checkpoints(config) if deployment.facts.linear else None,
                 )
                 for _ in range(deployment.layout.within_group.dp)
             ],

@@ -85,6 +85,10 @@ class RankBatch(msgspec.Struct, frozen=True):
     ``cleaned`` are set to zero before the step, because they may contain NaN, and attention reads
     whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
     padding.
+
+    If the model has recurrent state, each row has a state. Before the step, the state of a row in
+    ``restored`` becomes a copy of a checkpoint. After the step, the state of a row in ``kept`` is
+    copied to a checkpoint. A row begins with an empty state when its first token runs.
     """
 
     scheduled: bytes  # int32 [num_reqs, 4]
@@ -92,6 +96,8 @@ class RankBatch(msgspec.Struct, frozen=True):
     blocks: bytes = b""  # int32 [k, 3]: row, index in the block table, block id
     started: tuple[RowStart, ...] = ()
     cleaned: bytes = b""  # int32 [k], block ids
+    restored: bytes = b""  # int32 [k, 2]: row, checkpoint
+    kept: bytes = b""  # int32 [k, 2]: row, checkpoint
 
 
 class StepSize(msgspec.Struct, frozen=True):

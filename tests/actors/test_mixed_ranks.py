@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.kv.cache_spec import KVCacheSpec
+from dist_aclgraph.kv.cache_spec import KVCacheSpec, PagedTensor
 from dist_aclgraph.planning.buckets import asked_sizes
 from tests.checkpoints import make_prompts
 from tests.deployments import greedy_params, make_deployment_config
@@ -92,7 +92,7 @@ def test_the_rank_with_less_memory_sizes_the_cache_of_both(checkpoint: Path) -> 
         report = group.report()
 
     assert streams_of(report["plan"]) == 8  # rank 1 has ten streams
-    spec = KVCacheSpec(num_layers=3, elements_per_token=128, block_size=128, dtype="float32")
+    spec = KVCacheSpec(paged=(PagedTensor(3, 128),), block_size=128, dtype="float32")
     poor, rich = (rank["ledger"]["offered_bytes"] for rank in report["ranks"])
     fraction, most = config.kv.memory_fraction, config.kv.max_bytes
     assert poor < rich

@@ -19,6 +19,7 @@ from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.layers.latent_attention import LatentAttention
+from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
@@ -170,7 +171,7 @@ def test_a_layer_runs_alone_from_hidden_states(npu: Any, tmp_path: Path) -> None
     spec, kind = read_model_spec(tmp_path), load_decoder(npu, tmp_path).kind
     slices = load_slices(npu, tmp_path)
     norm = slices.whole("model.norm.weight", (spec.hidden_size,))
-    stack = LayerStack(kind, [load_layer(slices, spec, kind, last)], norm, spec.rms_norm_eps)
+    stack = LayerStack(kind.rope, [load_layer(slices, spec, kind, last)], norm, spec.rms_norm_eps)
     positions = torch.arange(n, dtype=torch.int32, device=npu.device)
     table, slots = np.array([[1, 2]], np.int32), torch.arange(n, dtype=torch.int32) + 32
     metadata = AttentionSteps(kind, ContextPlace(Shards(32)), npu).of_step(
@@ -183,7 +184,7 @@ def test_a_layer_runs_alone_from_hidden_states(npu: Any, tmp_path: Path) -> None
             (hidden.to(npu.device),),
             positions,
             slots.to(npu.device),
-            [kind.make_cache(3, 32, torch.float32)],
+            [kind.make_cache(CacheRoom(3, 32, torch.float32))],
             metadata,
         )
 

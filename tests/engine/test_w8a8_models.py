@@ -19,6 +19,7 @@ from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.shapes.families import read_model_spec
@@ -73,7 +74,7 @@ def logits_of(npu: Npu, model: Decoder, prompt: list[int], dtype: torch.dtype) -
             torch.tensor(prompt, dtype=torch.int32, device=npu.device),
             positions,
             slots.to(npu.device),
-            model.make_caches(3, BLOCK_SIZE, dtype),
+            model.make_caches(CacheRoom(3, BLOCK_SIZE, dtype)),
             metadata,
         )
         return model.logits(hidden).cpu().float()

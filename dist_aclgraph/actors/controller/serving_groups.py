@@ -506,6 +506,7 @@ class ServingGroups:
             lazy_capacity=group.lazy_capacity,
             exchange=exchange,
             counts_shared_blocks=chip.counts_shared_blocks(planner.config, planner.facts),
+            has_state=planner.facts.linear is not None,
             token=self._token,
             report=report,
         )

@@ -28,6 +28,7 @@ from dist_aclgraph.actors.worker.worker_group import ask_workers, stop_devices
 from dist_aclgraph.config import Config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import make_checkpoints
 from dist_aclgraph.logs import ProcessLog, event
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
@@ -57,6 +58,7 @@ class EngineSettings:
     lazy_capacity: int
     exchange: ExchangeRule
     counts_shared_blocks: bool
+    has_state: bool  # whether the model has recurrent state
     token: str
     report: dict[str, Any]
 
@@ -165,6 +167,7 @@ class Engine:
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.shares_prefixes,
                     counts_shared=settings.counts_shared_blocks,
+                    checkpoints=make_checkpoints(config) if settings.has_state else None,
                 )
                 for _ in range(layout.dp)
             ],

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from dist_aclgraph.config import Config, make_config
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.kv.cache_spec import KVCacheSpec, elements_per_token
+from dist_aclgraph.kv.cache_spec import KVCacheSpec, PagedTensor, elements_per_token
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 
-def make_spec(**changes) -> KVCacheSpec:
-    values = {"num_layers": 64, "elements_per_token": 2 * 128, "block_size": 128}
+def make_spec(num_layers: int = 64, width: int = 2 * 128, **changes) -> KVCacheSpec:
+    values = {"paged": (PagedTensor(num_layers, width),), "block_size": 128}
     return KVCacheSpec(**(values | changes))
 
 
 def test_a_block_holds_keys_and_values_of_every_layer() -> None:
     # 2 x 128 tokens x 1 head x 128 x 2 bytes = 65536 for one layer
-    assert make_spec().bytes_per_layer_block == 65536
+    assert make_spec(num_layers=1).bytes_per_block == 65536
     assert make_spec().bytes_per_block == 64 * 65536
     assert make_spec(dtype="float32").total_bytes(3) == 3 * 2 * 64 * 65536
 
@@ -47,7 +47,7 @@ def test_every_rank_keeps_the_whole_latent_and_its_own_heads() -> None:
 
 
 def test_a_token_of_deepseek_v3_takes_seventy_thousand_bytes() -> None:
-    spec = make_spec(num_layers=61, elements_per_token=576)
+    spec = make_spec(num_layers=61, width=576)
 
     assert spec.bytes_per_block / spec.block_size == 70272
 
@@ -97,12 +97,16 @@ def make_cache_config(**sections) -> Config:
 
 def test_the_next_token_module_has_a_cache_of_its_own() -> None:
     facts = make_facts(latent_size=576, num_draft_layers=1)
-    layers = [
-        KVCacheSpec.from_config(make_cache_config(speculative={"num_tokens": k}), facts).num_layers
+    specs = [
+        KVCacheSpec.from_config(make_cache_config(speculative={"num_tokens": k}), facts)
         for k in (0, 1, 3)
     ]
 
-    assert layers == [61, 62, 62]  # one module, for any number of drafts
+    assert [spec.paged[0].num_layers for spec in specs] == [
+        61,
+        62,
+        62,
+    ]  # one module, for any number of drafts
 
 
 def test_the_last_token_of_the_longest_request_takes_no_slot() -> None:

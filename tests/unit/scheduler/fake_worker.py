@@ -13,6 +13,7 @@ from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.kv.block_pool import DUMMY_BLOCK
 from dist_aclgraph.steps.step import RankBatch, RankPlan, RowSampling, StepPlan, StepResult
 from dist_aclgraph.topology import MAY_LOSE_TOKENS
+from tests.unit.scheduler.fake_states import FakeStates
 
 SPOILT = 10_000  # a token that was sampled without a mask
 WRONG = -2  # the KV of a rejected draft or of a void step
@@ -39,6 +40,7 @@ class FakeWorker:
     Args:
         num_drafts: draft tokens of each row that has sampled.
         accept: returns the number of accepted drafts for each verification.
+        has_state: whether the worker also checks recurrent states.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class FakeWorker:
         *,
         num_drafts: int = 0,
         accept: Callable[[], int] = lambda: 0,
+        has_state: bool = False,
     ) -> None:
         self.block_size = block_size
         self.vocabulary = vocabulary
@@ -59,6 +62,7 @@ class FakeWorker:
         self._drafted: set[int] = set()  # rows that may have drafts when they are sent again
         self._num_drafts = num_drafts
         self._accept = accept
+        self._states = FakeStates() if has_state else None
 
     def execute(self, plan: RankPlan, rank: int = 0, *, is_void: bool = False) -> StepResult:
         """Run one step; with ``is_void``, the step loses tokens in the exchange with experts."""
@@ -69,7 +73,14 @@ class FakeWorker:
         records = unpack_ints(batch.scheduled, 4)
         self._update_rows(batch, records)
         assert len({int(row) for row in records[:, 0]}) == len(records), "a row runs twice"
+        if self._states is not None:
+            assert not is_void, "a model with state must not lose tokens"
+            self._states.begin(batch)
+        else:
+            assert not batch.restored and not batch.kept
         found = [self._run(*record, is_void=is_void) for record in records.tolist()]
+        if self._states is not None:
+            self._states.end(batch)
         if not is_void:
             for row_index, computed, length, _ in records.tolist():
                 self._check_cache(self.rows[row_index], computed + length)
@@ -96,16 +107,22 @@ class FakeWorker:
         rows = self.rows.items()
         self._drafted = {index for index, row in rows if row.has_drafts is not False or row.latest}
         self.rows.clear()
+        if self._states is not None:
+            self._states.resume(num_in_flight)
 
     def spoil(self, index: int) -> None:
         """Let a row's last tokens be wrong; the scheduler must send the row again."""
         row = self.rows[index]
         row.latest = [SPOILT] * len(row.latest)
         self._drafted.add(index)
+        if self._states is not None:
+            self._states.spoil(index)
 
     def lose_kv(self) -> None:
         """Make all KV in the cache invalid."""
         self.cache[:] = WRONG
+        if self._states is not None:
+            self._states.lose()
 
     def _update_rows(self, batch: RankBatch, records: np.ndarray) -> None:
         for start in batch.started:
@@ -154,7 +171,27 @@ class FakeWorker:
                 self._write(row, tokens, position, position < right)
             else:  # after the last possible token of the request: not written
                 assert position >= num_received
+        if self._states is not None:
+            self._run_state(index, tokens, computed, length, is_verified=num_logits > 1)
         return tokens[known:]
+
+    def _run_state(
+        self, index: int, tokens: list[int], computed: int, length: int, *, is_verified: bool
+    ) -> None:
+        """Run a row's tokens through its state.
+
+        Args:
+            tokens: the row's tokens, the new ones included. Places after them have rejected drafts.
+        """
+        assert self._states is not None
+        before, after = tokens[:computed], [*tokens, *[WRONG] * length]
+        ran = after[computed : computed + length]
+        if is_verified:
+            passed = len(tokens) - 2 - computed
+            ran[passed + 1 :] = [WRONG] * (length - 1 - passed)
+            self._states.verify(index, before, ran, passed)
+        else:
+            self._states.run(index, before, ran)
 
     def _write(self, row: Row, tokens: list[int], position: int, is_right: bool) -> None:
         block_id = row.blocks[position // self.block_size]

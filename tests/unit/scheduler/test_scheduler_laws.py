@@ -19,6 +19,7 @@ from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
@@ -109,6 +110,8 @@ class Shape:
     counts_shared: bool = False
     in_flight: int = 2
     exact: bool = False
+    num_checkpoints: int | None = None  # None: the model has no recurrent state
+    interval: int = 1  # blocks between checkpoints
 
     @property
     def max_tokens(self) -> int:
@@ -136,8 +139,23 @@ exact_shapes = shapes.map(
 )
 
 
+# No exchange of a model with recurrent state may lose tokens, because no step may run twice.
+stateful_shapes = st.builds(
+    lambda shape, count, interval: replace(
+        shape, loses_tokens=False, num_checkpoints=count, interval=interval
+    ),
+    shapes,
+    st.integers(0, 6),
+    st.integers(1, 4),
+)
+
+
 def exchange_of(num_tokens: int) -> ExchangeKind:
     return "mc2" if num_tokens <= 8 else "all_to_all"
+
+
+def exchange_without_loss(num_tokens: int) -> ExchangeKind:
+    return "mc2" if num_tokens <= 8 else "all_gather"
 
 
 def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
@@ -176,6 +194,7 @@ class World:
                     BLOCK_SIZE,
                     prefix_cache=shape.prefix_cache,
                     counts_shared=shape.counts_shared,
+                    checkpoints=self.make_checkpoints(),
                 )
                 for _ in range(shape.dp)
             ],
@@ -183,7 +202,7 @@ class World:
             max_model_len=MAX_MODEL_LEN,
             num_drafts=shape.num_drafts,
             tp=shape.tp,
-            choose_exchange=exchange_of,
+            choose_exchange=self.choose_exchange,
             exact=shape.exact,
         )
         self.group = FakeGroup(
@@ -194,6 +213,7 @@ class World:
                     VOCABULARY,
                     num_drafts=shape.num_drafts,
                     accept=lambda: chance.randint(0, shape.num_drafts),
+                    has_state=shape.num_checkpoints is not None,
                 )
                 for _ in range(shape.dp)
             ],
@@ -201,6 +221,16 @@ class World:
             lose=lambda: shape.loses_tokens and chance.random() < 0.2,
             compile_steps=lambda: chance.choice([*[0] * 20, 1, 4]) if shape.compiles else 0,
         )
+
+    def make_checkpoints(self) -> Checkpoints | None:
+        shape = self.shape
+        if shape.num_checkpoints is None:
+            return None
+        return Checkpoints(shape.num_checkpoints if shape.prefix_cache else 0, shape.interval)
+
+    @property
+    def choose_exchange(self) -> Callable[[int], ExchangeKind]:
+        return exchange_of if self.shape.num_checkpoints is None else exchange_without_loss
 
     def submit(self, index: int, arrival: Arrival) -> None:
         prompt, params = arrival.prompt(index), arrival.params()
@@ -270,8 +300,8 @@ class World:
                 assert (sampled == decode_len).all(), "a graph for decoding runs a prompt"
         if shape_is_exact:
             self.check_exact_plan(plan)
-        assert plan.exchange in (exchange_of(plan.graph.num_tokens if plan.graph else most),
-                                 "all_gather")  # fmt: skip
+        num_padded = plan.graph.num_tokens if plan.graph else most
+        assert plan.exchange in (self.choose_exchange(num_padded), "all_gather")
         for rank, worker, records in zip(scheduler.ranks, self.group.workers, batches, strict=True):
             scheduled = set(records[:, 0].tolist())
             if self.shape.counts_shared and not self.shape.num_drafts:
@@ -341,6 +371,14 @@ class World:
 @settings(max_examples=200, deadline=None)
 @given(arrivals, shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_every_request_gets_its_tokens_and_every_block_comes_back(
+    plan_of_arrivals, shape, seed, resumes_at
+) -> None:
+    play(plan_of_arrivals, shape, seed, resumes_at)
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrivals, stateful_shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
+def test_every_token_runs_once_through_the_state_of_its_request(
     plan_of_arrivals, shape, seed, resumes_at
 ) -> None:
     play(plan_of_arrivals, shape, seed, resumes_at)

@@ -1,0 +1,53 @@
+"""The slots of recurrent state on one rank: which slot belongs to which row or checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.ints import IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSlots:
+    """The order of the slots: slot 0 for padding, then the rows, then the checkpoints.
+
+    A row has one slot for its last token and one for each draft, because a rejected draft must not
+    change the state. The first of these slots is the row's base.
+
+    Attributes:
+        num_places: number of slots of a row: 1 + number of drafts.
+    """
+
+    num_rows: int
+    num_places: int
+    num_checkpoints: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> StateSlots:
+        """Return the slots of one rank whose model has recurrent state."""
+        return cls(
+            num_rows=config.scheduler.max_num_seqs,
+            num_places=config.speculative.num_tokens + 1,
+            num_checkpoints=num_checkpoints(config),
+        )
+
+    @property
+    def count(self) -> int:
+        return 1 + self.num_rows * self.num_places + self.num_checkpoints
+
+    def bases(self, rows: IntArray) -> IntArray:
+        """Return the base of each row."""
+        return 1 + rows * self.num_places
+
+    def checkpoints(self, numbers: IntArray) -> IntArray:
+        """Return the slot of each checkpoint."""
+        return 1 + self.num_rows * self.num_places + numbers
+
+
+def num_checkpoints(config: Config) -> int:
+    """Return the number of checkpoints of one rank whose model has recurrent state."""
+    if not config.shares_prefixes:
+        return 0
+    count = config.kv.checkpoints
+    return config.scheduler.max_num_seqs if count is None else count

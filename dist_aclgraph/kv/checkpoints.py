@@ -1,0 +1,109 @@
+"""Checkpoints: copies of requests' recurrent state, from which requests with the same prefix start.
+
+Layers with linear attention keep no keys. They keep one state for each request, which every token
+changes. So a prefix can be shared only at a position where the state was copied to a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.context.state_slots import num_checkpoints
+from dist_aclgraph.errors import KVCacheError
+
+BlockHash = bytes
+
+
+class Checkpoints:
+    """Owns the checkpoints of one rank. Each has a number from [0, count), and is found by the hash
+    of the last block before its position. Knows nothing about requests or devices.
+
+    Every checkpoint is in one of three states: free; begun, when a step in flight writes it; or
+    stored, when ``longest`` finds it. If none is free, the stored checkpoint that was not used for
+    the longest time is free again.
+
+    Args:
+        count: number of checkpoints; 0 shares no prefixes.
+        interval: number of blocks between two checkpoints of a long prompt.
+    """
+
+    def __init__(self, count: int, interval: int) -> None:
+        if count < 0 or interval < 1:
+            raise KVCacheError(f"{count} checkpoints, one after {interval} blocks, are impossible")
+        self.count = count
+        self.interval = interval
+        self.clear()
+
+    @property
+    def num_stored(self) -> int:
+        return len(self._stored)
+
+    def clear(self) -> None:
+        """Free all checkpoints, for example after the device has lost their contents."""
+        self._free = list(range(self.count - 1, -1, -1))
+        self._stored: OrderedDict[BlockHash, int] = OrderedDict()  # the longest unused one first
+        self._begun: dict[BlockHash, int] = {}
+
+    def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
+        """Return the next position at which a prompt is copied to a checkpoint, in tokens.
+
+        These positions are multiples of the interval, and the end of the last block that does not
+        contain the prompt's last token. Returns ``num_tokens`` if no such position is left.
+        """
+        if not self.count:
+            return num_tokens
+        last = (num_tokens - 1) // block_size * block_size
+        step = self.interval * block_size
+        following = (num_computed // step + 1) * step
+        return min((p for p in (following, last) if num_computed < p <= last), default=num_tokens)
+
+    def longest(self, hashes: Sequence[BlockHash]) -> int:
+        """Return the number of blocks before the last stored checkpoint of a prefix; 0 without."""
+        for count in range(len(hashes), 0, -1):
+            if hashes[count - 1] in self._stored:
+                return count
+        return 0
+
+    def use(self, block_hash: BlockHash) -> int:
+        """Return a stored checkpoint, which counts as used now."""
+        self._stored.move_to_end(block_hash)
+        return self._stored[block_hash]
+
+    def begin(self, block_hash: BlockHash) -> int | None:
+        """Return a checkpoint that a step may write; None if this prefix has one, or none is free.
+
+        The step must read a checkpoint that it starts from before it writes this one, because both
+        may be the same.
+        """
+        if block_hash in self._stored or block_hash in self._begun:
+            return None
+        if self._free:
+            checkpoint = self._free.pop()
+        elif self._stored:
+            _, checkpoint = self._stored.popitem(last=False)
+        else:
+            return None
+        self._begun[block_hash] = checkpoint
+        return checkpoint
+
+    def store(self, block_hash: BlockHash) -> None:
+        """Let ``longest`` find a begun checkpoint, because its step has ended."""
+        self._stored[block_hash] = self._begun.pop(block_hash)
+
+    def drop(self, block_hash: BlockHash) -> None:
+        """Free a begun checkpoint, because its step counts for nothing or its request has left."""
+        self._free.append(self._begun.pop(block_hash))
+
+    def forget(self, block_hash: BlockHash) -> None:
+        """Free a stored checkpoint, because its block is not in the prefix cache any more."""
+        checkpoint = self._stored.pop(block_hash, None)
+        if checkpoint is not None:
+            self._free.append(checkpoint)
+
+
+def make_checkpoints(config: Config) -> Checkpoints:
+    """Return the checkpoints of one rank whose model has recurrent state; all are free."""
+    interval = -(-config.kv.checkpoint_interval // config.kv.block_size)
+    return Checkpoints(num_checkpoints(config), interval)

@@ -1,0 +1,50 @@
+"""The kinds of attention of a decoder, one object for each kind that a layer has."""
+
+from __future__ import annotations
+
+import torch
+
+from dist_aclgraph.comm.groups import RankGroups
+from dist_aclgraph.models.attention_kind import AttentionKind
+from dist_aclgraph.models.gqa import GroupedQuery
+from dist_aclgraph.models.mla import MultiHeadLatent
+from dist_aclgraph.shapes.model_spec import LayerKind, ModelSpec
+
+KINDS: dict[LayerKind, type[GroupedQuery | MultiHeadLatent]] = {
+    "grouped": GroupedQuery,
+    "latent": MultiHeadLatent,
+}
+
+
+class AttentionKinds:
+    """Owns the state that the layers of each kind share.
+
+    Attributes:
+        paged: the kind whose keys are in blocks; a decoder has exactly one such kind.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        groups: RankGroups,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_len: int,
+    ) -> None:
+        """Make each kind that a layer has.
+
+        Raises:
+            ConfigError: the heads cannot be split over the group.
+        """
+        self._spec = spec
+        names = {spec.paged_kind, *map(spec.kind_of, range(spec.num_layers))}
+        self._made: dict[LayerKind, AttentionKind] = {
+            name: KINDS[name](spec, groups, device=device, dtype=dtype, max_len=max_len)
+            for name in sorted(names)
+        }
+        self.paged = self._made[spec.paged_kind]
+
+    def of(self, layer: int) -> AttentionKind:
+        """Return the kind of a layer; an index after the decoder's last layer is allowed."""
+        return self._made[self._spec.kind_of(layer)]

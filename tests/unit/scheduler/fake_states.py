@@ -1,0 +1,86 @@
+"""The recurrent state of a fake worker: a checksum of all tokens that ran, in order.
+
+A token that runs twice, or from the state of another request, gives a wrong checksum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from dist_aclgraph.ints import unpack_ints
+from dist_aclgraph.steps.step import RankBatch
+
+LOST = -3  # the state after an abort of the device
+
+
+def checksum(tokens: Sequence[int], state: int = 0) -> int:
+    return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes(), state)
+
+
+class FakeStates:
+    """The states of rows, and the checkpoints of one worker.
+
+    A row that verifies drafts keeps the state after each of its last tokens. Its next step starts
+    from the state after the last accepted token.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[int]] = {}
+        self._passed: dict[int, int] = {}
+        self._checkpoints: dict[int, int] = {}
+        self._kept: list[list[int]] = []  # by step: the checkpoints that it wrote
+        self._spoilt: set[int] = set()  # rows that sampled without a mask
+
+    def begin(self, batch: RankBatch) -> None:
+        """Copy checkpoints to rows, before a step."""
+        self._spoilt -= {start.row for start in batch.started}
+        for row, checkpoint in unpack_ints(batch.restored, 2).tolist():
+            assert row in {start.row for start in batch.started}, "the row does not begin"
+            self._rows[row] = [self._checkpoints[checkpoint]]
+            self._passed[row] = 0
+
+    def run(self, row: int, before: Sequence[int], tokens: Sequence[int]) -> None:
+        """Run tokens of a prompt after the tokens ``before``."""
+        state = self._state_of(row, before)
+        self._rows[row], self._passed[row] = [checksum(tokens, state)], 0
+
+    def verify(self, row: int, before: Sequence[int], tokens: Sequence[int], passed: int) -> None:
+        """Run the last token of a row and its drafts, of which ``passed`` are accepted."""
+        state, states = self._state_of(row, before), []
+        for token in tokens:
+            state = checksum([token], state)
+            states.append(state)
+        self._rows[row], self._passed[row] = states, passed
+
+    def end(self, batch: RankBatch) -> None:
+        """Copy rows to checkpoints, after a step."""
+        kept = unpack_ints(batch.kept, 2).tolist()
+        for row, checkpoint in kept:
+            assert row not in self._spoilt
+            self._checkpoints[checkpoint] = self._rows[row][self._passed[row]]
+        self._kept.append([checkpoint for _, checkpoint in kept])
+
+    def spoil(self, row: int) -> None:
+        """Note that the state of a row counts for nothing until the row begins again."""
+        self._spoilt.add(row)
+
+    def resume(self, num_in_flight: int) -> None:
+        """Lose all rows, and the checkpoints that the last steps wrote."""
+        for kept in self._kept[len(self._kept) - num_in_flight :]:
+            self._checkpoints.update(dict.fromkeys(kept, LOST))
+        self._rows.clear()
+
+    def lose(self) -> None:
+        self._rows.clear()
+        self._checkpoints.clear()
+
+    def _state_of(self, row: int, before: Sequence[int]) -> int:
+        """Return the state after the tokens ``before``; the first token needs no earlier state."""
+        if not before or row in self._spoilt:
+            return 0
+        state = self._rows[row][self._passed[row]]
+        assert state == checksum(before), f"row {row} has the state of other tokens"
+        return state
