@@ -71,7 +71,7 @@ def theirs(model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor)
     last = model.config.num_hidden_layers
     # transformers knows only the numbers of the modules of published checkpoints.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{last}.*"]
-    model.config.name_or_path = str(directory)
+    model.config.name_or_path, model.config.dtype = str(directory), torch.float32
     module = MtpModel.from_pretrained(model).eval()
     with torch.no_grad():
         out: torch.Tensor = module.forward_layer(
