@@ -35,10 +35,14 @@ def test_greedy_tokens_equal_those_of_transformers(
 ) -> None:
     model = make_reference(architecture, tmp_path, **changes)
     prompts = make_prompts([40, 3])
-    sequences = Sequences(make_runner(npu, tmp_path), prompts)
+    runner, graph = make_runner(npu, tmp_path), decode_graph(8)
+    sequences = Sequences(runner, prompts)
 
     sequences.prefill()
+    runner.warm_up(graph)
+    runner.capture(graph)
+    runner.commit(graph)
     for _ in range(NUM_TOKENS - 1):
-        sequences.decode(decode_graph(8))
+        sequences.decode(graph)
 
     assert sequences.new == greedy(model, prompts, NUM_TOKENS)
