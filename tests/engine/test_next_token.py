@@ -14,6 +14,7 @@ from dist_aclgraph.context.place import ContextPlace
 from dist_aclgraph.context.shards import Shards
 from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.layers.experts import ALL_HERE
+from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.shapes.families import read_model_spec
@@ -57,7 +58,7 @@ def run_module(npu: Any, directory: Path, tokens: list[int], hidden: torch.Tenso
             hidden.to(npu.device),
             torch.arange(n, dtype=torch.int32, device=npu.device),
             slots.to(npu.device),
-            module.make_cache(3, BLOCK, torch.float32),
+            module.make_cache(CacheRoom(3, BLOCK, torch.float32)),
             metadata,
             ALL_HERE,
         )
@@ -70,7 +71,7 @@ def theirs(model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor)
     last = model.config.num_hidden_layers
     # transformers knows only the numbers of the modules of published checkpoints.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{last}.*"]
-    model.config.name_or_path = str(directory)
+    model.config.name_or_path, model.config.dtype = str(directory), torch.float32
     module = MtpModel.from_pretrained(model).eval()
     with torch.no_grad():
         out: torch.Tensor = module.forward_layer(
