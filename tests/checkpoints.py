@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from dist_aclgraph.shapes.families import read_model_spec
+
 VOCAB = 503  # a prime: no number of ranks divides it
 MAX_LEN = 512
 
@@ -223,22 +225,28 @@ def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 
 def add_next_token_module(directory: Path) -> None:
-    """Add a next-token module with seeded random weights to a checkpoint of DeepSeek V3 or GLM-4.5.
-    Its predictions are arbitrary.
+    """Add a next-token module with seeded random weights to a checkpoint. Its predictions are
+    arbitrary.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
     last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
     tensors = load_file(directory / "model.safetensors")
     random = torch.Generator().manual_seed(1)
-    prefix, module = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    names, module = read_model_spec(directory).names, f"model.layers.{last + 1}."
+    # The module has full attention, also if the last layer has linear attention.
+    kinds = config.get("layer_types") or ["full_attention"]
+    full = last if "linear_attention" not in kinds else kinds.index("full_attention")
+    prefix = f"model.layers.{full}."
     for name in [name for name in tensors if name.startswith(prefix)]:
         noise = torch.randn(tensors[name].shape, generator=random)
-        tensors[module + name.removeprefix(prefix)] = tensors[name] + 0.1 * noise
+        stored = names.stored(module + name.removeprefix(prefix))
+        tensors[stored] = tensors[name] + 0.1 * noise
     for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{module}{name}.weight"] = torch.rand(width, generator=random) + 0.5
+        weight = torch.rand(width, generator=random) + 0.5
+        tensors[names.stored(f"{module}{name}.weight")] = weight
     mix = torch.randn(width, 2 * width, generator=random)
-    tensors[f"{module}eh_proj.weight"] = 0.1 * mix
+    tensors[names.stored(f"{module}eh_proj.weight")] = 0.1 * mix
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
