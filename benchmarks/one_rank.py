@@ -24,7 +24,7 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.planning.buckets import candidate_families
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2
 

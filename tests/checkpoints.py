@@ -56,6 +56,19 @@ LATENT = {
     "topk_group": 1,
 }
 
+# Sizes of all small models; SPECIAL has the settings of one architecture.
+USUAL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 194,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "eos_token_id": None,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 64, "rope_parameters": LINEAR_ROPE},
     "Qwen2ForCausalLM": {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True},
@@ -76,6 +89,34 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 1.5,
     },
+    "Glm4MoeForCausalLM": {
+        "head_dim": 64,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
+    "MiniMaxM2ForCausalLM": {
+        "head_dim": 64,
+        "rotary_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+    },
+    "GptOssForCausalLM": {
+        "head_dim": 64,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+        "sliding_window": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "swiglu_limit": 0.5,  # small enough for the random activations
+    },
 }
 ARCHITECTURES = tuple(SPECIAL)
 
@@ -84,23 +125,29 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     """Return a transformers model with seeded weights; write it to ``directory`` if given."""
     import transformers
 
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 128,
-        "intermediate_size": 194,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_LEN,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.1,
-        "eos_token_id": None,
-        **SPECIAL[architecture],
-        **overrides,
-    }
+    settings = {**USUAL, **SPECIAL[architecture], **overrides}
     config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**settings)
+    return _seeded(getattr(transformers, architecture), config, directory)
+
+
+def make_kimi_k25(directory: Path) -> Any:
+    """Return a seeded Kimi K2.5 of transformers, with its encoder of images, and write it."""
+    import transformers
+
+    text = {**USUAL, **SPECIAL["DeepseekV3ForCausalLM"], "n_group": 1, "model_type": "deepseek_v3"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Kimi_K25Config(
+        text_config=text,
+        vision_config={**vision, "num_attention_heads": 2},
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    return _seeded(transformers.Kimi_K25ForConditionalGeneration, config, directory)
+
+
+def _seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, architecture)(config).float().eval()
+    model = model_class(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Weights that transformers initialises to zeros and ones would test nothing.
@@ -108,6 +155,8 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
                 parameter.normal_(0.0, 0.1)
             elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("bias"):
                 buffer.normal_(0.0, 0.1)
@@ -151,8 +200,8 @@ def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 
 def add_next_token_module(directory: Path) -> None:
-    """Add a next-token module with seeded random weights to a DeepSeek checkpoint. Its predictions
-    are arbitrary.
+    """Add a next-token module with seeded random weights to a checkpoint of DeepSeek V3 or GLM-4.5.
+    Its predictions are arbitrary.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())

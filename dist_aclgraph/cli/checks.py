@@ -7,8 +7,8 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.device.decision import decide_device
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.model_task import read_task
+from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
 
 
@@ -25,7 +25,7 @@ def check_deployment(config: Config) -> Config:
         StreamBudgetError: a rank cannot afford a single bucket.
     """
     config = decide_device(config, "here" if ray_address() is None else "cluster")
-    read_model_spec(config.model)
+    read_servable_spec(config)
     if config.weights == "checkpoint":
         check_weight_files(config.model)
     read_task(config)

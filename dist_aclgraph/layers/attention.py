@@ -68,6 +68,14 @@ FUSED_ATTENTION = AttentionOperator(
 )
 
 
+FUSED_ATTENTION_V2 = AttentionOperator(
+    "npu_fused_infer_attention_score_v2",
+    "actual_seq_qlen",
+    "actual_seq_kvlen",
+    "return_softmax_lse",
+)
+
+
 class AttentionTasks(Protocol):
     """Records the attention operators of a captured graph, so that a replay can patch them."""
 
@@ -175,6 +183,8 @@ class PagedAttention:
             or a shard of the tokens.
         window: number of latest keys that a query sees, including its own key; None means all keys.
             With a window, ranks do not share contexts.
+        sinks: [num_heads], logits that take a part of each head's attention without adding a value;
+            None without sinks. With sinks, ranks do not share contexts.
     """
 
     num_heads: int
@@ -182,6 +192,7 @@ class PagedAttention:
     head_dim: int
     context: ContextParallel = UNDIVIDED
     window: int | None = None
+    sinks: Tensor | None = None
 
     def __call__(
         self,
@@ -234,7 +245,11 @@ class PagedAttention:
             **self._heads(q.shape[1]),
             **metadata.mask_arguments(is_causal=metadata.is_causal, window=self.window),
         }
-        launch(FUSED_ATTENTION, arguments, metadata, found, sums)
+        operator = FUSED_ATTENTION
+        if self.sinks is not None:
+            operator = FUSED_ATTENTION_V2
+            arguments |= {"learnable_sink": self.sinks}
+        launch(operator, arguments, metadata, found, sums)
         if is_empty is not None and sums is not None:
             out.copy_(context.merge(found, sums, is_empty))
 
@@ -257,10 +272,13 @@ class PagedAttention:
         attend_parts(metadata.parts, caches, self.context, attend, out)
 
     def _heads(self, num_heads: int) -> Arguments:
+        heads, scale = "num_heads", "scale"
+        if self.sinks is not None:
+            heads, scale = "num_query_heads", "softmax_scale"  # names of the second version
         return {
-            "num_heads": num_heads,
+            heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            "scale": self.head_dim**-0.5,
+            scale: self.head_dim**-0.5,
             "input_layout": "TND",
         }
 

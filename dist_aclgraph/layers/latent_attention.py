@@ -18,21 +18,15 @@ from torch import Tensor
 
 from dist_aclgraph.context.prompt_parts import Launch
 from dist_aclgraph.layers.attention import (
+    FUSED_ATTENTION_V2,
     Arguments,
     AttentionMetadata,
-    AttentionOperator,
     launch,
     run_now,
 )
 from dist_aclgraph.layers.context_parallel import UNDIVIDED, ContextParallel
 from dist_aclgraph.layers.prompt_attention import attend_parts
 
-LATENT_ATTENTION = AttentionOperator(
-    "npu_fused_infer_attention_score_v2",
-    "actual_seq_qlen",
-    "actual_seq_kvlen",
-    "return_softmax_lse",
-)
 NORM_EPS = 1e-6  # epsilon of the norms inside attention; other norms may have another epsilon
 
 
@@ -170,7 +164,7 @@ class LatentAttention:
             "block_size": cache.block_size,
             **metadata.mask_arguments(is_causal=metadata.is_causal),
         }
-        launch(LATENT_ATTENTION, arguments, metadata, attended, sums)
+        launch(FUSED_ATTENTION_V2, arguments, metadata, attended, sums)
         if is_empty is not None and sums is not None:
             merged = context.merge(attended.transpose(0, 1), sums, is_empty)
             attended = merged.to(q.dtype).transpose(0, 1)
@@ -199,15 +193,15 @@ class LatentAttention:
                 "value": value,
                 "query_rope": q_rope[run.start : run.stop],
                 "key_rope": rope_keys.unsqueeze(1).expand(-1, heads, -1).contiguous(),
-                LATENT_ATTENTION.query_ends: run.query_ends,
-                LATENT_ATTENTION.kv_lens: run.kv_ends,
+                FUSED_ATTENTION_V2.query_ends: run.query_ends,
+                FUSED_ATTENTION_V2.kv_lens: run.kv_ends,
                 "num_query_heads": heads,
                 "num_key_value_heads": heads,
                 "softmax_scale": self.scale,
                 "input_layout": "TND",
                 **metadata.mask_arguments(is_causal=run.is_causal),
             }
-            run_now(LATENT_ATTENTION, arguments, found, sums)
+            run_now(FUSED_ATTENTION_V2, arguments, found, sums)
 
         caches = [x.view(-1, x.shape[-1]) for x in (cache.latents, cache.rope_keys)]
         attend_parts(metadata.parts, caches, self.context, attend, out)

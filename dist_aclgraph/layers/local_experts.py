@@ -8,6 +8,7 @@ routing, so graphs can contain these operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,22 +37,26 @@ class GroupedProduct:
 
     Attributes:
         weight: [num_local, in, out].
+        bias: [num_local, out] or None; float32 if the weight is bfloat16, else of its type.
     """
 
     weight: Tensor
+    bias: Tensor | None = None
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
-        return multiply_groups(rows, self.weight, counts)
+        if self.bias is None:
+            return multiply_groups(rows, self.weight, counts)
+        return multiply_groups(rows, self.weight, counts, bias=[self.bias])
 
 
-def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: Any) -> Tensor:
+def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any) -> Tensor:
     """Multiply each group's rows with its weight: [rows, in] -> [rows, out].
 
     Args:
         weight: [groups, in, out].
         counts: [groups] int64, rows of each group.
-        quantised: additional arguments of the operator for int8.
+        others: additional arguments of the operator, for biases or int8.
     """
     out: Tensor = torch.ops.npu.npu_grouped_matmul(
         [rows],
@@ -62,9 +67,30 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **quantised: A
         group_list_type=COUNTS if len(counts) > 1 else CUMULATIVE,
         group_type=0,
         split_item=3,
-        **quantised,
+        **others,
     )[0]
     return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``: [rows, 2 * width] -> [rows, width]; the gate comes first."""
+    y: Tensor = torch.ops.npu.npu_swiglu(gate_up)
+    return y
+
+
+@dataclass(frozen=True)
+class ClippedSwiglu:
+    """The activation of ``SwigluClip``; columns of gate and up alternate."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[rows, 2 * width] -> [rows, width]."""
+        y: Tensor = torch.ops.npu.npu_clipped_swiglu(
+            gate_up, alpha=self.alpha, limit=self.limit, bias=1.0, interleaved=True
+        )
+        return y
 
 
 @dataclass(frozen=True)
@@ -76,12 +102,14 @@ class LocalExperts:
         down: for each expert, width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
+        activate: from the result of ``gate_up`` to the input of ``down``.
     """
 
     gate_up: ExpertProduct
     down: ExpertProduct
     first: int
     num_experts: int
+    activate: Callable[[Tensor], Tensor] = swiglu
 
     @property
     def num_local(self) -> int:
@@ -130,4 +158,4 @@ class LocalExperts:
         """
         if tally is not None:
             tally[0].add_(counts.int().sum(dtype=torch.int32))
-        return self.down(torch.ops.npu.npu_swiglu(self.gate_up(rows, counts)), counts)
+        return self.down(self.activate(self.gate_up(rows, counts)), counts)

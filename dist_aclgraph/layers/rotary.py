@@ -14,6 +14,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
 from dist_aclgraph.shapes.rope_spec import RopeSpec
@@ -59,6 +60,31 @@ def rope_tables(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
+def pairs_across_head(heads: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    """Return heads of which the first ``rotary_dim`` elements are rotated, in the order in which
+    all of ``head_dim`` elements can be rotated at once, as ``pad_tables`` describes.
+
+    The elements of a rotated pair are ``rotary_dim / 2`` apart in a checkpoint, and ``head_dim /
+    2`` apart in the result. Scores do not change, because queries and keys have the same order.
+
+    Args:
+        heads: [..., heads * head_dim], outputs of a product, or weights of a norm.
+    """
+    part, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    split = heads.unflatten(-1, (-1, head_dim)).split([part, part, rest, rest], -1)
+    first, second, plain, more = split
+    return torch.cat([first, plain, second, more], -1).flatten(-2)
+
+
+def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return [positions, head_dim] tables from [positions, rotary_dim] tables. The new elements, at
+    the end of each half, do not rotate.
+    """
+    count = (head_dim - cos.shape[-1]) // 2
+    cos, sin = cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
+    return pad(cos, (0, count), value=1).flatten(-2), pad(sin, (0, count)).flatten(-2)
+
+
 class RotaryTables:
     """Owns cos and sin on the device, for positions up to ``max_len`` and for spare positions."""
 
@@ -69,8 +95,16 @@ class RotaryTables:
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        rotary_dim: int | None = None,
     ) -> None:
-        cos, sin = rope_tables(rope, head_dim, max_len, dtype)
+        """Build the tables.
+
+        Args:
+            rotary_dim: number of rotated elements of a head; None means ``head_dim``. The elements
+                have the order of ``pairs_across_head``.
+        """
+        cos, sin = rope_tables(rope, rotary_dim or head_dim, max_len, dtype)
+        cos, sin = pad_tables(cos, sin, head_dim)
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def rows(self, positions: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,7 @@ class Router:
             compares the sum of the two best scores of each group.
         scale: factor of all weights.
         copies: chooses one of the copies of an expert; None if no expert has copies.
+        logit_bias: [num_experts] float32, added to the logits.
     """
 
     weight: Tensor
@@ -73,6 +74,7 @@ class Router:
     group_score: GroupScore = "max"
     scale: float = 1.0
     copies: ExpertCopies | None = None
+    logit_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts [n, top_k] int32 and weights [n, top_k] float32.
@@ -86,7 +88,7 @@ class Router:
             x: [n, hidden].
             slots: [n] int32; ``PADDING_SLOT`` marks padding.
         """
-        logits = torch.mm(x.float(), self.weight)
+        logits = self._logits(x.float())
         weights, experts, _ = torch.ops.npu.npu_moe_gating_top_k(
             logits,
             k=self.top_k,
@@ -105,3 +107,8 @@ class Router:
         nowhere = self.weight.shape[1]
         experts = experts.masked_fill((slots == PADDING_SLOT).unsqueeze(1), nowhere)
         return experts if self.copies is None else self.copies(experts), weights
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.logit_bias is None:
+            return torch.mm(x, self.weight)
+        return torch.addmm(self.logit_bias, x, self.weight)

@@ -23,12 +23,14 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.models import block_scales, int8_weights
 from dist_aclgraph.models.int8_weights import Matrix
+from dist_aclgraph.shapes.model_spec import WeightNames
 from dist_aclgraph.shapes.weight_files import is_headless, tensor_files
 
 CPU = torch.device("cpu")
 # Smaller pieces need more calls. Larger pieces need more device memory, and do not fit in the CPU's
 # caches on an emulated device.
 PIECE_BYTES = 4 << 20
+USUAL_NAMES = WeightNames()
 SCALED = ("F8_E4M3", "I8")  # safetensors' names of the types that have scales
 
 
@@ -52,16 +54,19 @@ class Checkpoint:
         *,
         device: torch.device = CPU,
         quantises: bool = False,
+        names: WeightNames = USUAL_NAMES,
     ) -> None:
         """Open a checkpoint.
 
         Args:
             quantises: whether the matrices of products are converted to int8.
+            names: how the files name the tensors; callers use the usual names.
         """
         self.dtype = dtype
         self.device = device
         self._directory = Path(directory)
         self._quantises = quantises
+        self._names = names
         self._file_of = tensor_files(self._directory)
         self.has_head = not is_headless(self._file_of)
         self._open: dict[str, Any] = {}
@@ -95,6 +100,24 @@ class Checkpoint:
             MissingTensorError: as ``read``.
         """
         return _padded(self._floats(name, shape, dim, start, stop, self.dtype), dim, stop - start)
+
+    def read_member(
+        self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
+    ) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` of a member of a stack of tensors; elements after the
+        tensor's end are zero.
+
+        Args:
+            shape: shape of the stack; its first dimension counts the members.
+            dim: dimension of the member.
+
+        Raises:
+            MissingTensorError: as ``read``.
+        """
+        where = [slice(member, member + 1), *([slice(None)] * (len(shape) - 1))]
+        where[dim + 1] = slice(start, min(stop, shape[dim + 1]))
+        part: Tensor = self._slice(name, shape)[tuple(where)][0]
+        return _padded(part.contiguous().to(self.device).to(self.dtype), dim, stop - start)
 
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
@@ -229,7 +252,12 @@ class Checkpoint:
         return source
 
     def _stored_name(self, name: str) -> str:
+        name = self._names.stored(name)
         return name if self.has_head else name.removeprefix("model.")
+
+    def count_ignored(self) -> int:
+        """Return the number of tensors that belong to other parts of the model."""
+        return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
     def _find(self, name: str) -> Any:
         name = self._stored_name(name)

@@ -36,6 +36,12 @@ class DummyCheckpoint:
         """Return ``[start, stop)`` of ``dim``."""
         return self.read(name, _cut(shape, dim, start, stop))
 
+    def read_member(
+        self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
+    ) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` of a member of a stack."""
+        return self.read(name, _cut(shape[1:], dim, start, stop))
+
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> None:

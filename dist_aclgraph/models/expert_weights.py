@@ -7,14 +7,22 @@ parallel group splits each expert by its inner width. Shared experts are always 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dist_aclgraph.layers.experts import ExpertLayer
-from dist_aclgraph.layers.local_experts import LocalExperts
+from dist_aclgraph.layers.local_experts import (
+    ClippedSwiglu,
+    ExpertProduct,
+    LocalExperts,
+    swiglu,
+)
 from dist_aclgraph.layers.router import ExpertCopies, Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
 from dist_aclgraph.layers.token_exchange import make_exchanges
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
+from dist_aclgraph.models.stacked_experts import load_stacked_products
 from dist_aclgraph.planning.expert_placement import ExpertPlacement, place_experts
 from dist_aclgraph.shapes.model_spec import ExpertSpec
 
@@ -34,12 +42,18 @@ def load_experts(
     setup, ep = slices.experts, slices.experts.groups.ep
     placement = place_experts(experts.num_experts, ep.size, setup.redundant)
     share = slices.share(experts.width) if ep.size == 1 else (0, experts.width)
-    sizes = hidden, experts.width, share
-
-    names = [f"{prefix}.experts.{expert}" for expert in placement.ranks[ep.rank]]
-    gate_up = slices.expert_product([_gate_up(slices, name, *sizes) for name in names])
-    down = slices.expert_product([_down(slices, name, *sizes) for name in names])
-    local = LocalExperts(gate_up, down, ep.rank * placement.per_rank, placement.num_slots)
+    here = placement.ranks[ep.rank]
+    if experts.is_stacked:
+        products = load_stacked_products(slices, experts, hidden, f"{prefix}.experts", here, share)
+    else:
+        products = _load_products(slices, experts, hidden, f"{prefix}.experts", here, share)
+    clip = experts.clip
+    local = LocalExperts(
+        *products,
+        ep.rank * placement.per_rank,
+        placement.num_slots,
+        swiglu if clip is None else ClippedSwiglu(clip.alpha, clip.limit),
+    )
     return ExpertLayer(
         _load_router(slices, experts, hidden, f"{prefix}.gate", placement),
         local,
@@ -47,6 +61,20 @@ def load_experts(
         make_exchanges(setup.groups, local, setup.capacity_factor, setup.mc2),
         _load_shared(slices, experts, hidden, f"{prefix}.shared_experts"),
     )
+
+
+def _load_products(
+    slices: WeightSlices,
+    experts: ExpertSpec,
+    hidden: int,
+    prefix: str,
+    here: Sequence[int],
+    share: tuple[int, int],
+) -> tuple[ExpertProduct, ExpertProduct]:
+    """Return the products of gate and up, and of down, for the experts ``here``."""
+    names, sizes = [f"{prefix}.{expert}" for expert in here], (hidden, experts.width, share)
+    gate_up = slices.expert_product([_gate_up(slices, name, *sizes) for name in names])
+    return gate_up, slices.expert_product([_down(slices, name, *sizes) for name in names])
 
 
 def _load_router(
@@ -57,7 +85,9 @@ def _load_router(
     placement: ExpertPlacement,
 ) -> Router:
     read, count = slices.checkpoint.read_float32, experts.num_experts
-    bias = None
+    bias = logit_bias = None
+    if experts.has_product_biases:
+        logit_bias = slices.place(read(f"{prefix}.bias", (count,)))
     if experts.has_bias:
         bias = slices.place(read(f"{prefix}.e_score_correction_bias", (count,)))
     return Router(
@@ -71,6 +101,7 @@ def _load_router(
         group_score=experts.group_score,
         scale=experts.scaling,
         copies=_load_copies(slices, placement),
+        logit_bias=logit_bias,
     )
 
 

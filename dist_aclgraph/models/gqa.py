@@ -1,6 +1,4 @@
-"""Grouped-query attention of a decoder. Fields of ``ModelSpec`` select the details of Llama, Qwen2,
-Qwen3 and Qwen3-MoE.
-"""
+"""Grouped-query attention of a decoder. Fields of ``ModelSpec`` select the details of a family."""
 
 from __future__ import annotations
 
@@ -12,10 +10,11 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import CommGroup, RankGroups
 from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAttention
 from dist_aclgraph.layers.context_parallel import ContextParallel
+from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
-from dist_aclgraph.layers.rotary import RotaryTables
+from dist_aclgraph.layers.rotary import RotaryTables, pairs_across_head
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
-from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.models.loading import MatrixPart, WeightSlices
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
@@ -26,10 +25,16 @@ class HeadShare:
     head.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    first_head: int
-    first_kv_head: int
+    q: range
+    kv: range
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.q)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return len(self.kv)
 
 
 def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
@@ -42,7 +47,11 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
     num_heads = heads_per_rank(spec.num_heads, size, is_latent=False)
     num_kv_heads = kv_heads_per_rank(spec.num_kv_heads, size)
     first_kv_head = group.rank * spec.num_kv_heads // size
-    return HeadShare(num_heads, num_kv_heads, group.rank * num_heads, first_kv_head)
+    first_head = group.rank * num_heads
+    return HeadShare(
+        range(first_head, first_head + num_heads),
+        range(first_kv_head, first_kv_head + num_kv_heads),
+    )
 
 
 @dataclass(frozen=True)
@@ -50,11 +59,9 @@ class GroupedQueryAttention:
     """The attention of one layer on this rank."""
 
     qkv: Product
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    norms: HeadNorms | NormsOfAllHeads | None
     paged: PagedAttention
     output_product: RowParallelLinear
-    eps: float
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
         """Return q, k and v, [num_tokens, heads, head_dim] each, and a tensor for the result.
@@ -67,9 +74,8 @@ class GroupedQueryAttention:
         q, k, v = torch.split(self.qkv(h), [widths[0], widths[1], widths[1]], dim=-1)
         q = q.reshape(1, n, a.num_heads, a.head_dim)
         k = k.reshape(1, n, a.num_kv_heads, a.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = npu.npu_rms_norm(q, self.q_norm, self.eps)[0]
-            k = npu.npu_rms_norm(k, self.k_norm, self.eps)[0]
+        if self.norms is not None:
+            q, k = self.norms(q, k)
         q = npu.npu_rotary_mul(q, *rope)[0]
         k = npu.npu_rotary_mul(k, *rope)[0]
         # The cache write accepts only contiguous rows.
@@ -112,31 +118,69 @@ class GroupedQuery:
         self._window = spec.window_within(max_len)
         self._context = ContextParallel.of(groups)
         self._device = device
-        self._rotary = RotaryTables(spec.rope, spec.head_dim, max_len, dtype, device)
+        self._rotary = RotaryTables(
+            spec.rope, spec.head_dim, max_len, dtype, device, rotary_dim=spec.rotary_dim
+        )
 
     def load(self, slices: WeightSlices, index: int) -> GroupedQueryAttention:
         prefix, window = f"model.layers.{index}.self_attn", self._window
         spec, heads, d = self._spec, self._heads, self._spec.head_dim
-        q = (spec.num_heads * d, heads.first_head * d, (heads.first_head + heads.num_heads) * d)
-        last_kv_head = heads.first_kv_head + heads.num_kv_heads
-        kv = (spec.num_kv_heads * d, heads.first_kv_head * d, last_kv_head * d)
-        parts = [(f"{prefix}.q_proj", *q), (f"{prefix}.k_proj", *kv), (f"{prefix}.v_proj", *kv)]
-        has_norms, norm = spec.has_qk_norm, (d,)
+        q = self._matrix(slices, f"{prefix}.q_proj", spec.num_heads, heads.q)
+        k = self._matrix(slices, f"{prefix}.k_proj", spec.num_kv_heads, heads.kv)
+        v = self._matrix(slices, f"{prefix}.v_proj", spec.num_kv_heads, heads.kv)
+        if spec.rotary_dim is not None:
+            q, k = q.rearranged(self._paired), k.rearranged(self._paired)
         return GroupedQueryAttention(
-            qkv=slices.fused(parts, spec.hidden_size, spec.has_qkv_bias),
-            q_norm=slices.whole(f"{prefix}.q_norm.weight", norm) if has_norms else None,
-            k_norm=slices.whole(f"{prefix}.k_norm.weight", norm) if has_norms else None,
+            qkv=slices.joined([q, k, v], spec.has_qkv_bias),
+            norms=self._load_norms(slices, prefix) if spec.has_qk_norm else None,
             paged=PagedAttention(
                 heads.num_heads,
                 heads.num_kv_heads,
                 d,
                 self._context,
                 window.num_keys if window and index in window.layers else None,
+                self._load_sinks(slices, prefix) if spec.has_sinks else None,
             ),
             output_product=slices.row_parallel(
-                f"{prefix}.o_proj", (spec.hidden_size, q[0]), *q[1:], spec.has_output_bias
+                f"{prefix}.o_proj",
+                (spec.hidden_size, spec.num_heads * d),
+                q.start,
+                q.stop,
+                spec.has_output_bias,
             ),
-            eps=spec.rms_norm_eps,
+        )
+
+    def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
+        """Return the outputs of this rank's heads."""
+        hidden, d = self._spec.hidden_size, self._spec.head_dim
+        return slices.matrix(name, (num_heads * d, hidden), 0, here.start * d, here.stop * d)
+
+    def _paired(self, heads: Tensor) -> Tensor:
+        dim = self._spec.rotary_dim
+        return heads if dim is None else pairs_across_head(heads, self._spec.head_dim, dim)
+
+    def _load_sinks(self, slices: WeightSlices, prefix: str) -> Tensor:
+        heads = self._heads.q
+        sinks = slices.part(f"{prefix}.sinks", (self._spec.num_heads,), 0, heads.start, heads.stop)
+        # The operator takes sinks in bfloat16, also beside float16.
+        return slices.place(sinks.bfloat16() if sinks.dtype == torch.float16 else sinks)
+
+    def _load_norms(self, slices: WeightSlices, prefix: str) -> HeadNorms | NormsOfAllHeads:
+        spec, heads, one = self._spec, self._heads, range(1)
+
+        def weight(name: str, num_heads: int, here: range) -> Tensor:
+            d = spec.head_dim
+            start, stop = here.start * d, here.stop * d
+            part = slices.part(f"{prefix}.{name}.weight", (num_heads * d,), 0, start, stop)
+            return slices.place(self._paired(part))
+
+        if not spec.qk_norm_spans_heads:
+            return HeadNorms(weight("q_norm", 1, one), weight("k_norm", 1, one), spec.rms_norm_eps)
+        return NormsOfAllHeads(
+            weight("q_norm", spec.num_heads, heads.q),
+            weight("k_norm", spec.num_kv_heads, heads.kv),
+            spec.rms_norm_eps,
+            slices.group,
         )
 
     def rope(self, positions: Tensor) -> Rope:

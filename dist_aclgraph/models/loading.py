@@ -31,7 +31,8 @@ class MatrixPart:
 
     Attributes:
         shape: shape of the whole weight.
-        rearrange: changes the order of outputs, [n, out] -> [n, out]; None keeps the stored order.
+        rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps the stored
+            order.
     """
 
     name: str
@@ -86,6 +87,29 @@ class WeightSlices:
         """Return outputs [start, stop) of an [out, in] weight, transposed, in floats."""
         columns = MatrixPart(name, (out, width), 0, start, stop)
         return self._read([columns], self.checkpoint.dtype)[0]
+
+    def stack(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        members: Sequence[int],
+        dim: int,
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` of some members of a stack of tensors.
+
+        Args:
+            shape: shape of the stack; its first dimension counts the members.
+            dim: dimension of a member.
+        """
+        rest = list(shape[1:])
+        rest[dim] = stop - start
+        size = (len(members), *rest)
+        stacked = torch.empty(size, dtype=self.checkpoint.dtype, device=self.device)
+        for row, member in zip(stacked, members, strict=True):
+            row.copy_(self.checkpoint.read_member(name, shape, member, dim, start, stop))
+        return stacked
 
     def place(self, weight: Tensor) -> Tensor:
         """Return a weight in its final form: contiguous, on the device."""
@@ -173,11 +197,17 @@ class WeightSlices:
             width: number of inputs of each weight.
         """
         matrices = [self.matrix(n, (out, width), 0, a, b) for n, out, a, b in parts]
-        bias = None
-        if has_bias:
-            biases = [self.part(f"{n}.bias", (out,), 0, a, b) for n, out, a, b in parts]
-            bias = self.place(torch.cat(biases))
+        return self.joined(matrices, has_bias)
+
+    def joined(self, matrices: Sequence[MatrixPart], has_bias: bool) -> Product:
+        """Return one product for parts of outputs, with the biases of these outputs."""
+        bias = self.place(torch.cat([self._bias(m) for m in matrices])) if has_bias else None
         return self.product(matrices, bias)
+
+    def _bias(self, matrix: MatrixPart) -> Tensor:
+        name = matrix.name.removesuffix("weight") + "bias"
+        bias = self.part(name, matrix.shape[:1], 0, matrix.start, matrix.stop)
+        return bias if matrix.rearrange is None else matrix.rearrange(bias)
 
     def row_parallel(
         self, name: str, shape: tuple[int, int], start: int, stop: int, has_bias: bool

@@ -12,6 +12,7 @@ from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 FLOAT32_BYTES = 4
+FLOAT32_ELEMENTS = 2  # a float32 takes the place of two elements of 16 bits
 LOGS = 8  # most floats for the log-sum-exp of one head, alignment included
 
 
@@ -111,7 +112,10 @@ def _grouped(spec: ModelSpec, tp: int) -> int:
     q, kv = spec.num_heads // tp, kv_heads_per_rank(spec.num_kv_heads, tp)
     # Queries, keys and values: as projected, and after normalisation and rotation. Then the output
     # of attention.
-    return spec.head_dim * (2 * (q + 2 * kv) + q)
+    heads = 2 * (q + 2 * kv) + q
+    if spec.qk_norm_spans_heads and tp > 1:
+        heads += FLOAT32_ELEMENTS * (q + kv)  # rescaled in float32
+    return spec.head_dim * heads
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:

@@ -26,6 +26,9 @@ from dist_aclgraph.shapes.weight_files import read_header
 
 SLIDING = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 DEFAULT_WINDOW = 4096
+NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM",)
+# Architectures whose layers 0, 2, 4 and so on have a window, and the usual size of this window.
+ALTERNATING = {"GptOssForCausalLM": 128}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -70,6 +73,9 @@ class ModelFacts:
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         vocab_size: rows of the embedding; all token ids are smaller.
+        qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
+            of k, so that ranks with different heads exchange sums. Else, norms of q and k, if the
+            model has them, normalise each head on its own.
     """
 
     architecture: str
@@ -89,6 +95,7 @@ class ModelFacts:
     weight_bytes: int = 0
     holds_int8: bool = False
     vocab_size: int = 0
+    qk_norm_spans_heads: bool = False
 
     def max_model_len(self, config: Config) -> int:
         """Return the length of the longest request that a deployment may have."""
@@ -198,11 +205,15 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         weight_bytes=sum(file.stat().st_size for file in files),
         holds_int8=any(map(_has_int8, files)),
         vocab_size=config.integer("vocab_size", 0, least=0),
+        qk_norm_spans_heads=config.architecture in NORMS_OF_ALL_HEADS,
     )
 
 
 def _window(config: ModelConfig) -> SlidingWindow | None:
-    if config.architecture not in SLIDING or not config.flag("use_sliding_window", False):
+    alternates = config.architecture in ALTERNATING
+    if not alternates and (
+        config.architecture not in SLIDING or not config.flag("use_sliding_window", False)
+    ):
         return None
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     kinds = config.texts("layer_types")
@@ -214,13 +225,16 @@ def _window(config: ModelConfig) -> SlidingWindow | None:
         layers: Sequence[int] = range(num_layers)
     elif kinds:
         layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    elif alternates:
+        layers = range(0, num_layers, 2)
     else:
         layers = range(config.integer("max_window_layers", 28, least=0), num_layers)
     # If the key is absent, transformers' default applies; if it is null, no layer has a window.
     if not layers or config.raw.get("sliding_window", DEFAULT_WINDOW) is None:
         return None
+    usual = ALTERNATING.get(config.architecture, DEFAULT_WINDOW)
     return SlidingWindow(
-        config.integer("sliding_window", DEFAULT_WINDOW, most=MAX_CONTEXT), frozenset(layers)
+        config.integer("sliding_window", usual, most=MAX_CONTEXT), frozenset(layers)
     )
 
 

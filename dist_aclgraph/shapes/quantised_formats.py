@@ -17,6 +17,10 @@ DESCRIBED = ("W8A8_DYNAMIC", "FLOAT")
 FP8 = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 INT8_INPUTS = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
+MXFP4_REMEDY = (
+    "load the model in transformers with Mxfp4Config(dequantize=True), save it in bfloat16, and "
+    "serve the saved checkpoint"
+)
 SUPPORTED = (
     "supported: compressed-tensors with symmetric int8 weights by channel and dynamic int8 "
     "activations by token; fp8 in blocks of 128 x 128 with dynamic activations; "
@@ -32,6 +36,11 @@ def check_quantisation(config: ModelConfig) -> None:
         UnsupportedModelError: the quantised format of the checkpoint is not supported.
     """
     if (found := config.part("quantization_config")) is not None:
+        if found.raw.get("quant_method") == "mxfp4":
+            raise UnsupportedModelError(
+                f"quantization_config of {config.directory} has quant_method 'mxfp4', which is not "
+                f"supported; {MXFP4_REMEDY}"
+            )
         reason = _refusal(found)
         if reason:
             raise UnsupportedModelError(

@@ -64,11 +64,12 @@ class ContextLengths:
     usual: int
 
 
-def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
+def read_rope_spec(config: ModelConfig, rope_dim: int, *, rotates_part: bool = False) -> RopeSpec:
     """Read the rotary embedding of a supported decoder.
 
     Args:
         rope_dim: number of rotated elements of a head.
+        rotates_part: whether the family may rotate only a part of a head, see ``read_rotary_dim``.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -85,8 +86,8 @@ def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
             f"rope_parameters has an object {nested[0]:.80}; separate embeddings for types of "
             "layers are not supported"
         )
-    partial = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    partial = _rotated_part(config, 1.0)
+    if partial != 1.0 and not rotates_part:
         raise config.unsupported(
             f"partial_rotary_factor is {partial:g}; partial rotary embeddings are not supported"
         )
@@ -111,6 +112,25 @@ def read_rope_spec(config: ModelConfig, rope_dim: int) -> RopeSpec:
     )
 
 
+def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> int:
+    """Return the number of rotated elements of a head, for families that rotate a part of it.
+
+    Args:
+        usual_part: part of the elements that is rotated if config.json does not say it.
+
+    Raises:
+        ModelError: the part gives no even number of elements from 2 to ``head_dim``.
+    """
+    part = _rotated_part(config, usual_part)
+    dim = int(head_dim * part) if 0 < part <= 1 else 0
+    if dim < 2 or dim % 2:
+        raise ModelError(
+            f"{config.path}: partial_rotary_factor is {part:g}; it must select an even number of "
+            f"the {head_dim} elements of a head"
+        )
+    return dim
+
+
 def read_context_lengths(config: ModelConfig) -> ContextLengths:
     """Read the lengths of requests that a model of any architecture allows.
 
@@ -132,6 +152,11 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
                 f"{length} tokens; at most {MAX_CONTEXT}"
             )
     return ContextLengths(length, length)
+
+
+def _rotated_part(config: ModelConfig, usual: float) -> float:
+    beside = config.number("partial_rotary_factor", usual)
+    return _scaling(config).number("partial_rotary_factor", beside)
 
 
 def _scaling(config: ModelConfig) -> ModelConfig:

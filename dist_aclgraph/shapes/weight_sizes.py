@@ -91,8 +91,12 @@ def _vocabulary(spec: ModelSpec, tp: int) -> _Elements:
 def _attention(spec: ModelSpec, tp: int) -> _Elements:
     hidden, d = spec.hidden_size, spec.head_dim
     q, kv = spec.num_heads // tp * d, kv_heads_per_rank(spec.num_kv_heads, tp) * d
-    biases = (q + 2 * kv) * spec.has_qkv_bias + hidden * spec.has_output_bias
-    return _Elements(hidden * (2 * q + 2 * kv), biases + 2 * d * spec.has_qk_norm)
+    others = (q + 2 * kv) * spec.has_qkv_bias + hidden * spec.has_output_bias
+    if spec.has_qk_norm:
+        others += q + kv if spec.qk_norm_spans_heads else 2 * d
+    if spec.has_sinks:
+        others += spec.num_heads // tp
+    return _Elements(hidden * (2 * q + 2 * kv), others)
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements:
@@ -118,10 +122,12 @@ def _experts(
     hidden: int, experts: ExpertSpec, tp: int, ep: int, redundant: int
 ) -> tuple[_Elements, _Elements, _Elements]:
     """Return the elements of a layer's routed experts, of its shared experts, and of its router."""
+    count, width = experts.num_experts, -(-experts.width // tp)
     if ep > 1:
-        routed = (experts.num_experts + redundant) // ep * 3 * hidden * experts.width
-    else:
-        routed = experts.num_experts * _mlp(hidden, experts.width, tp).matrices
+        count, width = (experts.num_experts + redundant) // ep, experts.width
+    routed, biases = count * 3 * hidden * width, count * (2 * width + hidden)
     shared = _mlp(hidden, experts.num_shared * experts.width, tp)
-    router = (hidden + experts.has_bias) * experts.num_experts
-    return _Elements(routed), shared, _Elements(0, floats=router)
+    router = (hidden + experts.has_bias + experts.has_product_biases) * experts.num_experts
+    # The operator takes biases in float32 beside bfloat16.
+    floats = biases if experts.has_product_biases else 0
+    return _Elements(routed, floats=floats), shared, _Elements(0, floats=router)

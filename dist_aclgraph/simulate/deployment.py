@@ -22,8 +22,9 @@ from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.planner import Planner, content_of
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import ModelFacts
-from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
+from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048

@@ -24,7 +24,7 @@ CODE = """
 from dist_aclgraph.comm.groups import ALONE, RankGroups
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 
 def resident_gib():
     pages = int(open("/proc/self/statm").read().split()[1])

@@ -49,6 +49,20 @@ def test_swiglu(dtype):
     assert_close(torch_npu.npu_swiglu(x.npu()), functional.silu(gate) * up)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clipped_swiglu(dtype, interleaved):
+    x = (3 * torch.randn(5, 96)).to(dtype)
+    gate, up = (x[:, ::2], x[:, 1::2]) if interleaved else x.chunk(2, -1)
+    gate, up = gate.float().clamp(max=2.0), up.float().clamp(-2.0, 2.0)
+
+    out = torch_npu.npu_clipped_swiglu(
+        x.npu(), alpha=1.5, limit=2.0, bias=1.0, interleaved=interleaved
+    )
+
+    assert_close(out, gate * torch.sigmoid(1.5 * gate) * (up + 1))
+
+
 def rotate(x, cos, sin, interleaved):
     if interleaved:
         turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
@@ -197,6 +211,38 @@ def test_dense_layouts(layout, rows):
         causal = mask if rows > 1 else None
         want, _ = reference(query[b], keys[b], values[b], heads, kv_heads, mask=causal)
         assert_close(got, want)
+
+
+@pytest.mark.parametrize("rows", [[1, 1], [5, 40]])
+def test_a_sink_takes_a_part_of_the_attention(rows):
+    heads, kv_heads, dim = 4, 2, 64
+    pages = Pages([n + 30 for n in rows], kv_heads, dim, 16, torch.bfloat16)
+    query, sinks = torch.randn(sum(rows), heads, dim).bfloat16(), torch.randn(heads).bfloat16()
+
+    out, _ = torch_npu.npu_fused_infer_attention_score_v2(
+        query.npu(),
+        *(c.npu().view(len(c), 16, -1) for c in (pages.keys, pages.values)),
+        actual_seq_qlen=[rows[0], sum(rows)],
+        actual_seq_kvlen=pages.lengths,
+        block_table=pages.table.npu(),
+        num_query_heads=heads,
+        num_key_value_heads=kv_heads,
+        softmax_scale=dim**-0.5,
+        input_layout="TND",
+        block_size=16,
+        sparse_mode=3,
+        atten_mask=CAUSAL.npu(),
+        learnable_sink=sinks.npu(),
+    )
+
+    start = 0
+    for b, n in enumerate(rows):
+        keys, values = pages.tokens(pages.keys, b), pages.tokens(pages.values, b)
+        part = slice(start, start + n)
+        plain, sums = reference(query[part], keys, values, heads, kv_heads, True)
+        share = torch.sigmoid(sums.view(n, heads) - sinks.float())
+        assert_close(out[part], plain * share[..., None])
+        start += n
 
 
 def test_the_second_interface_and_its_out_variant_agree():

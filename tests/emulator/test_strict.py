@@ -114,6 +114,36 @@ def test_rotary_refuses():
     )
 
 
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("learnable_sink must be bfloat16", {"learnable_sink": half(4)}),
+        ("must have one element for each of 4 heads", {"learnable_sink": half(2).bfloat16()}),
+        ("softmax_lse with learnable_sink", {"return_softmax_lse": True}),
+        ("learnable_sink with value heads of 192, at most 128",
+         {"query": half(2, 4, 192), "key": half(5, 128, 768)}),
+    ],
+)  # fmt: skip
+def test_attention_with_sinks_refuses(rule, changes):
+    options = {
+        "query": half(2, 4, 64),
+        "key": half(5, 128, 128),
+        "learnable_sink": half(4).bfloat16(),
+        "block_table": torch.zeros(2, 1, dtype=torch.int32),
+    } | changes
+    heads = options["key"].shape[-1] // options["query"].shape[-1]
+    options = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    query, key = options.pop("query").bfloat16(), options.pop("key").bfloat16()
+    refused(
+        "aclnnFusedInferAttentionScoreV4",
+        rule,
+        lambda: torch_npu.npu_fused_infer_attention_score_v2(
+            query, key, key, **options, actual_seq_qlen=[1, 2], actual_seq_kvlen=[3, 20],
+            num_query_heads=4, num_key_value_heads=heads, input_layout="TND", block_size=128,
+        ),
+    )  # fmt: skip
+
+
 def test_norms_refuse():
     x = half(2, 64).npu()
     refused("aclnnRmsNorm", "trailing shape", lambda: torch_npu.npu_rms_norm(x, half(32).npu()))

@@ -16,7 +16,7 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.steps.step import (
     RankBatch,
     RankPlan,
@@ -51,10 +51,16 @@ def make_runner(
             **settings,
         }
     )
+    spec = read_model_spec(directory)
     model = Decoder(
-        read_model_spec(directory),
+        spec,
         ONE_RANK,
-        Checkpoint(directory, TORCH_DTYPES[config.dtype], quantises=config.quantization == "w8a8"),
+        Checkpoint(
+            directory,
+            TORCH_DTYPES[config.dtype],
+            quantises=config.quantization == "w8a8",
+            names=spec.names,
+        ),
         device=npu.device,
         max_len=MAX_LEN,
         drafts=num_drafts > 0,

@@ -13,7 +13,7 @@ from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError
 from dist_aclgraph.layers.vocabulary import vocabulary_part
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import share_heads
-from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 MATRIX = torch.arange(21, dtype=torch.float32).reshape(7, 3)
@@ -142,6 +142,32 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path, torch.float32)
 
 
+def test_names_are_translated_and_other_parts_counted(tmp_path: Path) -> None:
+    stored = ("text.model.mlp.w1.weight", "vision.a", "vision.b")
+    save_file({name: MATRIX.clone() for name in stored}, tmp_path / "model.safetensors")
+    names = WeightNames(prefix="text.", changes=((".up.", ".w1."),), ignored=("vision.",))
+
+    checkpoint = Checkpoint(tmp_path, torch.float32, names=names)
+
+    assert torch.equal(checkpoint.read("model.mlp.up.weight", (7, 3)), MATRIX)
+    assert "model.mlp.up.weight" in checkpoint
+    assert checkpoint.count_ignored() == 2
+
+
+@pytest.mark.parametrize(("dim", "start", "stop"), [(0, 1, 3), (1, 0, 3), (1, 2, 5)])
+def test_a_part_of_a_member_of_a_stack(tmp_path: Path, dim: int, start: int, stop: int) -> None:
+    stack = torch.randn(4, 5, 3)
+    save_file({"s": stack}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+
+    part = checkpoint.read_member("s", (4, 5, 3), 2, dim, start, stop)
+
+    padded = torch.cat([stack[2], torch.zeros(5, 3)], 1) if dim else stack[2]
+    assert torch.equal(part, padded.narrow(dim, start, stop - start))
+    with pytest.raises(MissingTensorError, match=r"config\.json asks for"):
+        checkpoint.read_member("s", (5, 5, 3), 2, dim, start, stop)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_vocabulary_parts_are_equal_wide_and_cover_all(size: int) -> None:
     parts = [vocabulary_part(503, CommGroup(tuple(range(size)), rank)) for rank in range(size)]
@@ -160,9 +186,8 @@ def test_every_query_head_finds_its_kv_head_on_its_rank(
         share = share_heads(make_spec(heads, kv_heads), CommGroup(tuple(range(size)), rank))
 
         group = heads // kv_heads
-        first, last = share.first_head, share.first_head + share.num_heads - 1
-        assert first // group == share.first_kv_head
-        assert last // group == share.first_kv_head + share.num_kv_heads - 1
+        assert share.q[0] // group == share.kv[0]
+        assert share.q[-1] // group == share.kv[-1]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (6, 4, 6), (12, 8, 3)])

@@ -23,8 +23,8 @@ from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.planning.buckets import candidate_families, lazy_families
 from dist_aclgraph.planning.memory import RankMemory
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import read_model_facts
-from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_reference
 from tests.engine.runners import make_runner

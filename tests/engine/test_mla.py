@@ -25,7 +25,7 @@ from dist_aclgraph.models.decoder import Decoder
 from dist_aclgraph.models.layer_stack import LayerStack, load_layer
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.mla import MultiHeadLatentAttention, share_latent_heads
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from tests.checkpoints import DEEPSEEK_ROPE, greedy, make_prompts, make_reference
 from tests.engine.latent_rows import LatentRows, make_attention
 from tests.engine.prompt_steps import prompt_step

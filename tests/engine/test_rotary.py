@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from dist_aclgraph.layers.rotary import inverse_frequencies, rope_tables
+from dist_aclgraph.layers.rotary import (
+    inverse_frequencies,
+    pad_tables,
+    pairs_across_head,
+    rope_tables,
+)
 from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from tests.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MAX_LEN, YARN_ROPE, make_reference
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
@@ -70,6 +75,26 @@ def test_tables_equal_those_of_transformers(npu: Any, tmp_path: Path, scheme: st
     expected_cos, expected_sin = model.model.rotary_emb(torch.zeros(1), positions)
     torch.testing.assert_close(cos, expected_cos[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(sin, expected_sin[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [2, 16, 24, 32])
+def test_one_rotation_of_whole_heads_rotates_the_first_elements(dim: int) -> None:
+    heads, head_dim = torch.randn(5, 3 * 32), 32
+    angles = torch.rand(5, 1, dim // 2).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    ordered = pairs_across_head(heads, head_dim, dim).view(5, 3, head_dim)
+    found = rotated(ordered, *pad_tables(cos, sin, head_dim))
+
+    first, rest = heads.view(5, 3, head_dim).split([dim, head_dim - dim], -1)
+    expected = torch.cat([rotated(first, cos, sin), rest], -1)
+    wanted = pairs_across_head(expected.flatten(1), head_dim, dim).view(5, 3, head_dim)
+    torch.testing.assert_close(found, wanted)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 @pytest.fixture(scope="module")

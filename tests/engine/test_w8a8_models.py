@@ -22,7 +22,7 @@ from dist_aclgraph.engine.attention_steps import AttentionSteps
 from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import make_prompts, make_reference
 from tests.engine.prompt_steps import prompt_step

@@ -10,6 +10,8 @@ import pytest
 from tests.checkpoints import add_next_token_module, greedy, make_prompts, make_reference
 from tests.parity.recorded import LENGTHS, LONG_CONTEXT, LONG_LENGTHS, NUM_TOKENS, recorded_tokens
 
+WITH_NEXT_TOKEN_MODULE = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -40,7 +42,7 @@ def remember(
         if architecture not in known:
             directory = tmp_path_factory.mktemp(architecture)
             model = make_reference(architecture, directory, **overrides)
-            if architecture == "DeepseekV3ForCausalLM":
+            if architecture in WITH_NEXT_TOKEN_MODULE:
                 add_next_token_module(directory)
             prompts = make_prompts(lengths)
             if recorded:

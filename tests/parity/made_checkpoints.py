@@ -23,9 +23,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dist_aclgraph.device import emulator
-from tests.checkpoints import ARCHITECTURES, make_reference
+from tests.checkpoints import make_reference
 
 SEED, COUNT, REFUSED_EACH = 29, 64, 8
+MADE = (
+    "Qwen3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+)
 CONTEXT, ORIGINAL = 256, 64
 BLOCK = 128  # rows and columns of a matrix that share an FP8 scale
 Keys = dict[str, Any]
@@ -174,7 +182,7 @@ def make_all(seed: int = SEED) -> list[Made]:
             cards += random.sample(values, len(values))
         return cards
 
-    architectures = [ARCHITECTURES[i % len(ARCHITECTURES)] for i in range(COUNT)]
+    architectures = [MADE[i % len(MADE)] for i in range(COUNT)]
     axes = zip(
         architectures, deal(list(ROPES)), deal(HEADS), deal(WINDOWS), deal(LATENT_EXPERTS),
         deal(EXPERTS), deal(MODES), deal(DTYPES), deal(SCALES), deal(("1MB", "90KB")),

@@ -1,4 +1,6 @@
-"""Recorded tokens of transformers for the parity tests: ``python -m tests.parity.recorded``.
+"""Recorded tokens of transformers for the parity tests: ``python -m tests.parity.recorded`` records
+all tokens again, and ``python -m tests.parity.recorded ARCHITECTURE...`` only those of some
+architectures.
 
 ``test_recorded.py`` generates the tokens again with transformers.
 """
@@ -6,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from dist_aclgraph.device import emulator
@@ -39,7 +42,10 @@ def generate(part: str, architecture: str) -> list[list[int]]:
 def main() -> None:
     emulator.build()
     emulator.load({})  # transformers imports torch_npu, which needs the emulator
-    found = {part: {name: generate(part, name) for name in ARCHITECTURES} for part in PARTS}
+    found: dict[str, dict[str, list[list[int]]]] = json.loads(FILE.read_text())
+    for part in PARTS:
+        for name in sys.argv[1:] or ARCHITECTURES:
+            found[part][name] = generate(part, name)
     parts = (
         f'"{part}": {{\n'
         + ",\n".join(f'"{name}": {json.dumps(tokens)}' for name, tokens in by_name.items())

@@ -11,7 +11,7 @@ import torch
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from tests.checkpoints import logprobs
 from tests.deployments import Answer, greedy_params, make_deployment_config
 from tests.lockstep import lockstep

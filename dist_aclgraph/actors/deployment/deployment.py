@@ -34,8 +34,8 @@ from dist_aclgraph.device.torch_build import check_torch
 from dist_aclgraph.environment import ray_address
 from dist_aclgraph.errors import EngineDeadError, RayDiedError
 from dist_aclgraph.planning.planner import Planner
-from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.model_task import read_task
+from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.topology import NO_RANK
 
@@ -174,7 +174,7 @@ def check_startable(config: Config) -> None:
         DeviceError: torch is built for CUDA.
     """
     Planner.from_config(config)
-    read_model_spec(config.model)
+    read_servable_spec(config)
     if config.weights == "checkpoint":
         check_weight_files(config.model)
     read_task(config)

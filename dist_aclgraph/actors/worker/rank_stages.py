@@ -34,7 +34,8 @@ from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalis
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
 from dist_aclgraph.shapes.model_facts import ModelFacts
-from dist_aclgraph.shapes.model_spec import ModelSpec, read_model_spec
+from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.topology import GroupRank, ParallelLayout, Ranks, WorldRank
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def join_rank(
 
     # Only this process can check the mode, because the check depends on this process's environment.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
-    spec = read_model_spec(config.model)
+    spec = read_servable_spec(config)
     # Bind the cores before torch_npu starts its threads, because the threads inherit the cores.
     cores = _bind_cores(config, rank)
     npu = open_npu(config.device, rank, deterministic=needs_fixed_sums(config, spec))
@@ -246,11 +247,14 @@ class JoinedRank:
         note(0)
         dtype, device = TORCH_DTYPES[config.dtype], self.npu.device
         quantises = config.quantization == "w8a8"
-        checkpoint: WeightSource = (
-            DummyCheckpoint(dtype, device=device, quantises=quantises)
-            if config.weights == "dummy"
-            else Checkpoint(config.model, dtype, device=device, quantises=quantises)
-        )
+        checkpoint: WeightSource
+        if config.weights == "dummy":
+            checkpoint = DummyCheckpoint(dtype, device=device, quantises=quantises)
+        else:
+            checkpoint = Checkpoint(
+                config.model, dtype, device=device, quantises=quantises, names=spec.names
+            )
+            self._log_ignored(checkpoint.count_ignored())
         with _host_threads(1 if self.cores else num_neighbours):
             model = Decoder(
                 spec,
@@ -267,6 +271,11 @@ class JoinedRank:
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
         return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
+
+    def _log_ignored(self, num_tensors: int) -> None:
+        if num_tensors and self.rank == 0:
+            parts = ", ".join(part.removesuffix(".") for part in self.spec.names.ignored)
+            logger.info("not loaded: %d tensors of other parts (%s)", num_tensors, parts)
 
     def _check_needs(self, free_bytes: int) -> RankMemory:
         """Before any weight is read, refuse weights that are missing or cannot fit.

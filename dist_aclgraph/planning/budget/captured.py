@@ -21,6 +21,9 @@ QUEUE_ENTRIES = 2016  # entries of one queue: 2048 minus 32 that CANN reserves
 # two operators less.
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
+# Additional operators before attention if norms span the heads of several ranks: five for the
+# scales of both norms; a product and a conversion for each of q and k.
+SUMMED_NORMS = 9
 # Operators of a layer of experts, instead of the three products and activation of a dense layer:
 # router, routing, products and shared experts. Gathering tokens adds ten operators, an all-to-all
 # with its indices adds thirty-nine.
@@ -110,7 +113,8 @@ def _model_shapes(
     if is_split:
         embedding, head = embedding + SPLIT_EMBEDDING, head + SPLIT_HEAD
     after = AFTER_ATTENTION + (_experts(workload) - DENSE if workload.moe else 0)
-    layer = BEFORE_ATTENTION + after
+    before = BEFORE_ATTENTION + (SUMMED_NORMS if workload.sums_norms else 0)
+    layer = before + after
     beside = SHARED if workload.moe and workload.multistream_shared else 0
     if family.run_mode == "FULL":
         attention = ATTENTION + (SHARDED if workload.dcp > 1 else 0)
@@ -118,13 +122,15 @@ def _model_shapes(
         count = {d: steps * _in_full(d, layers, workload) for d in workload.domains}
         return (Shape(f"{prefix}graph", 1, steps * main, _touched(count), steps * layers * beside),)
     # Collectives of context parallelism belong to attention; piecewise graphs contain none.
-    first = {d: int("tp" in d.kinds) for d in workload.domains}
-    later = {d: _after_attention(d) for d in workload.domains}
+    norms = {d: _before_attention(d, workload) for d in workload.domains}
+    first = {d: int("tp" in d.kinds) + norms[d] for d in workload.domains}
+    last = {d: _after_attention(d) for d in workload.domains}
+    later = {d: last[d] + norms[d] for d in workload.domains}
     between = Shape(f"{prefix}pieces between", layers - 1, layer, _touched(later), beside)
     return (
-        Shape(f"{prefix}first piece", 1, embedding + BEFORE_ATTENTION, _touched(first)),
+        Shape(f"{prefix}first piece", 1, embedding + before, _touched(first)),
         *([between] if layers > 1 else []),
-        Shape(f"{prefix}last piece", 1, after + LAST_NORM, _touched(later), beside),
+        Shape(f"{prefix}last piece", 1, after + LAST_NORM, _touched(last), beside),
     )
 
 
@@ -142,6 +148,11 @@ def _experts(workload: Workload) -> int:
 def _is_spread(domain: Domain) -> bool:
     """Whether experts are spread over this domain, so that tokens must be sent to experts."""
     return "ep" in domain.kinds and "tp" not in domain.kinds
+
+
+def _before_attention(domain: Domain, workload: Workload) -> int:
+    """Return a layer's collectives before attention: the sums of norms over all heads."""
+    return int(workload.sums_norms and "tp" in domain.kinds)
 
 
 def _after_attention(domain: Domain) -> int:
@@ -164,4 +175,5 @@ def _in_full(domain: Domain, layers: int, workload: Workload) -> int:
     """Return the collectives of a full graph; with TP, embedding and head add two in total."""
     in_attention = in_sharded_attention(workload) if "dcp" in domain.kinds else 0
     ends = 2 * ("tp" in domain.kinds)
-    return layers * (_after_attention(domain) + in_attention) + ends
+    in_layer = _before_attention(domain, workload) + in_attention + _after_attention(domain)
+    return layers * in_layer + ends

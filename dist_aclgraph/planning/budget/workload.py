@@ -33,6 +33,7 @@ class Workload:
         multistream_shared: whether shared experts run on a separate stream.
         bytes_per_token: device memory of a graph per token of its bucket. Graphs share one pool, so
             all graphs together need only the memory of the largest one.
+        sums_norms: whether ranks add the squares of their heads before attention.
     """
 
     num_layers: int
@@ -49,6 +50,7 @@ class Workload:
     draft_layers: int = 0
     query_len: int = 1
     bytes_per_token: int = 0
+    sums_norms: bool = False
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> Workload:
@@ -67,6 +69,7 @@ class Workload:
             multistream_shared=config.graph.overlap_shared_experts and facts.has_shared_experts,
             draft_layers=1 if config.speculative.num_tokens else 0,
             query_len=config.speculative.num_tokens + 1,
+            sums_norms=facts.qk_norm_spans_heads and parallel.tp > 1,
         )
 
     @cached_property

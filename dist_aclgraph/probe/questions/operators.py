@@ -49,6 +49,16 @@ def _swiglu(bench: Bench) -> Answer:
     return bench.compare(bench.ops.npu_swiglu(x.npu()), gate * gate.sigmoid() * up, BFLOAT16)
 
 
+def _clipped_swiglu(bench: Bench) -> Answer:
+    """Use the values of gpt-oss; its columns of gate and up alternate."""
+    x, alpha, limit = 4 * _random(bench, 16, 2 * HIDDEN), 1.702, 7.0
+    got = bench.ops.npu_clipped_swiglu(
+        x.npu(), alpha=alpha, limit=limit, bias=1.0, interleaved=True
+    )
+    gate, up = x[:, ::2].float().clamp(max=limit), x[:, 1::2].float().clamp(-limit, limit)
+    return bench.compare(got, gate * (alpha * gate).sigmoid() * (up + 1), BFLOAT16)
+
+
 def _rotary_mul(bench: Bench) -> Answer:
     x, angles = _random(bench, 1, 16, HEADS, DIM), bench.torch.randn(1, 16, 1, DIM)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
@@ -244,6 +254,23 @@ def _prefill(bench: Bench) -> Answer:
     return bench.compare(got, torch.cat(want), BFLOAT16)
 
 
+def _sinks(bench: Bench) -> Answer:
+    """Compute attention in which each head has a logit without a value."""
+    torch, length = bench.torch, 200
+    query, sinks = _random(bench, 1, HEADS, DIM), _random(bench, HEADS)
+    keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))
+    table = blocks_in_order(bench, keys, 1)
+    arguments = attention_arguments(query.npu(), keys.npu(), values.npu(), [length], table)
+    got = bench.ops.npu_fused_infer_attention_score_v2(**arguments, learnable_sink=sinks.npu())[0]
+    k, v = (
+        c.flatten(0, 1)[:length].float().repeat_interleave(HEADS // KV_HEADS, 1)
+        for c in (keys, values)
+    )
+    scores = torch.einsum("hd,khd->hk", query[0].float(), k) * DIM**-0.5
+    weights = torch.cat([scores, sinks.float()[:, None]], -1).softmax(-1)[:, :-1]
+    return bench.compare(got, torch.einsum("hk,khd->hd", weights, v)[None], BFLOAT16)
+
+
 def _routing(bench: Bench) -> Answer:
     """Send tokens to identity experts, and add up the returned tokens."""
     torch, num_tokens, num_experts, chosen = bench.torch, 16, 8, 2
@@ -307,6 +334,7 @@ PROBES = (
     _equal("rms_norm", "npu_rms_norm", _rms_norm, "aclnnRmsNorm"),
     _equal("add_rms_norm", "npu_add_rms_norm", _add_rms_norm, "aclnnAddRmsNorm"),
     _equal("swiglu", "npu_swiglu", _swiglu, "aclnnSwiGlu"),
+    _equal("clipped_swiglu", "npu_clipped_swiglu (gpt-oss)", _clipped_swiglu, "aclnnClippedSwiglu"),
     _equal("rotary_mul", "npu_rotary_mul", _rotary_mul, "aclnnRotaryPositionEmbedding"),
     _equal(
         "cache_write",
@@ -316,6 +344,7 @@ PROBES = (
     ),
     _equal("decode", "attention of a decode step (Qwen3-8B)", _decode, level="quick"),
     _equal("prefill", "causal attention of a prompt (Qwen3-8B)", _prefill),
+    _equal("sinks", "attention with sinks (gpt-oss)", _sinks),
     _equal("latent_decode", "latent attention of a decode step (DeepSeek)", _latent_decode),
     _equal("merge_of_shares", "npu_attention_update", _merge_of_shares, "aclnnAttentionUpdate"),
     _equal("dynamic_quant", "npu_dynamic_quant", _dynamic_quant, "aclnnDynamicQuantV2"),

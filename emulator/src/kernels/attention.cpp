@@ -181,6 +181,11 @@ private:
   void write(int64_t row, int64_t head, const float *sums, float divisor, float greatest) const {
     static thread_local Scratch room;
     float *out = room.of(a.value_dim);
+    if (a.sinks.p && divisor > 0) {
+      float sink;
+      load_floats(a.sinks, head, &sink, 1);
+      divisor += std::exp(sink - greatest);
+    }
     float factor = divisor > 0 ? 1.0f / divisor : divisor == 0 ? 0.0f : divisor;
     for (int64_t i = 0; i < a.value_dim; i++)
       out[i] = divisor == 0 ? 0.0f : sums[i] * factor;  // a row without visible keys is zero

@@ -94,6 +94,7 @@ struct Attention {
   float scale;
   Mask mask = Mask::None;
   int64_t pre_tokens = 0, next_tokens = 0;
+  Data sinks{};  // if given, [heads]: a logit of each head that has no value
   const uint8_t *mask_data = nullptr;  // for an explicit mask: a non-zero element hides a key
   int64_t mask_batch_stride = 0, mask_row_stride = 0;
   std::vector<Sequence> sequences;

@@ -149,6 +149,8 @@ TimedTask bind(FiaArguments f) {
     a.page_size = f.block_size;
     a.page_count = f.key().size(0);
   }
+  if (f.sinks)
+    a.sinks = data_of(*f.sinks);
   bind_mask(f, a);
   bind_sequences(f, a, q, o);
   if (f.wants_lse) {
@@ -233,10 +235,10 @@ OP(aclnnFusedInferAttentionScoreV4,
                     {"dequant_scale_value", &value_scale},
                     {"dequant_offset_value", &value_offset}, {"key_shared_prefix", &key_prefix},
                     {"value_shared_prefix", &value_prefix}, {"dequant_scale_key_rope", &rope_scale},
-                    {"dequant_scale_query", &query_scale}, {"learnable_sink", &sink}});
+                    {"dequant_scale_query", &query_scale}});
      return bind({query, keys, values, mask, block_table, query_rope, key_rope, query_lengths,
                   kv_lengths, heads, scale, pre_tokens, next_tokens, layout, kv_heads, sparse_mode,
-                  inner_precise, block_size, wants_lse, out, lse});
+                  inner_precise, block_size, wants_lse, out, lse, sink});
    })
 // torch_npu calls these functions for task groups. They have the same signature.
 EMU_EXPORT(aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize,

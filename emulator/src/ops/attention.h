@@ -20,6 +20,7 @@ struct FiaArguments {
   int64_t kv_heads, sparse_mode, inner_precise, block_size;
   bool wants_lse;
   Tensor out, lse;
+  OptTensor sinks;  // learnable_sink
 
   FiaLayout layout = FiaLayout::TND;
   FiaOut out_layout = FiaOut::AsQuery;
@@ -56,6 +57,7 @@ private:
   void check_lengths() const;
   void check_pages() const;
   void check_mask() const;
+  void check_sinks() const;
   void check_tnd() const;
 };
 

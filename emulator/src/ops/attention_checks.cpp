@@ -321,6 +321,22 @@ void FiaArguments::check_tnd() const {
          key().size(0), line);
 }
 
+// Document npu_fused_infer_attention_score_v2, learnable_sink: bfloat16, one element for each query
+// head, TND, value heads of at most 128 elements. strict=false admits the type of query as well.
+// Whether softmax_lse counts the sink is not documented.
+void FiaArguments::check_sinks() const {
+  if (!sinks)
+    return;
+  must(sinks->dim() == 1 && sinks->size(0) == heads, "learnable_sink of shape ", sinks->sizes(),
+       " must have one element for each of ", heads, " heads");
+  must(is_kernel_type(*sinks) && sinks->is_contiguous(), "learnable_sink must be contiguous floats");
+  should(sinks->scalar_type() == at::kBFloat16, "learnable_sink must be bfloat16, got ",
+         sinks->scalar_type());
+  should(tnd(), "learnable_sink is only supported with TND, got ", layout_name);
+  should(value_dim() <= 128, "learnable_sink with value heads of ", value_dim(), ", at most 128");
+  must(!wants_lse, "softmax_lse with learnable_sink is not emulated");
+}
+
 void FiaArguments::check() const {
   check_types();
   check_heads();
@@ -330,6 +346,7 @@ void FiaArguments::check() const {
   check_pages();
   check_mask();
   check_tnd();
+  check_sinks();
   should(inner_precise >= 0 && inner_precise <= 3, "inner_precise ", inner_precise);
   if (wants_lse)
     must(lse.scalar_type() == at::kFloat && lse.numel() == query.numel() / head_dim(),

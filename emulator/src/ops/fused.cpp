@@ -91,6 +91,27 @@ OP(aclnnSwiGlu, [](Tensor x, int64_t dim, Tensor out) -> Task {
   return arithmetic([call] { kernels::swiglu(call); });
 })
 
+// Document npu_clipped_swiglu: the split dimension is even; x is contiguous; float32, float16,
+// bfloat16. group_index, which leaves rows out, is not emulated.
+OP(aclnnClippedSwiglu,
+   [](Tensor x, OptTensor group_index, int64_t dim, double alpha, double limit, double bias,
+      bool interleaved, Tensor out) -> Task {
+     require_kernel_type("x", x);
+     require_contiguous("x", x);
+     refuse_unless(!group_index, "group_index is not emulated");
+     int64_t axis = dim < 0 ? dim + x.dim() : dim;
+     refuse_unless(x.dim() > 1 && axis == x.dim() - 1, "dim ", dim, " of a tensor of rank ", x.dim(),
+                   " is not emulated, only the last dimension of two or more");
+     refuse_unless(x.size(axis) % 2 == 0, "dimension ", dim, " has odd size ", x.size(axis));
+     return arithmetic([=] {
+       AtenScope scope;
+       Tensor whole = x.to(at::kFloat);
+       auto parts = interleaved ? whole.unflatten(-1, {-1, 2}).unbind(-1) : whole.chunk(2, -1);
+       Tensor gate = parts[0].clamp_max(limit), up = parts[1].clamp(-limit, limit);
+       out.copy_(gate * at::sigmoid(gate * alpha) * (up + bias));
+     });
+   })
+
 // ---- rotary embedding
 
 // Binds up to three leading dimensions, right-aligned. If a dimension of the angles has size 1, it

@@ -17,8 +17,8 @@ from dist_aclgraph.context.prompt_split import PromptSplit
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.memory import GIB, MIB, RankMemory, largest_eager_step
 from dist_aclgraph.shapes.activation_sizes import activation_bytes
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import ModelFacts
-from dist_aclgraph.shapes.model_spec import read_model_spec
 
 SHAPE = Path(__file__).parents[3] / "configs" / "shapes" / "deepseek-v3"
 NOT_WEIGHTS = ("HCCL buffers", "step buffers", "token counts")

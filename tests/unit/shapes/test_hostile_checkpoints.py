@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import read_model_facts
-from dist_aclgraph.shapes.model_spec import read_model_spec
 from dist_aclgraph.shapes.weight_files import check_weight_files
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.unit.shapes.test_model_spec import V3

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import ModelFacts, read_model_facts
-from dist_aclgraph.shapes.model_spec import (
-    ExpertSpec,
-    LatentSpec,
-    ModelSpec,
-    read_model_spec,
-)
+from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 # The published values without quantization_config, as in a checkpoint converted to bfloat16.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.errors import ModelError, UnsupportedModelError
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from tests.unit.shapes.test_model_spec import V3
 
 # The formats as the tools write them.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_aclgraph.shapes.model_spec import read_model_spec
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import WeightPart, weight_parts
 
 SHAPES = Path(__file__).parents[3] / "configs" / "shapes"
@@ -35,6 +35,19 @@ def test_its_next_token_module_has_14_billion_with_the_embedding_and_head_it_sha
 
 def test_qwen3_has_235_billion_parameters() -> None:
     assert round(elements("qwen3-235b-a22b") / 1e9) == 235
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions", "tolerance"),
+    # As the authors publish them. The card of gpt-oss gives two digits after the point.
+    [("glm-4.5", 355, 0.015), ("glm-4.5-air", 106, 0.015), ("minimax-m2", 230, 0.015),
+     ("kimi-k2", 1040, 0.015), ("gpt-oss-120b", 116.83, 5e-5), ("gpt-oss-20b", 20.91, 3e-4)],
+)  # fmt: skip
+def test_other_families_have_the_published_numbers_of_parameters(
+    shape: str, billions: float, tolerance: float
+) -> None:
+    # Four bytes an element, so that values that are always float32 count once.
+    assert elements(shape, element_bytes=4) / 4e9 == pytest.approx(billions, rel=tolerance)
 
 
 @pytest.mark.parametrize("shape", ["deepseek-v3", "qwen3-235b-a22b"])

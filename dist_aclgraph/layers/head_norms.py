@@ -1,0 +1,68 @@
+"""RMS norms of queries and keys: one for each head, or one for all heads of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import CommGroup
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Normalises each head on its own.
+
+    Attributes:
+        q, k: [head_dim], weights.
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., heads, head_dim] each -> the same shapes."""
+        norm = torch.ops.npu.npu_rms_norm
+        return norm(q, self.q, self.eps)[0], norm(k, self.k, self.eps)[0]
+
+
+@dataclass(frozen=True)
+class NormsOfAllHeads:
+    """Normalises all heads of a token together, the heads of other ranks included.
+
+    Attributes:
+        q, k: [heads * head_dim], weights of this rank's heads.
+        group: ranks among which the heads are split. If ranks have copies of KV heads, each head
+            has equally many copies, so the copies do not change a mean.
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    group: CommGroup
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., heads, head_dim] each -> the same shapes."""
+        norm = torch.ops.npu.npu_rms_norm
+        own_q, scale_q = norm(q.flatten(-2), self.q, self.eps)
+        own_k, scale_k = norm(k.flatten(-2), self.k, self.eps)
+        if self.group.size > 1:
+            scales = torch.cat([scale_q, scale_k], -1)
+            own_q, own_k = self._rescaled((own_q, own_k), scales)
+        return own_q.view(q.shape), own_k.view(k.shape)
+
+    def _rescaled(self, own: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+        """Replace the scale of this rank's heads by the scale of all heads.
+
+        A scale is ``(mean of squares + eps) ** -0.5``, so the mean of the ranks' ``scale ** -2``
+        belongs to all heads. One all-reduce serves both norms.
+
+        Args:
+            own: results of this rank's norms; scales: [..., 2] float32, their scales.
+        """
+        means = self.group.all_reduce((scales * scales).reciprocal()) / self.group.size
+        factors = (means.rsqrt() / scales).split(1, -1)
+        return [(x * factor).to(x.dtype) for x, factor in zip(own, factors, strict=True)]

@@ -1,0 +1,54 @@
+"""Loads experts that a checkpoint stores as one tensor for all experts of a layer, with biases.
+
+Such experts are never converted to int8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.layers.local_experts import GroupedProduct
+from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.shapes.model_spec import ExpertSpec
+
+
+def load_stacked_products(
+    slices: WeightSlices,
+    experts: ExpertSpec,
+    hidden: int,
+    prefix: str,
+    here: Sequence[int],
+    share: tuple[int, int],
+) -> tuple[GroupedProduct, GroupedProduct]:
+    """Return the products of gate and up, and of down, for the experts ``here``.
+
+    Args:
+        prefix: beginning of the weights' names, such as ``model.layers.3.mlp.experts``.
+        share: [start, stop) of the inner width of each expert.
+    """
+    count, width, (start, stop) = experts.num_experts, experts.width, share
+
+    def stack(name: str, shape: tuple[int, ...], dim: int, first: int, last: int) -> Tensor:
+        return slices.stack(f"{prefix}.{name}", (count, *shape), here, dim, first, last)
+
+    # The columns of gate and up alternate, so those of a part of the inner width are neighbours.
+    gate_up = stack("gate_up_proj", (hidden, 2 * width), 1, 2 * start, 2 * stop)
+    down = stack("down_proj", (width, hidden), 0, start, stop)
+    if not experts.has_product_biases:
+        return GroupedProduct(slices.place(gate_up)), GroupedProduct(slices.place(down))
+    gate_up_bias = stack("gate_up_proj_bias", (2 * width,), 0, 2 * start, 2 * stop)
+    down_bias = stack("down_proj_bias", (hidden,), 0, 0, hidden)
+    if stop - start < width and slices.group.rank > 0:
+        down_bias.zero_()  # The ranks that share an expert add its bias once.
+    return (
+        GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
+        GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),
+    )
+
+
+def _bias(bias: Tensor) -> Tensor:
+    """Return a bias in the type that the operator takes beside weights of this type."""
+    return bias.float() if bias.dtype == torch.bfloat16 else bias

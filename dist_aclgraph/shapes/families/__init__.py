@@ -1,0 +1,55 @@
+"""The families of supported decoders. Each module turns the config.json of one family into a
+``ModelSpec``; the table has one reader for each name of ``architectures``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from dist_aclgraph.shapes.families.glm import read_glm4_moe
+from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
+from dist_aclgraph.shapes.families.kimi import read_kimi_k25
+from dist_aclgraph.shapes.families.llama import read_llama
+from dist_aclgraph.shapes.families.minimax import read_minimax_m2
+from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
+from dist_aclgraph.shapes.model_config import ModelConfig, read_model_config
+from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.quantised_formats import check_quantisation
+
+READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
+    "Qwen3ForCausalLM": read_qwen3,
+    "Qwen2ForCausalLM": read_qwen2,
+    "LlamaForCausalLM": read_llama,
+    "Qwen3MoeForCausalLM": read_qwen3_moe,
+    "DeepseekV2ForCausalLM": read_deepseek_v2,
+    "DeepseekV3ForCausalLM": read_deepseek_v3,
+    "KimiK25ForConditionalGeneration": read_kimi_k25,
+    "Kimi_K25ForConditionalGeneration": read_kimi_k25,  # as transformers names it
+    "Glm4MoeForCausalLM": read_glm4_moe,
+    "MiniMaxM2ForCausalLM": read_minimax_m2,
+    "GptOssForCausalLM": read_gpt_oss,
+}
+
+
+def read_model_spec(directory: str | Path) -> ModelSpec:
+    """Read the shape of a supported decoder from a checkpoint.
+
+    Raises:
+        ConfigError: there is no such directory.
+        ModelError: its config.json is missing or unreadable, lacks a key, or has an impossible
+            value.
+        UnsupportedModelError: the architecture, activation, rope scaling or quantisation is not
+            implemented.
+    """
+    config = read_model_config(directory)
+    architecture = config.architecture
+    if architecture not in READERS:
+        raise config.unsupported(
+            f"architecture {architecture} is not supported; supported: {', '.join(READERS)}"
+        )
+    if (activation := config.text("hidden_act", "silu")) != "silu":
+        raise config.unsupported(f"hidden_act {activation} is not supported; only silu")
+    check_quantisation(config)
+    return READERS[architecture](config)

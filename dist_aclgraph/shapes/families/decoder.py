@@ -1,0 +1,54 @@
+"""The keys of config.json that all families share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dist_aclgraph.shapes.model_config import ModelConfig
+from dist_aclgraph.shapes.model_facts import facts_of
+from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
+from dist_aclgraph.shapes.rope_spec import read_rope_spec, read_rotary_dim
+
+
+def read_decoder(
+    config: ModelConfig,
+    *,
+    experts: ExpertSpec | None = None,
+    latent: LatentSpec | None = None,
+    rotated_part: float | None = None,
+    num_draft_layers: int = 0,
+) -> ModelSpec:
+    """Return the shape of a decoder without biases and without norms of q and k.
+
+    Args:
+        rotated_part: part of a head's elements that the family rotates if config.json does not say
+            it; None means that the family rotates whole heads.
+        num_draft_layers: number of next-token modules whose weights the family publishes.
+
+    Raises:
+        ModelError: a key is missing, or has an impossible value.
+        UnsupportedModelError: the rope scaling is not implemented.
+    """
+    facts = replace(
+        facts_of(config),
+        vocab_size=config.integer("vocab_size"),
+        experts=experts,
+        num_draft_layers=num_draft_layers,
+    )
+    rotary_dim = None
+    if rotated_part is not None:
+        rotary_dim = read_rotary_dim(config, facts.head_dim, rotated_part)
+    rope_dim = latent.rope_dim if latent else rotary_dim or facts.head_dim
+    return ModelSpec(
+        **vars(facts),
+        intermediate_size=config.integer("intermediate_size"),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+        rope=read_rope_spec(config, rope_dim, rotates_part=rotary_dim is not None),
+        latent=latent,
+        rotary_dim=rotary_dim,
+    )

@@ -1,0 +1,49 @@
+"""DeepSeek V2 and V3, and Kimi K2, whose config.json names the architecture of DeepSeek V3."""
+
+from __future__ import annotations
+
+from dist_aclgraph.shapes.families.decoder import read_decoder
+from dist_aclgraph.shapes.families.experts import read_deepseek_experts
+from dist_aclgraph.shapes.model_config import ModelConfig
+from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
+
+LATENT_SIZES = (512, 128, 64, 128)  # latent, plain and rotated part of a head, value
+
+
+def read_deepseek_v2(config: ModelConfig) -> ModelSpec:
+    return _read(config, is_v3=False)
+
+
+def read_deepseek_v3(config: ModelConfig) -> ModelSpec:
+    return _read(config, is_v3=True)
+
+
+def _read(config: ModelConfig, *, is_v3: bool) -> ModelSpec:
+    return read_decoder(
+        config,
+        experts=read_deepseek_experts(config, is_v3=is_v3),
+        latent=_read_latent(config),
+        num_draft_layers=config.num_draft_layers,
+    )
+
+
+def _read_latent(config: ModelConfig) -> LatentSpec:
+    for key in ("attention_bias", "mlp_bias"):
+        if config.has(key):
+            raise config.unsupported(f"{key} is true; it is not supported beside latent attention")
+    latent = LatentSpec(
+        q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
+        kv_rank=config.integer("kv_lora_rank"),
+        plain_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+        interleaves=config.flag("rope_interleave", True),
+    )
+    sizes = (latent.kv_rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
+    if sizes != LATENT_SIZES:
+        raise config.unsupported(
+            "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim are "
+            f"{', '.join(map(str, sizes))}; the attention operators take "
+            f"{', '.join(map(str, LATENT_SIZES))} only"
+        )
+    return latent

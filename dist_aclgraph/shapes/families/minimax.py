@@ -1,0 +1,75 @@
+"""MiniMax M2: norms over all heads, partly rotated heads, and experts chosen by sigmoid scores.
+
+The published config.json names modules that predict further tokens (``use_mtp``), but no checkpoint
+has their weights. So the family has no next-token module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dist_aclgraph.shapes.families.decoder import read_decoder
+from dist_aclgraph.shapes.families.experts import checked_experts
+from dist_aclgraph.shapes.model_config import MAX_EXPERTS, ModelConfig
+from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
+
+NAMES = WeightNames(
+    changes=(
+        (".mlp.gate.e_score", ".mlp.e_score"),
+        (".mlp.", ".block_sparse_moe."),
+        (".gate_proj.", ".w1."),
+        (".up_proj.", ".w3."),
+        (".down_proj.", ".w2."),
+    )
+)
+FULL_ATTENTION = 1  # an entry of attn_type_list
+
+
+def read_minimax_m2(config: ModelConfig) -> ModelSpec:
+    _refuse_variants(config)
+    part = 1.0
+    if config.has("rotary_dim"):
+        part = config.integer("rotary_dim") / config.integer("head_dim")
+    spec = read_decoder(config, rotated_part=part)
+    return replace(
+        spec,
+        experts=_experts(config, spec.num_layers),
+        has_qk_norm=True,
+        names=NAMES,
+    )
+
+
+def _experts(config: ModelConfig, num_layers: int) -> ExpertSpec:
+    experts = ExpertSpec(
+        num_experts=config.integer("num_local_experts", most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        width=config.integer("intermediate_size"),
+        renormalizes=True,
+        layers=frozenset(range(num_layers)),
+        scoring="sigmoid",
+        group_score="top2",
+        has_bias=True,
+    )
+    return checked_experts(config, experts)
+
+
+def _refuse_variants(config: ModelConfig) -> None:
+    """Refuse keys of config.json that earlier models of MiniMax use with other values.
+
+    Raises:
+        UnsupportedModelError: a key has a value that is not implemented.
+    """
+    if (scoring := config.text("scoring_func", "sigmoid")) != "sigmoid":
+        raise config.unsupported(f"scoring_func {scoring:.80} is not supported; only sigmoid")
+    if (norm := config.text("qk_norm_type", "per_layer")) != "per_layer":
+        raise config.unsupported(f"qk_norm_type {norm:.80} is not supported; only per_layer")
+    if set(config.integers("attn_type_list")) - {FULL_ATTENTION}:
+        raise config.unsupported("attn_type_list has layers of linear attention; only 1 is served")
+    for key, wanted in (("use_qk_norm", True), ("use_routing_bias", True)):
+        if config.flag(key, wanted) is not wanted:
+            raise config.unsupported(f"{key} is false; only models with {key} are supported")
+    if config.has("shared_intermediate_size"):
+        raise config.unsupported(
+            f"shared_intermediate_size is {config.integer('shared_intermediate_size')}; shared "
+            "experts of this family are not supported"
+        )

@@ -1,0 +1,42 @@
+"""Qwen2, Qwen3 and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dist_aclgraph.shapes.families.decoder import read_decoder
+from dist_aclgraph.shapes.families.experts import checked_experts
+from dist_aclgraph.shapes.model_config import MAX_EXPERTS, MAX_LAYERS, ModelConfig
+from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec
+
+
+def read_qwen2(config: ModelConfig) -> ModelSpec:
+    return replace(read_decoder(config), has_qkv_bias=True)
+
+
+def read_qwen3(config: ModelConfig) -> ModelSpec:
+    return _with_norms(config, read_decoder(config))
+
+
+def read_qwen3_moe(config: ModelConfig) -> ModelSpec:
+    return _with_norms(config, read_decoder(config, experts=_experts(config)))
+
+
+def _with_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
+    has_bias = config.flag("attention_bias", False)
+    return replace(spec, has_qkv_bias=has_bias, has_output_bias=has_bias, has_qk_norm=True)
+
+
+def _experts(config: ModelConfig) -> ExpertSpec:
+    step = config.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
+    layers = (i for i in range(num_layers) if (i + 1) % step == 0)
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    experts = ExpertSpec(
+        num_experts=config.integer(key, most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
+        width=config.integer("moe_intermediate_size"),
+        renormalizes=config.flag("norm_topk_prob", False),
+        layers=frozenset(layers) - frozenset(config.integers("mlp_only_layers")),
+    )
+    return checked_experts(config, experts)

@@ -1,0 +1,31 @@
+"""Whether a deployment of a supported decoder can be served with its configuration."""
+
+from __future__ import annotations
+
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shapes.families import read_model_spec
+from dist_aclgraph.shapes.model_spec import ModelSpec
+
+
+def read_servable_spec(config: Config) -> ModelSpec:
+    """Return the shape of a deployment's model.
+
+    ``check_model`` has the checks that need only the facts of a model of any architecture.
+
+    Raises:
+        ConfigError: the configuration asks for something that this decoder does not support.
+        ModelError: as ``read_model_spec``.
+    """
+    spec, parallel = read_model_spec(config.model), config.parallel
+    if spec.has_sinks and parallel.dcp * parallel.pcp > 1:
+        raise ConfigError(
+            f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of heads "
+            f"with sinks, which {spec.architecture} has, cannot be shared: set both to 1"
+        )
+    if spec.experts is not None and spec.experts.is_stacked and config.quantization:
+        raise ConfigError(
+            f"quantization is {config.quantization}; experts with biases, which "
+            f"{spec.architecture} has, cannot be converted to int8: leave quantization out"
+        )
+    return spec

@@ -1,0 +1,48 @@
+"""A few steps of each family on one rank, against transformers; ``tests/parity`` has whole
+deployments.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import greedy, make_prompts, make_reference
+from tests.engine.runners import Sequences, make_runner
+from tests.plans import decode_graph
+
+NUM_TOKENS = 9
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Glm4MoeForCausalLM", {"use_qk_norm": False, "attention_bias": False}),
+        ("Glm4MoeForCausalLM", {"rope_parameters": {"rope_theta": 1e4,
+                                                    "rope_type": "default",
+                                                    "partial_rotary_factor": 0.25}}),
+        ("MiniMaxM2ForCausalLM", {"rotary_dim": 64}),
+        ("MiniMaxM2ForCausalLM", {"num_key_value_heads": 1}),
+        ("GptOssForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 2,
+                               "num_hidden_layers": 4}),
+        ("GptOssForCausalLM", {"attention_bias": False, "swiglu_limit": 7.0}),
+    ],
+)  # fmt: skip
+def test_greedy_tokens_equal_those_of_transformers(
+    npu: Any, tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    model = make_reference(architecture, tmp_path, **changes)
+    prompts = make_prompts([40, 3])
+    runner, graph = make_runner(npu, tmp_path), decode_graph(8)
+    sequences = Sequences(runner, prompts)
+
+    sequences.prefill()
+    runner.warm_up(graph)
+    runner.capture(graph)
+    runner.commit(graph)
+    for _ in range(NUM_TOKENS - 1):
+        sequences.decode(graph)
+
+    assert sequences.new == greedy(model, prompts, NUM_TOKENS)

@@ -1,0 +1,80 @@
+"""The next-token module against the one of transformers, which loads the same checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_aclgraph.comm.groups import ONE_RANK
+from dist_aclgraph.context.place import ContextPlace
+from dist_aclgraph.context.shards import Shards
+from dist_aclgraph.engine.attention_steps import AttentionSteps
+from dist_aclgraph.layers.experts import ALL_HERE
+from dist_aclgraph.models.attention_kind import CacheRoom
+from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.shapes.families import read_model_spec
+from tests.checkpoints import add_next_token_module, make_prompts, make_reference
+from tests.engine.prompt_steps import prompt_step
+
+BLOCK = 32
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"])
+def test_the_module_computes_what_that_of_transformers_computes(
+    npu: Any, tmp_path: Path, architecture: str
+) -> None:
+    model = make_reference(architecture, tmp_path, num_mtp_layers=1)
+    add_next_token_module(tmp_path)
+    [tokens] = make_prompts([31])
+    n, (before, after) = 30, (tokens[:-1], tokens[1:])
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([before])).last_hidden_state
+
+    found = run_module(npu, tmp_path, after, hidden[0])
+
+    expected = theirs(model, tmp_path, after, hidden)
+    assert found.shape == (n, model.config.hidden_size)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def run_module(npu: Any, directory: Path, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
+    n, spec = len(tokens), read_model_spec(directory)
+    checkpoint = Checkpoint(directory, torch.float32, names=spec.names)
+    decoder = Decoder(spec, ONE_RANK, checkpoint, device=npu.device, max_len=128, drafts=True)
+    table, slots = np.array([[1, 2]], np.int32), torch.arange(n, dtype=torch.int32) + BLOCK
+    metadata = AttentionSteps(decoder.kind, ContextPlace(Shards(BLOCK)), npu).of_step(
+        *prompt_step(npu, [n], [n], table, slots)
+    )
+    module = decoder.next_token
+    assert module is not None
+    with torch.inference_mode():
+        out = module.forward(
+            torch.tensor(tokens, dtype=torch.int32, device=npu.device),
+            hidden.to(npu.device),
+            torch.arange(n, dtype=torch.int32, device=npu.device),
+            slots.to(npu.device),
+            module.make_cache(CacheRoom(3, BLOCK, torch.float32)),
+            metadata,
+            ALL_HERE,
+        )
+    return out.cpu()
+
+
+def theirs(model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
+    from transformers.modeling_layers import MtpModel
+
+    last = model.config.num_hidden_layers
+    # transformers knows only the numbers of the modules of published checkpoints.
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{last}.*"]
+    model.config.name_or_path, model.config.dtype = str(directory), torch.float32
+    module = MtpModel.from_pretrained(model).eval()
+    with torch.no_grad():
+        out: torch.Tensor = module.forward_layer(
+            0, hidden, torch.arange(len(tokens))[None], None, input_ids=torch.tensor([tokens])
+        )
+    return out[0]

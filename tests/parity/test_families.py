@@ -1,0 +1,105 @@
+"""Families of models beside the first ones: layouts, chunked prompts, drafts and names of weights.
+
+``test_against_transformers.py`` compares each family with one and two ranks, eagerly and in graphs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.checkpoints import greedy, make_kimi_k25, make_prompts
+from tests.deployments import greedy_params, make_deployment_config
+from tests.lockstep import lockstep
+from tests.parity.conftest import NUM_TOKENS
+from tests.slow import slow
+
+GLM, MINIMAX, GPT_OSS = "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "GptOssForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parallel"),
+    [
+        (GLM, {"tp": 2, "ep": 2}),
+        (MINIMAX, {"tp": 4}),  # there are copies of KV heads, which norms over all heads count
+        (GPT_OSS, {"dp": 2, "ep": 2}),
+        slow(GLM, {"dp": 2, "ep": 2}),
+        slow(GLM, {"tp": 4}),
+        slow(MINIMAX, {"tp": 2, "dp": 2, "ep": 4}),
+        slow(GPT_OSS, {"tp": 4}),
+        slow(GPT_OSS, {"tp": 2, "ep": 2}),
+    ],
+)
+def test_layouts_change_no_token(
+    references: Any, architecture: str, parallel: dict[str, int]
+) -> None:
+    reference = references(architecture)
+
+    with lockstep(make_deployment_config(reference.directory, parallel=parallel)) as group:
+        answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+
+    assert [answer.tokens for answer in answers] == reference.tokens
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [(GPT_OSS, "FULL_AND_PIECEWISE"), slow(GLM, "PIECEWISE"), slow(MINIMAX, "FULL")],
+)
+def test_prompts_in_chunks_change_no_token(
+    long_references: Any, architecture: str, mode: str
+) -> None:
+    reference = long_references(architecture)
+    config = make_deployment_config(
+        reference.directory,
+        graph={"mode": mode},
+        scheduler={"max_num_batched_tokens": 128},
+        kv={"block_size": 32, "num_blocks": 320},
+    )
+
+    with lockstep(config) as group:
+        answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+
+    assert [answer.tokens for answer in answers] == reference.tokens
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "parallel"), [(1, {"tp": 2}), slow(3, {}), slow(2, {"dp": 2, "ep": 2})]
+)
+def test_drafts_of_glm_change_no_token(
+    references: Any, num_drafts: int, parallel: dict[str, int]
+) -> None:
+    reference = references(GLM)
+    config = make_deployment_config(
+        reference.directory, parallel=parallel, speculative={"num_tokens": num_drafts}
+    )
+
+    with lockstep(config) as group:
+        answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
+
+    assert [answer.tokens for answer in answers] == reference.tokens
+
+
+@pytest.mark.parametrize("tp", [2, slow(1)])
+def test_the_text_part_of_kimi_k2_5_is_served_as_published(
+    npu: Any, tmp_path: Path, tp: int
+) -> None:
+    model = make_kimi_k25(tmp_path)
+    rename_architecture(tmp_path, "KimiK25ForConditionalGeneration")
+    prompts = make_prompts((1, 17, 60))
+
+    with lockstep(make_deployment_config(tmp_path, parallel={"tp": tp})) as group:
+        answers = group.generate(prompts, greedy_params(16))
+
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = {name.partition(".")[0] for name in file.keys()}  # noqa: SIM118
+    assert names == {"language_model", "vision_tower", "mm_projector"}
+    assert [answer.tokens for answer in answers] == greedy(model, prompts, 16)
+
+
+def rename_architecture(directory: Path, name: str) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [name]}))

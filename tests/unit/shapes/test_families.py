@@ -1,0 +1,170 @@
+"""The values read from config.json of families beside DeepSeek, from published files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
+from dist_aclgraph.shapes.families import read_model_spec
+from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, SwigluClip
+from dist_aclgraph.shapes.servable import read_servable_spec
+
+SHAPES = Path(__file__).parents[3] / "configs" / "shapes"
+
+
+def read(directory: Path, shape: str, **changes: Any) -> ModelSpec:
+    config = json.loads((SHAPES / shape / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return read_model_spec(directory)
+
+
+def test_glm_4_5_as_published() -> None:
+    spec = read_model_spec(SHAPES / "glm-4.5")
+
+    assert (spec.head_dim, spec.rotary_dim, spec.rope.theta) == (128, 64, 1e6)
+    assert (spec.has_qkv_bias, spec.has_output_bias, spec.has_qk_norm) == (True, False, True)
+    assert spec.num_draft_layers == 1
+    assert spec.experts == ExpertSpec(
+        num_experts=160, top_k=8, width=1536, renormalizes=True, layers=frozenset(range(3, 93)),
+        scoring="sigmoid", group_score="top2", scaling=2.5, num_shared=1, has_bias=True,
+    )  # fmt: skip
+    assert not read_model_spec(SHAPES / "glm-4.5-air").has_qk_norm
+
+
+def test_minimax_m2_as_published() -> None:
+    spec = read_model_spec(SHAPES / "minimax-m2")
+
+    assert (spec.rotary_dim, spec.has_qk_norm, spec.qk_norm_spans_heads) == (64, True, True)
+    assert spec.num_draft_layers == 0, "no weights of the modules of use_mtp are published"
+    assert spec.experts == ExpertSpec(
+        num_experts=256, top_k=8, width=1536, renormalizes=True, layers=frozenset(range(62)),
+        scoring="sigmoid", group_score="top2", has_bias=True,
+    )  # fmt: skip
+
+
+def test_gpt_oss_as_published() -> None:
+    spec = read_model_spec(SHAPES / "gpt-oss-120b")
+
+    assert (spec.has_sinks, spec.has_qkv_bias, spec.has_output_bias) == (True, True, True)
+    assert (spec.rope.kind, spec.rope.truncate, spec.rotary_dim) == ("yarn", False, None)
+    assert spec.window is not None
+    assert (spec.window.num_keys, spec.window.layers) == (128, frozenset(range(0, 36, 2)))
+    assert spec.experts == ExpertSpec(
+        num_experts=128, top_k=4, width=2880, renormalizes=True, layers=frozenset(range(36)),
+        has_product_biases=True, clip=SwigluClip(1.702, 7.0), is_stacked=True,
+    )  # fmt: skip
+
+
+def test_layers_of_gpt_oss_alternate_unless_config_json_lists_them(tmp_path: Path) -> None:
+    unlisted = read(tmp_path, "gpt-oss-20b", layer_types=None)
+    full = read(tmp_path, "gpt-oss-20b", layer_types=["full_attention"] * 24)
+    without = read(tmp_path, "gpt-oss-20b", sliding_window=None)
+
+    assert unlisted.window is not None
+    assert sorted(unlisted.window.layers) == list(range(0, 24, 2))
+    assert full.window is None
+    assert without.window is None
+
+
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    spec = read_model_spec(SHAPES / "kimi-k2")
+
+    assert spec.latent is not None and spec.experts is not None
+    assert (spec.experts.num_experts, spec.experts.num_groups, spec.experts.scaling) == (
+        384, 1, 2.827,
+    )  # fmt: skip
+    assert spec.num_draft_layers == 0
+
+
+def test_kimi_k2_5_is_a_kimi_k2_with_other_names(tmp_path: Path) -> None:
+    text = json.loads((SHAPES / "kimi-k2" / "config.json").read_text())
+    whole = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text,
+        "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    spec = read_model_spec(tmp_path)
+
+    assert spec.experts == read_model_spec(SHAPES / "kimi-k2").experts
+    assert spec.names.stored("lm_head.weight") == "language_model.lm_head.weight"
+    assert spec.names.stored("model.norm.weight") == "language_model.model.norm.weight"
+
+
+def test_names_of_minimax_m2() -> None:
+    names = read_model_spec(SHAPES / "minimax-m2").names
+    moe = "model.layers.3.block_sparse_moe"
+
+    assert [
+        names.stored(f"model.layers.3.mlp.{name}")
+        for name in ("gate.weight", "gate.e_score_correction_bias", "experts.7.gate_proj.weight",
+                     "experts.7.up_proj.weight_scale_inv", "experts.7.down_proj.weight")
+    ] == [f"{moe}.gate.weight", f"{moe}.e_score_correction_bias", f"{moe}.experts.7.w1.weight",
+          f"{moe}.experts.7.w3.weight_scale_inv", f"{moe}.experts.7.w2.weight"]  # fmt: skip
+    attention = "model.layers.3.self_attn.o_proj.weight"
+    assert names.stored(attention) == attention
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "sentence"),
+    [
+        ("minimax-m2", {"qk_norm_type": "per_head"}, "qk_norm_type per_head is not supported"),
+        ("minimax-m2", {"use_qk_norm": False}, "use_qk_norm is false"),
+        ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias is false"),
+        ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func softmax is not supported"),
+        ("minimax-m2", {"attn_type_list": [0, 1]}, "attn_type_list has layers of linear"),
+        ("minimax-m2", {"shared_intermediate_size": 64}, "shared_intermediate_size is 64"),
+        ("gpt-oss-20b", {"layer_types": ["linear_attention"] * 24}, "layer_types has linear"),
+        (
+            "gpt-oss-20b",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quant_method 'mxfp4', which is not supported; load the model in transformers",
+        ),
+        ("qwen3-235b-a22b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(
+    tmp_path: Path, shape: str, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        read(tmp_path, shape, **changes)
+
+
+@pytest.mark.parametrize("part", [0.0, -0.5, 1.5, 0.01, 0.04])
+def test_an_impossible_part_of_a_head_is_refused(tmp_path: Path, part: float) -> None:
+    with pytest.raises(ModelError, match="must select an even number of the 128 elements"):
+        read(tmp_path, "glm-4.5", partial_rotary_factor=part)
+
+
+def test_the_rotated_part_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    within = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+
+    assert read(tmp_path, "glm-4.5", rope_parameters=within).rotary_dim == 32
+    assert read(tmp_path, "glm-4.5", partial_rotary_factor=None).rotary_dim == 64
+    assert read(tmp_path, "minimax-m2", rotary_dim=None).rotary_dim == 128
+    assert read(tmp_path, "minimax-m2", partial_rotary_factor=0.25).rotary_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"parallel": {"tp": 2, "pcp": 2}, "max_model_len": 64},
+            "parallel.pcp 2; contexts of heads with sinks, which GptOssForCausalLM has",
+        ),
+        ({"quantization": "w8a8"}, "quantization is w8a8; experts with biases"),
+    ],
+)
+def test_gpt_oss_is_refused_where_it_cannot_be_served(keys: dict[str, Any], sentence: str) -> None:
+    model = str(SHAPES / "gpt-oss-20b")
+
+    assert read_servable_spec(make_config({"model": model})).has_sinks
+    with pytest.raises(ConfigError, match=sentence):
+        read_servable_spec(make_config({"model": model, **keys}))
