@@ -69,6 +69,19 @@ USUAL: dict[str, Any] = {
     "initializer_range": 0.1,
     "eos_token_id": None,
 }
+# Layers of linear attention begin and end the model.
+HYBRID = {
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 64, "rope_parameters": LINEAR_ROPE},
     "Qwen2ForCausalLM": {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True},
@@ -117,8 +130,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         "swiglu_limit": 0.5,  # small enough for the random activations
     },
+    "Qwen3NextForCausalLM": {**HYBRID, **SHARED_EXPERT, "mlp_only_layers": [0]},
+    "Qwen3_5ForCausalLM": HYBRID,
+    "Qwen3_5MoeForCausalLM": {**HYBRID, **SHARED_EXPERT},
 }
 ARCHITECTURES = tuple(SPECIAL)
+# Classes of the text part, where the name of the model's class would give those of the whole model.
+TEXT_CONFIGS = {
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
+}
 
 
 def make_reference(architecture: str, directory: Path | None = None, **overrides: Any) -> Any:
@@ -126,7 +147,8 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     import transformers
 
     settings = {**USUAL, **SPECIAL[architecture], **overrides}
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**settings)
+    usual = architecture.replace("ForCausalLM", "Config")
+    config = getattr(transformers, TEXT_CONFIGS.get(architecture, usual))(**settings)
     return _seeded(getattr(transformers, architecture), config, directory)
 
 

@@ -51,11 +51,14 @@ class SharedExperts:
         down: width -> hidden.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
+        gate: [hidden, 1], a matrix whose product, after a sigmoid, multiplies the result; None
+            multiplies nothing.
     """
 
     gate_up: Product
     down: Product
     side: SideStream | None = None
+    gate: Tensor | None = None
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
@@ -72,3 +75,5 @@ class SharedExperts:
 
     def _compute(self, x: Tensor, out: Tensor) -> None:
         self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)), out)
+        if self.gate is not None:
+            out.mul_(torch.mm(x, self.gate).sigmoid())

@@ -14,7 +14,7 @@ from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
 from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
 from dist_aclgraph.models.attention_kinds import AttentionKinds
-from dist_aclgraph.models.layer_stack import LayerStack, load_layer
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -53,10 +53,13 @@ class Decoder:
         self.spec = spec
         slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)
         self._embedding = _load_embedding(slices, spec)
-        norm = slices.whole("model.norm.weight", (spec.hidden_size,))
-        self._kinds = AttentionKinds(spec, groups, device=device, dtype=norm.dtype, max_len=max_len)
-        layers = [load_layer(slices, spec, self._kinds.of(i), i) for i in range(spec.num_layers)]
-        self._stack = LayerStack(self.kind.rope, layers, norm, spec.rms_norm_eps)
+        norm = load_norm(slices, spec, "model.norm")
+        self._kinds = AttentionKinds(
+            spec, groups, device=device, dtype=norm.weight.dtype, max_len=max_len
+        )
+        kinds = map(self._kinds.of, range(spec.num_layers))
+        layers = [load_layer(slices, spec, kind, i) for i, kind in enumerate(kinds)]
+        self._stack = LayerStack(self.kind.rope, layers, norm)
         self._head = _load_head(slices, spec, self._embedding)
         self.next_token: NextTokenModule | None = None
         if drafts:

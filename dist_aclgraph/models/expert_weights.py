@@ -121,7 +121,11 @@ def _load_shared(
     width = experts.num_shared * experts.width
     sizes = hidden, width, slices.share(width)
     gate_up, down = _gate_up(slices, prefix, *sizes), _down(slices, prefix, *sizes)
-    return SharedExperts(slices.product(gate_up), slices.product(down), slices.experts.side)
+    gate = None
+    if experts.has_shared_gate:
+        # Every rank has the whole gate, which multiplies the rank's part of the sum.
+        gate = slices.place(slices.columns(f"{prefix}_gate.weight", 1, hidden, 0, 1))
+    return SharedExperts(slices.product(gate_up), slices.product(down), slices.experts.side, gate)
 
 
 def _gate_up(

@@ -223,3 +223,13 @@ class WeightSlices:
 def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of concatenated matrices."""
     return parts[0].num_inputs, sum(part.num_outputs for part in parts)
+
+
+def part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return a function that sorts columns, stored head by head, by their part of a head."""
+
+    def rearrange(columns: Tensor) -> Tensor:
+        heads = columns.reshape(*columns.shape[:-1], -1, sum(widths))
+        return torch.cat([part.flatten(-2) for part in torch.split(heads, list(widths), -1)], -1)
+
+    return rearrange

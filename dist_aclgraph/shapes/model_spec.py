@@ -43,6 +43,8 @@ class ExpertSpec(ExpertFacts):
         group_score: score of a group: the score of its best expert, or the sum of its two best
             scores.
         scaling: factor for the experts' weights.
+        has_shared_gate: whether each token multiplies the result of shared experts by the sigmoid
+            of a gate.
         has_bias: whether a bias is added to the scores for the choice of experts, but not for
             weights.
         has_product_biases: whether the router's logits and the products of experts have biases.
@@ -60,6 +62,7 @@ class ExpertSpec(ExpertFacts):
     group_score: Literal["max", "top2"] = "max"
     scaling: float = 1.0
     has_bias: bool = False
+    has_shared_gate: bool = False
     has_product_biases: bool = False
     clip: SwigluClip | None = None
     is_stacked: bool = False
@@ -120,6 +123,9 @@ class ModelSpec(ModelFacts):
         rotary_dim: number of rotated elements of a head, the first ones; None means all elements.
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
+        has_output_gate: whether the results of attention are multiplied by the sigmoid of gates,
+            which the query matrix computes, too.
+        norms_add_one: whether the factor of norms is 1 + weight.
     """
 
     intermediate_size: int
@@ -134,6 +140,8 @@ class ModelSpec(ModelFacts):
     latent: LatentSpec | None = None
     rotary_dim: int | None = None
     has_sinks: bool = False
+    has_output_gate: bool = False
+    norms_add_one: bool = False
     names: WeightNames = WeightNames()
 
     @property

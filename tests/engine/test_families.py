@@ -46,3 +46,22 @@ def test_greedy_tokens_equal_those_of_transformers(
         sequences.decode(graph)
 
     assert sequences.new == greedy(model, prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
+)
+def test_linear_attention(npu: Any, tmp_path: Path, architecture: str) -> None:
+    model = make_reference(architecture, tmp_path)
+    prompts = make_prompts([40, 3])
+    runner, graph = make_runner(npu, tmp_path), decode_graph(8)
+    sequences = Sequences(runner, prompts)
+
+    sequences.prefill()
+    runner.warm_up(graph)
+    runner.capture(graph)
+    runner.commit(graph)
+    for _ in range(NUM_TOKENS - 1):
+        sequences.decode(graph)
+
+    assert sequences.new == greedy(model, prompts, NUM_TOKENS)

@@ -17,6 +17,7 @@ def read_decoder(
     latent: LatentSpec | None = None,
     rotated_part: float | None = None,
     num_draft_layers: int = 0,
+    inner_width: str = "intermediate_size",
 ) -> ModelSpec:
     """Return the shape of a decoder without biases and without norms of q and k.
 
@@ -24,6 +25,7 @@ def read_decoder(
         rotated_part: part of a head's elements that the family rotates if config.json does not say
             it; None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
+        inner_width: key of the inner width of MLPs.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.
@@ -41,7 +43,7 @@ def read_decoder(
     rope_dim = latent.rope_dim if latent else rotary_dim or facts.head_dim
     return ModelSpec(
         **vars(facts),
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.integer(inner_width),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         has_qkv_bias=False,
