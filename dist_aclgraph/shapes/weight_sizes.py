@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
+from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 NORMS_OF_NEXT_TOKEN = 3  # for the token's embedding, the hidden state and the head
@@ -52,15 +53,19 @@ def weight_parts(
     sizes = element_bytes, matrix_bytes or element_bytes
     indices = range(spec.num_layers + (1 if drafts else 0))
     attention = _latent_attention(spec, spec.latent, tp) if spec.latent else _attention(spec, tp)
+    num_linear = sum(spec.kind_of(i) == "linear" for i in indices)
     norms = _Elements(0, 2 * spec.hidden_size)
     has_experts = [spec.experts is not None and i in spec.experts.layers for i in indices]
     num_dense, num_sparse = has_experts.count(False), has_experts.count(True)
     found = [
         _part("embedding and head", _vocabulary(spec, tp), 1, sizes),
-        _part("attention", attention, len(indices), sizes),
+        _part("attention", attention, len(indices) - num_linear, sizes),
         _part("norms", norms, len(indices), sizes),
         _part("dense MLPs", _mlp(spec.hidden_size, spec.intermediate_size, tp), num_dense, sizes),
     ]
+    if spec.linear is not None:
+        elements = _linear_attention(spec.hidden_size, spec.linear, tp)
+        found.append(_part("linear attention", elements, num_linear, sizes))
     if spec.experts is not None:
         routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
         found += [
@@ -96,7 +101,18 @@ def _attention(spec: ModelSpec, tp: int) -> _Elements:
         others += q + kv if spec.qk_norm_spans_heads else 2 * d
     if spec.has_sinks:
         others += spec.num_heads // tp
-    return _Elements(hidden * (2 * q + 2 * kv), others)
+    queries = 2 * q if spec.has_output_gate else q
+    return _Elements(hidden * (queries + q + 2 * kv), others)
+
+
+def _linear_attention(hidden: int, linear: LinearSpec, tp: int) -> _Elements:
+    values = linear.num_value_heads // tp
+    width = values * linear.value_dim
+    channels = linear.num_channels // tp
+    matrices = hidden * (channels + 2 * width + 2 * values)
+    # The convolution's weights, and two numbers for each value head.
+    floats = linear.conv_width * channels + 2 * values
+    return _Elements(matrices, linear.value_dim, floats)
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements:
@@ -127,6 +143,8 @@ def _experts(
         count, width = (experts.num_experts + redundant) // ep, experts.width
     routed, biases = count * 3 * hidden * width, count * (2 * width + hidden)
     shared = _mlp(hidden, experts.num_shared * experts.width, tp)
+    if experts.has_shared_gate:
+        shared = shared._replace(others=hidden)
     router = (hidden + experts.has_bias + experts.has_product_biases) * experts.num_experts
     # The operator takes biases in float32 beside bfloat16.
     floats = biases if experts.has_product_biases else 0
