@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
+from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import read_model_config
+from dist_aclgraph.shapes.weight_sizes import weight_parts
 
 # The sizes of Qwen3-Next-80B-A3B.
 NEXT = {
@@ -55,6 +57,21 @@ def test_a_state_of_qwen3_next_takes_38_mib_in_bfloat16_and_74_with_float32_matr
     assert round(36 * linear.state_bytes(1, "bfloat16", 2) / MIB, 1) == 37.7
     assert round(36 * linear.state_bytes(1, "float16", 2) / MIB, 1) == 73.7
     assert linear.state_bytes(4, "bfloat16", 2) * 4 == linear.state_bytes(1, "bfloat16", 2)
+
+
+def test_qwen3_next_has_80_billion_parameters(tmp_path: Path) -> None:
+    others = {
+        "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120,
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(NEXT | others))
+
+    parts = dict(weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=1))
+
+    assert round(sum(parts.values()) / 1e9) == 80
+    assert round(parts["linear attention"] / 36 / 1e6, 1) == 33.8
 
 
 def test_only_qwen3_next_stores_head_by_head(tmp_path: Path) -> None:
