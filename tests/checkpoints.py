@@ -154,7 +154,11 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
 
 
 def make_kimi_k25(directory: Path) -> Any:
-    """Return a seeded Kimi K2.5 of transformers, with its encoder of images, and write it."""
+    """Return a seeded Kimi K2.5 of transformers, with its encoder of images, and write it under the
+    published names.
+
+    transformers 5.23 names the class otherwise, and writes "blocks" in place of "layers".
+    """
     import transformers
 
     text = {**USUAL, **SPECIAL["DeepseekV3ForCausalLM"], "n_group": 1, "model_type": "deepseek_v3"}
@@ -165,7 +169,15 @@ def make_kimi_k25(directory: Path) -> Any:
         projection_hidden_size=32,
         tie_word_embeddings=False,
     )
-    return _seeded(transformers.Kimi_K25ForConditionalGeneration, config, directory)
+    model = _seeded(transformers.Kimi_K25ForConditionalGeneration, config, directory)
+    written, published = "language_model.model.blocks.", "language_model.model.layers."
+    stored = load_file(directory / "model.safetensors")
+    renamed = {name.replace(written, published): tensor for name, tensor in stored.items()}
+    save_file(renamed, directory / "model.safetensors", {"format": "pt"})
+    path = directory / "config.json"
+    names = {"architectures": ["KimiK25ForConditionalGeneration"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    return model
 
 
 def _seeded(model_class: Any, config: Any, directory: Path | None) -> Any:

@@ -63,5 +63,5 @@ class NormsOfAllHeads:
             own: results of this rank's norms; scales: [..., 2] float32, their scales.
         """
         means = self.group.all_reduce((scales * scales).reciprocal()) / self.group.size
-        factors = (means.rsqrt() / scales).split(1, -1)
+        factors = torch.split(means.rsqrt() / scales, 1, -1)
         return [(x * factor).to(x.dtype) for x, factor in zip(own, factors, strict=True)]

@@ -71,8 +71,8 @@ def pairs_across_head(heads: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
         heads: [..., heads * head_dim], outputs of a product, or weights of a norm.
     """
     part, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    split = heads.unflatten(-1, (-1, head_dim)).split([part, part, rest, rest], -1)
-    first, second, plain, more = split
+    each = heads.reshape(*heads.shape[:-1], -1, head_dim)
+    first, second, plain, more = torch.split(each, [part, part, rest, rest], -1)
     return torch.cat([first, plain, second, more], -1).flatten(-2)
 
 
@@ -81,7 +81,7 @@ def pad_tables(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor]
     the end of each half, do not rotate.
     """
     count = (head_dim - cos.shape[-1]) // 2
-    cos, sin = cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1))
+    cos, sin = (table.reshape(*table.shape[:-1], 2, -1) for table in (cos, sin))
     return pad(cos, (0, count), value=1).flatten(-2), pad(sin, (0, count)).flatten(-2)
 
 

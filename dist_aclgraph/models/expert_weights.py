@@ -43,10 +43,8 @@ def load_experts(
     placement = place_experts(experts.num_experts, ep.size, setup.redundant)
     share = slices.share(experts.width) if ep.size == 1 else (0, experts.width)
     here = placement.ranks[ep.rank]
-    if experts.is_stacked:
-        products = load_stacked_products(slices, experts, hidden, f"{prefix}.experts", here, share)
-    else:
-        products = _load_products(slices, experts, hidden, f"{prefix}.experts", here, share)
+    load = load_stacked_products if experts.is_stacked else _load_products
+    products = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
     local = LocalExperts(
         *products,

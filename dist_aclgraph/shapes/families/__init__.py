@@ -31,7 +31,6 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "KimiK25ForConditionalGeneration": read_kimi_k25,
-    "Kimi_K25ForConditionalGeneration": read_kimi_k25,  # as transformers names it
     "Glm4MoeForCausalLM": read_glm4_moe,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "GptOssForCausalLM": read_gpt_oss,
