@@ -178,7 +178,8 @@ class GroupedQuery:
         return self._matrix(slices, name, 2 * spec.num_heads, wide).rearranged(self._gates_last)
 
     def _gates_last(self, outputs: Tensor) -> Tensor:
-        q, gate = outputs.unflatten(-1, (-1, 2, self._spec.head_dim)).unbind(-2)
+        heads = outputs.reshape(*outputs.shape[:-1], -1, 2, self._spec.head_dim)
+        q, gate = heads.unbind(-2)
         return torch.cat([self._paired(q.flatten(-2)), gate.flatten(-2)], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
