@@ -22,6 +22,9 @@ class DummyCheckpoint:
         self.device = device
         self._quantises = quantises
 
+    def __contains__(self, name: str) -> bool:
+        return False  # optional tensors are absent
+
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in float32."""
         return torch.zeros(shape, dtype=torch.float32, device=self.device)

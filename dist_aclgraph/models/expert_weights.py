@@ -22,7 +22,7 @@ from dist_aclgraph.layers.router import ExpertCopies, Router
 from dist_aclgraph.layers.shared_experts import SharedExperts
 from dist_aclgraph.layers.token_exchange import make_exchanges
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
-from dist_aclgraph.models.stacked_experts import load_stacked_products
+from dist_aclgraph.models.stacked_experts import load_joined_products, load_stacked_products
 from dist_aclgraph.planning.expert_placement import ExpertPlacement, place_experts
 from dist_aclgraph.shapes.model_spec import ExpertSpec
 
@@ -43,7 +43,11 @@ def load_experts(
     placement = place_experts(experts.num_experts, ep.size, setup.redundant)
     share = slices.share(experts.width) if ep.size == 1 else (0, experts.width)
     here = placement.ranks[ep.rank]
-    load = load_stacked_products if experts.is_stacked else _load_products
+    load = _load_products
+    if experts.is_stacked:
+        load = load_stacked_products
+    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # Some checkpoints of a family have it.
+        load = load_joined_products
     products = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
     local = LocalExperts(

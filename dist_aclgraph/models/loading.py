@@ -76,6 +76,10 @@ class WeightSlices:
     experts: ExpertSetup
     note: NotePlaced = note_nothing
 
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint has a tensor of this name."""
+        return name in self.checkpoint
+
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.place(self.checkpoint.read(name, shape))
 

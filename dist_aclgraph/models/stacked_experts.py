@@ -1,4 +1,4 @@
-"""Loads experts that a checkpoint stores as one tensor for all experts of a layer, with biases.
+"""Loads experts that a checkpoint stores as one tensor for all experts of a layer.
 
 Such experts are never converted to int8.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dist_aclgraph.layers.local_experts import GroupedProduct
 from dist_aclgraph.models.loading import WeightSlices
@@ -46,6 +47,33 @@ def load_stacked_products(
     return (
         GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
         GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),
+    )
+
+
+def load_joined_products(
+    slices: WeightSlices,
+    experts: ExpertSpec,
+    hidden: int,
+    prefix: str,
+    here: Sequence[int],
+    share: tuple[int, int],
+) -> tuple[GroupedProduct, GroupedProduct]:
+    """Return the same products from tensors [experts, out, in] without biases, in which all rows of
+    gate come before those of up.
+    """
+    count, width, (start, stop) = experts.num_experts, experts.width, share
+    last = max(start, min(stop, width))  # The last ranks may have zeros in place of rows.
+
+    def rows(first: int) -> Tensor:
+        name, shape = f"{prefix}.gate_up_proj", (count, 2 * width, hidden)
+        found = slices.stack(name, shape, here, 0, first + start, first + last)
+        return pad(found, (0, 0, 0, stop - last))
+
+    gate_up = torch.cat([rows(0), rows(width)], 1)
+    down = slices.stack(f"{prefix}.down_proj", (count, hidden, width), here, 1, start, stop)
+    return (
+        GroupedProduct(slices.place(gate_up.transpose(1, 2))),
+        GroupedProduct(slices.place(down.transpose(1, 2))),
     )
 
 

@@ -4,10 +4,13 @@ deployments.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
@@ -64,3 +67,42 @@ def test_layers_of_linear_attention(npu: Any, tmp_path: Path, architecture: str)
     assert sequences.new == greedy(model, prompts, 4)
     parts = weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=4)
     assert sum(part.bytes for part in parts) == 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS[1:])
+def test_qwen3_5_as_published_beside_an_encoder_of_images(
+    npu: Any, tmp_path: Path, architecture: str
+) -> None:
+    model = make_reference(architecture, tmp_path)
+    rename_as_published(tmp_path, model.config.num_hidden_layers)
+    prompts = make_prompts([40, 3])
+    sequences = Sequences(make_runner(npu, tmp_path), prompts)
+
+    sequences.prefill()
+    sequences.decode(None)
+
+    assert sequences.new == greedy(model, prompts, 2)
+
+
+def rename_as_published(directory: Path, num_layers: int) -> None:
+    """Give a checkpoint of the text part the names of a whole Qwen3.5, and join the experts of each
+    layer.
+    """
+    path, weights = directory / "config.json", load_file(directory / "model.safetensors")
+    text = json.loads(path.read_text())
+    name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    path.write_text(json.dumps({"architectures": [name], "text_config": text}))
+    for i in range(num_layers):
+        prefix = f"model.layers.{i}.mlp.experts"
+        if f"{prefix}.0.up_proj.weight" not in weights:
+            continue
+
+        def joined(kind: str, prefix: str = prefix) -> torch.Tensor:
+            names = [f"{prefix}.{expert}.{kind}_proj.weight" for expert in range(8)]
+            return torch.stack([weights.pop(name) for name in names])
+
+        weights[f"{prefix}.gate_up_proj"] = torch.cat([joined("gate"), joined("up")], 1)
+        weights[f"{prefix}.down_proj"] = joined("down")
+    weights = {k.replace("model.", "model.language_model."): v for k, v in weights.items()}
+    weights["model.visual.patch_embed.weight"] = torch.zeros(2)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
