@@ -129,6 +129,39 @@ def test_without_g_nothing_decays():
     assert torch.equal(out, want) and torch.equal(after, state)
 
 
+def test_the_functional_form_leaves_its_states_unchanged():
+    inputs, states = on_device(make_inputs(3)), make_states(4)
+    at = {
+        "actual_seq_lengths": ints(3).npu(),
+        "ssm_state_indices": ints(1, 2, 3).npu(),
+        "num_accepted_tokens": ints(2).npu(),
+    }
+    q, k, v = (inputs.pop(name) for name in ("query", "key", "value"))
+    given, changed = states.npu(), states.npu()
+
+    out, after = torch_npu.npu_recurrent_gated_delta_rule_functional(q, k, v, given, **inputs, **at)
+
+    wanted = torch_npu.npu_recurrent_gated_delta_rule(q, k, v, changed, **inputs, **at)
+    assert torch.equal(out, wanted) and torch.equal(after, changed)
+    assert torch.equal(given.cpu(), states)
+
+
+def test_with_modelled_time_states_are_not_computed_but_take_time(run_script):
+    code = """
+    q, state = torch.zeros(1, 4, 128).bfloat16().npu(), torch.ones(2, 4, 128, 128).bfloat16().npu()
+    one = torch.ones(1, dtype=torch.int32).npu()
+    torch.npu.synchronize()
+    before = emulator.counters()["modelled_busy_ns"]
+    torch_npu.npu_recurrent_gated_delta_rule(
+        q, q, q, state, beta=q[..., 0], scale=1.0, actual_seq_lengths=one, ssm_state_indices=one,
+        num_accepted_tokens=one, g=torch.zeros(1, 4).npu())
+    torch.npu.synchronize()
+    print("BUSY", emulator.counters()["modelled_busy_ns"] > before)
+    """
+    status, output = run_script(code, kernels="timed")
+    assert status == 0 and "BUSY True" in output, output
+
+
 def test_strided_inputs():
     inputs, states = make_inputs(4), make_states(4)
     arguments = (ints(4), ints(0, 1, 2, 3), ints(1))
