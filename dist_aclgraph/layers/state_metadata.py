@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.ints import IntArray
-
-MAX_DIRECT_TOKENS = 8  # tokens of a direct request: limit of npu_recurrent_gated_delta_rule
+from dist_aclgraph.shapes.linear_spec import MAX_DIRECT_TOKENS
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Checkpoint:
     Attributes:
         dtype: type of all floats that are read; the files may store another type.
         device: device of all tensors that are read.
+        quantises: whether the matrices of products are converted to int8.
         has_head: whether the files were written for a model with an output head. Files of a decoder
             alone, such as those of models for embeddings, have names without ``model.``.
     """
@@ -65,7 +66,7 @@ class Checkpoint:
         self.dtype = dtype
         self.device = device
         self._directory = Path(directory)
-        self._quantises = quantises
+        self.quantises = quantises
         self._names = names
         self._file_of = tensor_files(self._directory)
         self.has_head = not is_headless(self._file_of)
@@ -162,7 +163,7 @@ class Checkpoint:
         Raises:
             MissingTensorError: as ``read``.
         """
-        return self._quantises or self._slice(name, shape).get_dtype() == "I8"
+        return self.quantises or self._slice(name, shape).get_dtype() == "I8"
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int

@@ -20,7 +20,7 @@ class DummyCheckpoint:
     def __init__(self, dtype: torch.dtype, *, device: torch.device, quantises: bool) -> None:
         self.dtype = dtype
         self.device = device
-        self._quantises = quantises
+        self.quantises = quantises
 
     def __contains__(self, name: str) -> bool:
         return False  # optional tensors are absent
@@ -53,7 +53,7 @@ class DummyCheckpoint:
 
     def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
         """Return whether ``read_matrix`` returns int8."""
-        return self._quantises
+        return self.quantises
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
@@ -63,7 +63,7 @@ class DummyCheckpoint:
         It is int8 if this object quantises.
         """
         part = _cut(shape, dim, start, stop)
-        if not self._quantises:
+        if not self.quantises:
             return Matrix(self.read(name, part).t())
         weight = torch.zeros(part, dtype=torch.int8, device=self.device)
         return Matrix(weight.t(), self.read_float32(name, (part[0], 1)).t())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.local_experts import GroupedProduct
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ExpertSpec
@@ -60,8 +61,16 @@ def load_joined_products(
 ) -> tuple[GroupedProduct, GroupedProduct]:
     """Return the same products from tensors [experts, out, in] without biases, in which all rows of
     gate come before those of up.
+
+    Raises:
+        ConfigError: the deployment converts matrices to int8.
     """
     count, width, (start, stop) = experts.num_experts, experts.width, share
+    if slices.checkpoint.quantises:
+        raise ConfigError(
+            f"quantization is w8a8; {prefix} is stored as one tensor for all experts, which cannot "
+            "be converted to int8: leave quantization out"
+        )
     last = max(start, min(stop, width))  # The last ranks may have zeros in place of rows.
 
     def rows(first: int) -> Tensor:

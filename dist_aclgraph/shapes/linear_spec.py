@@ -13,6 +13,7 @@ from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 HEAD_DIM = 128  # width of keys and values, required by npu_chunk_gated_delta_rule
 MAX_CONV_WIDTH = 16
+MAX_DIRECT_TOKENS = 8  # of one request: limit of npu_recurrent_gated_delta_rule
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
 # Bytes of an element of the matrix in a state. CANN's operators keep it in bfloat16; the rule that
 # is composed of plain operators keeps it in float32.
@@ -45,13 +46,18 @@ class LinearSpec:
         """Number of channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    def check(self, parallel: ParallelConfig) -> None:
-        """Refuse ranks among which the state of a request cannot be divided.
+    def check(self, parallel: ParallelConfig, num_drafts: int) -> None:
+        """Refuse ranks among which the state of a request cannot be divided, and too many drafts.
 
         Raises:
-            ConfigError: the heads cannot be divided evenly among the ranks, or ranks share
-                contexts.
+            ConfigError: the heads cannot be divided evenly among the ranks, ranks share contexts,
+                or the operator does not accept so many tokens of a request.
         """
+        if num_drafts >= MAX_DIRECT_TOKENS:
+            raise ConfigError(
+                f"speculative.num_tokens is {num_drafts}; linear attention verifies up to "
+                f"{MAX_DIRECT_TOKENS - 1} drafts: lower it"
+            )
         linear_heads_per_rank(self.num_key_heads, self.num_value_heads, parallel.tp)
         if parallel.dcp * parallel.pcp > 1:
             raise ConfigError(

@@ -15,7 +15,6 @@ from dist_aclgraph.shapes.heads import (
     check_shards,
     heads_per_rank,
     kv_heads_per_rank,
-    linear_heads_per_rank,
 )
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
@@ -157,7 +156,7 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     )
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
     if facts.linear is not None:
-        _check_linear(config, facts.linear)
+        facts.linear.check(config.parallel, config.speculative.num_tokens)
     if window and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(
             f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of layers "
@@ -173,22 +172,6 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         raise ConfigError(
             f"speculative.num_tokens is {config.speculative.num_tokens}; {facts.architecture} has "
             "no next-token modules to draft with: set speculative.num_tokens=0"
-        )
-
-
-def _check_linear(config: Config, linear: LinearSpec) -> None:
-    """Refuse ranks among which the states of linear attention cannot be divided.
-
-    Raises:
-        ConfigError: ``parallel.tp`` does not divide the heads, or ranks share contexts.
-    """
-    parallel = config.parallel
-    linear_heads_per_rank(linear.num_key_heads, linear.num_value_heads, parallel.tp)
-    if parallel.dcp * parallel.pcp > 1:
-        raise ConfigError(
-            f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; linear attention "
-            "keeps one state per request, which has no parts for several ranks: set both to 1, and "
-            "divide its heads by parallel.tp"
         )
 
 

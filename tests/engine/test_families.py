@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import greedy, make_prompts, make_reference
@@ -82,6 +83,14 @@ def test_qwen3_5_as_published_beside_an_encoder_of_images(
     sequences.decode(None)
 
     assert sequences.new == greedy(model, prompts, 2)
+
+
+def test_joined_experts_are_not_converted_to_int8(npu: Any, tmp_path: Path) -> None:
+    model = make_reference("Qwen3_5MoeForCausalLM", tmp_path)
+    rename_as_published(tmp_path, model.config.num_hidden_layers)
+
+    with pytest.raises(ConfigError, match=r"one tensor for all experts.*leave quantization out"):
+        make_runner(npu, tmp_path, settings={"dtype": "bfloat16", "quantization": "w8a8"})
 
 
 def rename_as_published(directory: Path, num_layers: int) -> None:

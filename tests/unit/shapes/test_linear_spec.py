@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.config import ParallelConfig
 from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
@@ -101,6 +102,25 @@ def test_impossible_values_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         read(tmp_path, **keys)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_drafts", "message"),
+    [
+        ({"tp": 3}, 0, "parallel.tp is 3: it must divide"),
+        ({"tp": 2, "dcp": 2}, 0, "parallel.dcp is 2 .* one state per request"),
+        ({"pcp": 2}, 0, "parallel.pcp 2; .* one state per request"),
+        ({}, 8, "speculative.num_tokens is 8; .* up to 7 drafts: lower it"),
+    ],
+)
+def test_deployments_that_cannot_keep_states_are_refused(
+    tmp_path: Path, parallel: dict[str, int], num_drafts: int, message: str
+) -> None:
+    linear = read(tmp_path)
+    linear.check(ParallelConfig(tp=16), 7)
+
+    with pytest.raises(ConfigError, match=message):
+        linear.check(ParallelConfig(**parallel), num_drafts)
 
 
 @pytest.mark.parametrize(
