@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 # Training runs on the CPU. torch and transformers must not load torch_npu, which needs CANN.
@@ -19,7 +20,12 @@ import tiny_chat
 import tokenizers
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
 def make_config(vocab_size: int) -> Qwen3Config:
@@ -42,21 +48,26 @@ def make_config(vocab_size: int) -> Qwen3Config:
     )
 
 
-def save(model: Qwen3ForCausalLM, out: Path) -> None:
+def save(model: PreTrainedModel, out: Path) -> None:
     """Write weights in bfloat16; the model in memory keeps its float32 ones."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out, max_shard_size="1GB")
 
 
-def main() -> None:
-    args = tiny_chat.start(__doc__, "tiny-qwen3")
+def make(doc: str | None, name: str, new_model: Callable[[int], PreTrainedModel]) -> None:
+    """Train and measure a model of the folder ``name``.
+
+    Args:
+        new_model: returns an untrained model for a size of the vocabulary.
+    """
+    args = tiny_chat.start(doc, name)
     stages = []
     if args.evaluate or args.polish:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.out / "tokenizer.json"))
-        model = Qwen3ForCausalLM.from_pretrained(args.out.resolve(), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(args.out.resolve(), dtype=torch.float32)
         batches = tiny_chat.Batches(tokenizer, seed=1)
     else:
         tokenizer = tiny_chat.train_tokenizer()
-        model = Qwen3ForCausalLM(make_config(tiny_chat.padded_vocab_size(tokenizer)))
+        model = new_model(tiny_chat.padded_vocab_size(tokenizer))
         batches = tiny_chat.Batches(tokenizer, seed=0)
         print(f"{tokenizer.get_vocab_size()} tokens, {model.num_parameters()} parameters")
         stages.append((tiny_chat.SCHEDULE, 4e-3))
@@ -81,6 +92,10 @@ def main() -> None:
     model.eval()
     for kind, result in tiny_chat.evaluate(generate, batches, 100).items():
         print(f"{kind}: {result}")
+
+
+def main() -> None:
+    make(__doc__, "tiny-qwen3", lambda size: Qwen3ForCausalLM(make_config(size)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from dist_aclgraph.shapes.families import read_model_spec
+
 VOCAB = 503  # a prime: no number of ranks divides it
 MAX_LEN = 512
 
@@ -118,7 +120,27 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,  # small enough for the random activations
     },
 }
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 64,
+}
+SPECIAL |= {
+    "Qwen3NextForCausalLM": {**HYBRID, "mlp_only_layers": [0]},
+    "Qwen3_5ForCausalLM": {key: HYBRID[key] for key in list(HYBRID)[:5]},
+    "Qwen3_5MoeForCausalLM": HYBRID,
+}
 ARCHITECTURES = tuple(SPECIAL)
+CONFIG_NAMES = {
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
+}
 
 
 def make_reference(architecture: str, directory: Path | None = None, **overrides: Any) -> Any:
@@ -126,7 +148,8 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     import transformers
 
     settings = {**USUAL, **SPECIAL[architecture], **overrides}
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**settings)
+    name = CONFIG_NAMES.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    config = getattr(transformers, name)(**settings)
     return _seeded(getattr(transformers, architecture), config, directory)
 
 
@@ -167,6 +190,8 @@ def _seeded(model_class: Any, config: Any, directory: Path | None) -> Any:
                 parameter.normal_(0.0, 0.1)
             elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith(("A_log", "dt_bias")):
+                parameter.normal_(0.0, 0.5)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 2.0)
         for name, buffer in model.named_buffers():
@@ -212,22 +237,28 @@ def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 
 def add_next_token_module(directory: Path) -> None:
-    """Add a next-token module with seeded random weights to a checkpoint of DeepSeek V3 or GLM-4.5.
-    Its predictions are arbitrary.
+    """Add a next-token module with seeded random weights to a checkpoint. Its predictions are
+    arbitrary.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
     last, width = config["num_hidden_layers"] - 1, config["hidden_size"]
     tensors = load_file(directory / "model.safetensors")
     random = torch.Generator().manual_seed(1)
-    prefix, module = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    names, module = read_model_spec(directory).names, f"model.layers.{last + 1}."
+    # The module has full attention, also if the last layer has linear attention.
+    kinds = config.get("layer_types") or ["full_attention"]
+    full = last if "linear_attention" not in kinds else kinds.index("full_attention")
+    prefix = f"model.layers.{full}."
     for name in [name for name in tensors if name.startswith(prefix)]:
         noise = torch.randn(tensors[name].shape, generator=random)
-        tensors[module + name.removeprefix(prefix)] = tensors[name] + 0.1 * noise
+        stored = names.stored(module + name.removeprefix(prefix))
+        tensors[stored] = tensors[name] + 0.1 * noise
     for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{module}{name}.weight"] = torch.rand(width, generator=random) + 0.5
+        weight = torch.rand(width, generator=random) + 0.5
+        tensors[names.stored(f"{module}{name}.weight")] = weight
     mix = torch.randn(width, 2 * width, generator=random)
-    tensors[f"{module}eh_proj.weight"] = 0.1 * mix
+    tensors[names.stored(f"{module}eh_proj.weight")] = 0.1 * mix
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 

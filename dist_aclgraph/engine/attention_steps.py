@@ -16,7 +16,7 @@ from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.layers.attention import AttentionMetadata, AttentionTasks, make_causal_mask
 from dist_aclgraph.layers.prompt_attention import DeviceChunk, DeviceLaunch, DevicePart
-from dist_aclgraph.models.attention_kind import AttentionKind
+from dist_aclgraph.models.attention_kind import PagedKind
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.direct_rows import direct_rows
 from dist_aclgraph.steps.host_step import HostStep
@@ -35,7 +35,7 @@ class AttentionSteps:
 
     def __init__(
         self,
-        kind: AttentionKind,
+        kind: PagedKind,
         place: ContextPlace,
         npu: Npu,
         *,

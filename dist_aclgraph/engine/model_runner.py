@@ -187,9 +187,9 @@ class ModelRunner:
                 choose_exchange=choose_exchange,
             )
         self._states: StateSteps | None = None
-        if state_slots is not None:
+        if state_slots is not None and model.spec.linear is not None:
             passed = None if self._drafts is None else self._drafts.passed
-            self._states = StateSteps(npu, state_slots, passed)
+            self._states = StateSteps(npu, state_slots, passed, model.spec.linear.conv_width)
         self._work = GraphWork(
             model=model,
             buffers=self._buffers,

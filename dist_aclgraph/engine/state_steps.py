@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dist_aclgraph.context.state_slots import StateSlots
@@ -15,7 +14,13 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.ints import IntArray, unpack_ints
-from dist_aclgraph.layers.state_metadata import PromptStates, StateMetadata
+from dist_aclgraph.layers.state_metadata import (
+    DirectLayout,
+    DirectStates,
+    PromptStates,
+    StateMetadata,
+    prompt_arrays,
+)
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RankBatch
@@ -28,24 +33,22 @@ class StateSteps:
         slots: the slots of this rank.
         passed: [num_rows + 1] int32, for each row the number of drafts accepted in its last step;
             None without drafts.
+        width: width of the convolution.
     """
 
-    def __init__(self, npu: Npu, slots: StateSlots, passed: Tensor | None) -> None:
+    def __init__(self, npu: Npu, slots: StateSlots, passed: Tensor | None, width: int) -> None:
         self._npu = npu
         self._slots = slots
         self._passed = passed
-        self._constants: dict[tuple[int, int], Tensor] = {}
+        self._width = width
+        self._layouts: dict[int, DirectLayout] = {}
 
     def of_graph(self, graph: BatchDescriptor, inputs: DeviceStep) -> StateMetadata:
         """Return the metadata of a full graph, from its static inputs."""
-        bases, num_places = inputs.state_slots, graph.query_len
-        assert bases is not None and num_places == self._slots.num_places
-        slots, accepted = bases.unsqueeze(1), None
-        if inputs.drafts is not None and self._passed is not None:
-            places = torch.arange(num_places, dtype=torch.int32, device=bases.device)
-            slots = slots + places * (slots > 0)  # All places of padding are in slot 0.
-            accepted = self._passed.index_select(0, inputs.drafts.rows) + 1
-        return self._metadata(slots, accepted)
+        bases = inputs.state_slots
+        assert bases is not None and graph.query_len == self._slots.num_places
+        rows = None if inputs.drafts is None else inputs.drafts.rows
+        return StateMetadata(direct=self._direct(bases, rows))
 
     def of_step(self, inputs: HostStep) -> StateMetadata:
         """Return the metadata of any mixture of live requests.
@@ -61,23 +64,18 @@ class StateSteps:
         is_direct = (lens == num_places) & (logits == num_places) & goes_on
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
         rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)
-        places = np.arange(num_places, dtype=np.int32)
-        arrays = [bases[:num_direct, None] + places, rows]
-        has_prompts = num_direct < len(lens)
-        if has_prompts:
-            prompts = lens[num_direct:], bases[num_direct:], goes_on[num_direct:].astype(np.int32)
-            arrays += prompts
-        slots, sent_rows, *rest = upload_arrays(self._npu, arrays)
-        accepted = None
-        if self._passed is not None:
-            accepted = self._passed.index_select(0, sent_rows) + 1
-        found = None
-        if has_prompts:
-            ends = tuple(np.cumsum(lens[num_direct:]).tolist())
-            found = PromptStates(
-                query_lens=rest[0], query_ends=ends, slots=rest[1], goes_on=rest[2].bool()
+        arrays = [bases[:num_direct], rows]
+        prompts, slots = lens[num_direct:], bases[num_direct:]
+        if has_prompts := num_direct < len(lens):
+            arrays += prompt_arrays(
+                slots, slots, prompts, goes_on[num_direct:].astype(np.int32), self._width
             )
-        return self._metadata(slots, accepted, found)
+        sent_bases, sent_rows, *sent = upload_arrays(self._npu, arrays)
+        ends: list[int] = np.cumsum(prompts).tolist()
+        return StateMetadata(
+            direct=self._direct(sent_bases, sent_rows) if num_direct else None,
+            prompts=PromptStates.of_step(sent, ends) if has_prompts else None,
+        )
 
     def restore(self, batch: RankBatch, states: Sequence[Tensor]) -> None:
         """Copy checkpoints to the rows that start from them.
@@ -100,21 +98,26 @@ class StateSteps:
         for tensor in states:
             tensor.index_copy_(0, index[1], tensor.index_select(0, index[0]))
 
-    def _metadata(
-        self, slots: Tensor, accepted: Tensor | None, prompts: PromptStates | None = None
-    ) -> StateMetadata:
-        n = len(slots)
-        return StateMetadata(
-            slots=slots,
-            lens=self._constant(n, self._slots.num_places),
-            accepted=self._constant(n, 1) if accepted is None else accepted,
-            prompts=prompts,
-        )
+    def _direct(self, bases: Tensor, rows: Tensor | None) -> DirectStates:
+        """Return the states of direct requests.
 
-    def _constant(self, length: int, value: int) -> Tensor:
-        """Return [length] int32 with equal values, made once. Graphs contain its address."""
-        if (length, value) not in self._constants:
-            shape = (length,)
-            made = torch.full(shape, value, dtype=torch.int32, device=self._npu.device)
-            self._constants[length, value] = made
-        return self._constants[length, value]
+        Args:
+            bases: [n] int32, the base of each request; 0 for padding.
+            rows: [n] int32, the row of each request; not read without drafts.
+        """
+        layout = self._layout(len(bases))
+        if self._passed is None or rows is None:
+            accepted = layout.ones
+        else:
+            accepted = self._passed.index_select(0, rows) + 1
+        return DirectStates.of_windows(bases, accepted, layout)
+
+    def _layout(self, num_reqs: int) -> DirectLayout:
+        """Return the layout of this number of direct requests, made once. Graphs contain its
+        addresses.
+        """
+        if num_reqs not in self._layouts:
+            self._layouts[num_reqs] = DirectLayout.of_graph(
+                num_reqs, self._slots.num_places, self._width, self._npu.device
+            )
+        return self._layouts[num_reqs]

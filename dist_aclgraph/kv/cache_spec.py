@@ -51,15 +51,15 @@ class PagedTensor:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """What some layers keep for each request, in slots.
+    """The state that some layers keep for each request, in slots.
 
     Attributes:
         num_layers: number of layers that have the tensor.
-        elements: number of elements of a slot in one layer, on one rank.
+        bytes: bytes of a slot in one layer, on one rank.
     """
 
     num_layers: int
-    elements: int
+    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,8 @@ class KVCacheSpec:
         num_layers = facts.num_paged_layers + (1 if config.speculative.num_tokens else 0)
         states: tuple[StateTensor, ...] = ()
         if linear is not None:
-            num_linear = len(linear.layers)
-            states = (
-                StateTensor(num_linear, linear.conv_elements(tp)),
-                StateTensor(num_linear, linear.recurrent_elements(tp)),
-            )
+            each = linear.state_bytes(tp, config.dtype, DTYPE_BYTES[config.dtype])
+            states = (StateTensor(len(linear.layers), each),)
         return cls(
             paged=(PagedTensor(num_layers, elements_per_token(facts, tp)),),
             states=states,
@@ -121,8 +118,7 @@ class KVCacheSpec:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot in all layers, on each rank."""
-        elements = sum(tensor.num_layers * tensor.elements for tensor in self.states)
-        return elements * DTYPE_BYTES[self.dtype]
+        return sum(tensor.num_layers * tensor.bytes for tensor in self.states)
 
     @property
     def state_bytes(self) -> int:

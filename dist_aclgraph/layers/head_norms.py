@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import CommGroup
+from dist_aclgraph.layers.norm import RmsNorm
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,15 @@ class HeadNorms:
     """Normalises each head on its own.
 
     Attributes:
-        q, k: [head_dim], weights.
+        q, k: norms of [head_dim].
     """
 
-    q: Tensor
-    k: Tensor
-    eps: float
+    q: RmsNorm
+    k: RmsNorm
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[..., heads, head_dim] each -> the same shapes."""
-        norm = torch.ops.npu.npu_rms_norm
-        return norm(q, self.q, self.eps)[0], norm(k, self.k, self.eps)[0]
+        return self.q(q), self.k(k)
 
 
 @dataclass(frozen=True)

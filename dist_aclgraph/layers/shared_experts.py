@@ -49,12 +49,15 @@ class SharedExperts:
     Attributes:
         gate_up: hidden -> 2 * width.
         down: width -> hidden.
+        gate: [hidden, 1], whose product with a token goes through ``sigmoid`` and multiplies the
+            result; None without a gate.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
     """
 
     gate_up: Product
     down: Product
+    gate: Tensor | None = None
     side: SideStream | None = None
 
     @contextmanager
@@ -72,3 +75,5 @@ class SharedExperts:
 
     def _compute(self, x: Tensor, out: Tensor) -> None:
         self.down(torch.ops.npu.npu_swiglu(self.gate_up(x)), out)
+        if self.gate is not None:
+            out.mul_(torch.mm(x, self.gate).sigmoid())

@@ -1,53 +1,273 @@
-"""The slots and lengths of a step's requests, for layers that keep a state for each request."""
+"""The states of linear attention, and which of them the tokens of a step read and write.
+
+The state of a request in one layer has two parts: the last inputs of the convolution, and a matrix
+for each value head. A state has constant size; it lies in a slot, whose number is equal in all
+layers. Slot 0 belongs to no request: padding reads and writes it.
+
+The tokens of a step are in this order: tokens of direct requests, prompt tokens, padding. Names of
+shapes: n requests, t tokens, w width of the convolution.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from dist_aclgraph.ints import IntArray
 
-@dataclass(frozen=True, kw_only=True)
-class PromptStates:
-    """The requests of a step whose prompts are computed; their tokens follow the direct tokens.
+MAX_DIRECT_TOKENS = 8  # tokens of a direct request: limit of npu_recurrent_gated_delta_rule
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """The states of one layer on one rank.
 
     Attributes:
-        query_lens: [m] int32, number of tokens of each request in this step.
-        query_ends: number of tokens of the first request, of the first two requests, and so on.
-        slots: [m] int32, the slot of each request. The state before the step is read from it, and
-            the state after the step is written to it.
-        goes_on: [m] bool, whether the request has a state. False for a request whose first token
-            runs: it starts from zeros, whatever the slot contains.
+        conv: [num_slots, w - 1, channels], the last inputs of the convolution, the latest one last.
+        recurrent: [num_slots, num_value_heads, value_dim, key_dim].
     """
 
-    query_lens: Tensor
-    query_ends: tuple[int, ...]
+    conv: Tensor
+    recurrent: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Nothing is kept in blocks."""
+        return ()
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        return self.conv, self.recurrent
+
+
+class DirectArrays(NamedTuple):
+    """What follows from the slots and lengths of direct requests; see ``DirectStates``."""
+
+    slots: IntArray
+    lengths: IntArray
+    starts: IntArray
+    windows: IntArray
+
+
+@dataclass(frozen=True)
+class DirectLayout:
+    """What the lengths of direct requests determine. A graph fixes it.
+
+    Attributes:
+        lengths: [n] int32, number of tokens of each request, 1 to ``MAX_DIRECT_TOKENS``.
+        starts: [n] int32, number of tokens before each request.
+        windows: [t, w] int32, the inputs of the convolution for each token, as rows of [all tokens
+            | w - 1 rows of each request's first state]. The input of the token itself is last.
+        ones: [n] int32, the accepted tokens of steps without drafts.
+        max_tokens: the greatest length, or more.
+    """
+
+    lengths: Tensor
+    starts: Tensor
+    windows: Tensor
+    ones: Tensor
+    max_tokens: int
+
+    @classmethod
+    def of_graph(
+        cls, num_reqs: int, query_len: int, width: int, device: torch.device
+    ) -> DirectLayout:
+        """Return the layout of ``num_reqs`` requests of ``query_len`` tokens each."""
+        bases, lengths = np.zeros(num_reqs, np.int32), np.full(num_reqs, query_len, np.int32)
+        _, *arrays = direct_arrays(bases, lengths, width)
+        sent = [torch.from_numpy(array).to(device) for array in arrays]
+        return cls.of_arrays(sent, query_len)
+
+    @classmethod
+    def of_arrays(cls, sent: Sequence[Tensor], max_tokens: int) -> DirectLayout:
+        """Return the layout of any lengths.
+
+        Args:
+            sent: the fields of ``DirectArrays`` without the slots, on the device.
+        """
+        lengths, starts, windows = sent
+        return cls(lengths, starts, windows, torch.ones_like(lengths), max_tokens)
+
+
+@dataclass(frozen=True)
+class DirectStates:
+    """Requests that update their states token by token.
+
+    Each token names the slot that receives the state after this token. So a rejected draft costs
+    nothing: the state before the draft is in the slot of the token before it. A request begins with
+    the state in the slot that its token number ``accepted - 1`` names.
+
+    For example, a request with two drafts has the slots 4, 5, 6, and one draft is accepted. Then
+    the current state is in slot 5. The next step may name 4, 5, 6 with ``accepted`` 2, or 5, 4, 6
+    with ``accepted`` 1. A step of one token only must name 5 with ``accepted`` 1.
+
+    Attributes:
+        slots: [t] int32. Except for slot 0, no two requests name the same slot. A padding request
+            names slot 0 for all of its tokens.
+        accepted: [n] int32, 1 to the request's length; 1 for padding.
+        sources: [n] int32, the slot in which each request begins.
+    """
+
     slots: Tensor
-    goes_on: Tensor
+    accepted: Tensor
+    sources: Tensor
+    layout: DirectLayout
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slots.shape[0]
+
+    @classmethod
+    def of_slots(cls, slots: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
+        """Return the states of any requests; computed on the device, a graph may contain it."""
+        sources = slots.index_select(0, layout.starts + accepted - 1)
+        return cls(slots, accepted, sources, layout)
+
+    @classmethod
+    def of_windows(cls, bases: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
+        """Return the states of requests of ``layout.max_tokens`` tokens each, in slots that follow
+        one another. Computed on the device, a graph may contain it.
+
+        Args:
+            bases: [n] int32, the first slot of each request; 0 for padding.
+        """
+        offsets = torch.arange(layout.max_tokens, dtype=torch.int32, device=bases.device)
+        first = bases[:, None]
+        slots = (first + offsets).masked_fill(first == 0, 0)
+        return cls.of_slots(slots.flatten(), accepted, layout)
+
+    @classmethod
+    def of_step(
+        cls, sent: Sequence[Tensor], accepted: Tensor, max_tokens: int = MAX_DIRECT_TOKENS
+    ) -> DirectStates:
+        """Return the states of a step.
+
+        Args:
+            sent: the fields of ``DirectArrays`` on the device.
+        """
+        slots, *rest = sent
+        return cls.of_slots(slots, accepted, DirectLayout.of_arrays(rest, max_tokens))
+
+
+class PromptArrays(NamedTuple):
+    """What follows from the slots and lengths of prompts; see ``PromptStates``."""
+
+    lengths: IntArray
+    sources: IntArray
+    slots: IntArray
+    goes_on: IntArray
+    padded: IntArray
+    outputs: IntArray
+    tails: IntArray
+
+
+@dataclass(frozen=True)
+class PromptStates:
+    """Parts of prompts, each of any length. They run outside full graphs.
+
+    Attributes:
+        lengths: [n] int32, number of tokens of each part.
+        sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
+        slots: [n] int32, the slot that receives the state after the last token of the part; may
+            equal the source. No two requests name the same slot.
+        is_new: [n] bool, whether the request has no state yet. It begins with zeros.
+        padded: [t + n * (w - 1)] int32, puts the inputs of each request's state before its tokens;
+            counts rows of [all tokens | w - 1 rows of each request's first state].
+        outputs: [t] int32, the padded row of the first of the ``w`` inputs of each token.
+        tails: [n * (w - 1)] int32, the padded rows of the last inputs of each request.
+        ends: cumulative lengths, on the host.
+    """
+
+    lengths: Tensor
+    sources: Tensor
+    slots: Tensor
+    is_new: Tensor
+    padded: Tensor
+    outputs: Tensor
+    tails: Tensor
+    ends: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ends[-1]
+
+    @classmethod
+    def of_step(cls, sent: Sequence[Tensor], ends: list[int]) -> PromptStates:
+        """Return the states of a step.
+
+        Args:
+            sent: the fields of ``PromptArrays`` on the device.
+        """
+        lengths, sources, slots, goes_on, padded, outputs, tails = sent
+        return cls(lengths, sources, slots, goes_on == 0, padded, outputs, tails, ends)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateMetadata:
-    """Where the state of each request is; all layers with a state use the same value.
-
-    The first requests of a step are direct: each runs the same number of tokens, its last token and
-    its drafts. Slot 0 belongs to padding. In a full graph, all requests are direct, and every
-    tensor is a static input or is computed from static inputs.
+    """The states of a step; all layers of linear attention use the same value.
 
     Attributes:
-        slots: [num_direct, query_len] int32. The state after token t of a request is written to
-            ``slots[request, t]``. Padding requests have slot 0 everywhere.
-        lens: [num_direct] int32, the number of tokens of each request, always ``query_len``.
-        accepted: [num_direct] int32, from 1 to ``query_len``: the state before the step is in
-            ``slots[request, accepted - 1]``. It is 1 without drafts.
-        prompts: the requests after the direct requests; None if there are none, as in a full graph.
+        direct: None if no request updates its state token by token.
+        prompts: None if the step has no prompt tokens.
     """
 
-    slots: Tensor
-    lens: Tensor
-    accepted: Tensor
+    direct: DirectStates | None = None
     prompts: PromptStates | None = None
 
-    @property
-    def num_direct_tokens(self) -> int:
-        return self.slots.numel()
+
+def direct_arrays(bases: IntArray, lengths: IntArray, width: int) -> DirectArrays:
+    """Return the arrays of direct requests, each in slots that follow one another.
+
+    Args:
+        bases: [n] int32, the first slot of each request; 0 for padding.
+        lengths: [n] int32, number of tokens of each request.
+        width: width of the convolution.
+    """
+    request, position, starts = _places(lengths)
+    slots = np.where(bases[request] == 0, 0, bases[request] + position)
+    offset = position[:, None] + np.arange(1 - width, 1)
+    before = len(request) + (request[:, None] + 1) * (width - 1) + offset
+    windows = np.where(offset < 0, before, starts[request][:, None] + offset)
+    return DirectArrays(*(x.astype(np.int32) for x in (slots, lengths, starts, windows)))
+
+
+def prompt_arrays(
+    sources: IntArray, slots: IntArray, lengths: IntArray, goes_on: IntArray, width: int
+) -> PromptArrays:
+    """Return the arrays of parts of prompts.
+
+    Args:
+        sources, slots, lengths: [n] int32, see ``PromptStates``.
+        goes_on: [n] int32, 1 if the request has a state, else 0.
+        width: width of the convolution.
+    """
+    request, position, starts = _places(lengths)
+    num_reqs, num_tokens, before = len(lengths), len(request), width - 1
+    first = starts + np.arange(num_reqs) * before  # the first padded row of each request
+    outputs = first[request] + position
+    of_states = first[:, None] + np.arange(before)
+    padded = np.empty(num_tokens + num_reqs * before, np.int32)
+    padded[outputs + before] = np.arange(num_tokens)
+    padded[of_states.ravel()] = num_tokens + np.arange(num_reqs * before)
+    tails = (of_states + lengths[:, None]).ravel()
+    arrays = (lengths, sources, slots, goes_on, padded, outputs, tails)
+    return PromptArrays(*(x.astype(np.int32) for x in arrays))
+
+
+def _places(lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the request of each token, its position in the request, and the number of tokens
+    before each request.
+    """
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    request = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return request, np.arange(len(request), dtype=np.int32) - starts[request], starts
+
+
+def store(states: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write row i of ``rows`` to slot ``slots[i]`` of ``states``, on the device."""
+    torch.ops.npu.npu_scatter_nd_update_(states, slots.unsqueeze(1), rows)

@@ -52,12 +52,26 @@ class LayerAttention(Protocol):
         rows stay unchanged.
         """
 
-    def output(self, attended: Tensor) -> Tensor:
-        """[n, heads, head_dim] -> [n, hidden], summed over the ranks."""
+    def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Inputs of ``attend``, the last one with the results -> [n, hidden], summed over the
+        ranks.
+        """
 
 
 class AttentionKind(Protocol):
-    """The attention state that all layers of one kind share. Owns the rotary tables.
+    """The attention state that all layers of one kind share."""
+
+    def load(self, slices: WeightSlices, index: int) -> LayerAttention:
+        """Return this rank's attention of layer ``index``."""
+
+    def make_cache(self, room: CacheRoom) -> Cache:
+        """Return one layer's cache. Block 0 and slot 0 must not contain NaN, because padding reads
+        them.
+        """
+
+
+class PagedKind(AttentionKind, Protocol):
+    """A kind of attention that keeps keys in blocks. Owns the rotary tables.
 
     Attributes:
         slot_dtype: type of the slots for the cache write.
@@ -70,11 +84,5 @@ class AttentionKind(Protocol):
     takes_long_queries: bool
     ropes_written: bool
 
-    def load(self, slices: WeightSlices, index: int) -> LayerAttention:
-        """Return this rank's attention of layer ``index``."""
-
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary rows of [n] int32 positions."""
-
-    def make_cache(self, room: CacheRoom) -> Cache:
-        """Return one layer's cache. Block 0 must not contain NaN, because padding reads it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from dist_aclgraph.comm.groups import RankGroups
-from dist_aclgraph.models.attention_kind import AttentionKind
+from dist_aclgraph.models.attention_kind import AttentionKind, PagedKind
+from dist_aclgraph.models.gated_delta import LinearAttention
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.shapes.model_spec import LayerKind, ModelSpec
 
-KINDS: dict[LayerKind, type[GroupedQuery | MultiHeadLatent]] = {
+PAGED: dict[LayerKind, type[GroupedQuery | MultiHeadLatent]] = {
     "grouped": GroupedQuery,
     "latent": MultiHeadLatent,
 }
@@ -38,12 +39,12 @@ class AttentionKinds:
             ConfigError: the heads cannot be split over the group.
         """
         self._spec = spec
-        names = {spec.paged_kind, *map(spec.kind_of, range(spec.num_layers))}
-        self._made: dict[LayerKind, AttentionKind] = {
-            name: KINDS[name](spec, groups, device=device, dtype=dtype, max_len=max_len)
-            for name in sorted(names)
-        }
-        self.paged = self._made[spec.paged_kind]
+        self.paged: PagedKind = PAGED[spec.paged_kind](
+            spec, groups, device=device, dtype=dtype, max_len=max_len
+        )
+        self._made: dict[LayerKind, AttentionKind] = {spec.paged_kind: self.paged}
+        if spec.linear is not None:
+            self._made["linear"] = LinearAttention(spec, groups, device=device, dtype=dtype)
 
     def of(self, layer: int) -> AttentionKind:
         """Return the kind of a layer; an index after the decoder's last layer is allowed."""

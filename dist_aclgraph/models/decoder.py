@@ -12,9 +12,9 @@ from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertSetup, ExpertStep
 from dist_aclgraph.layers.segments import RunSegment, run_directly
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
-from dist_aclgraph.models.attention_kind import AttentionKind, Cache, CacheRoom
+from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
 from dist_aclgraph.models.attention_kinds import AttentionKinds
-from dist_aclgraph.models.layer_stack import LayerStack, load_layer
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import NotePlaced, WeightSlices, WeightSource, note_nothing
 from dist_aclgraph.models.next_token import NextTokenModule, load_next_token_module
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -53,20 +53,21 @@ class Decoder:
         self.spec = spec
         slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)
         self._embedding = _load_embedding(slices, spec)
-        norm = slices.whole("model.norm.weight", (spec.hidden_size,))
-        self._kinds = AttentionKinds(spec, groups, device=device, dtype=norm.dtype, max_len=max_len)
+        norm = load_norm(slices, spec, "model.norm.weight")
+        self._kinds = AttentionKinds(
+            spec, groups, device=device, dtype=norm.weight.dtype, max_len=max_len
+        )
         layers = [load_layer(slices, spec, self._kinds.of(i), i) for i in range(spec.num_layers)]
-        self._stack = LayerStack(self.kind.rope, layers, norm, spec.rms_norm_eps)
+        self._stack = LayerStack(self.kind.rope, layers, norm)
         self._head = _load_head(slices, spec, self._embedding)
         self.next_token: NextTokenModule | None = None
         if drafts:
-            kind = self._kinds.of(spec.num_layers)
             self.next_token = load_next_token_module(
-                slices, spec, kind, self._embedding, self._head
+                slices, spec, self.kind, self._embedding, self._head
             )
 
     @property
-    def kind(self) -> AttentionKind:
+    def kind(self) -> PagedKind:
         """The kind of attention that keeps keys in blocks."""
         return self._kinds.paged
 

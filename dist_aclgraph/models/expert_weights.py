@@ -57,7 +57,7 @@ def load_experts(
         local,
         setup.groups,
         make_exchanges(setup.groups, local, setup.capacity_factor, setup.mc2),
-        _load_shared(slices, experts, hidden, f"{prefix}.shared_experts"),
+        _load_shared(slices, experts, hidden, prefix),
     )
 
 
@@ -116,10 +116,13 @@ def _load_shared(
 ) -> SharedExperts | None:
     if not experts.num_shared:
         return None
-    width = experts.num_shared * experts.width
+    width, name = experts.width_of_shared, f"{prefix}.shared_experts"
     sizes = hidden, width, slices.share(width)
-    gate_up, down = _gate_up(slices, prefix, *sizes), _down(slices, prefix, *sizes)
-    return SharedExperts(slices.product(gate_up), slices.product(down), slices.experts.side)
+    gate_up, down = _gate_up(slices, name, *sizes), _down(slices, name, *sizes)
+    gate = None
+    if experts.gates_shared:
+        gate = slices.place(slices.columns(f"{prefix}.shared_expert_gate.weight", 1, hidden, 0, 1))
+    return SharedExperts(slices.product(gate_up), slices.product(down), gate, slices.experts.side)
 
 
 def _gate_up(

@@ -12,6 +12,7 @@ from dist_aclgraph.layers.attention import AttentionMetadata, KVCache, PagedAtte
 from dist_aclgraph.layers.context_parallel import ContextParallel
 from dist_aclgraph.layers.head_norms import HeadNorms, NormsOfAllHeads
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
+from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.rotary import RotaryTables, pairs_across_head
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
 from dist_aclgraph.models.loading import MatrixPart, WeightSlices
@@ -56,22 +57,30 @@ def share_heads(spec: ModelSpec, group: CommGroup) -> HeadShare:
 
 @dataclass(frozen=True)
 class GroupedQueryAttention:
-    """The attention of one layer on this rank."""
+    """The attention of one layer on this rank.
+
+    Attributes:
+        qkv: hidden -> q of the heads, the gates of their results if there are gates, k and v.
+        has_gate: whether the results are multiplied by ``sigmoid(gate)``, element by element.
+    """
 
     qkv: Product
     norms: HeadNorms | NormsOfAllHeads | None
     paged: PagedAttention
     output_product: RowParallelLinear
+    has_gate: bool = False
 
     def project(self, h: Tensor, rope: Rope) -> tuple[Tensor, ...]:
-        """Return q, k and v, [num_tokens, heads, head_dim] each, and a tensor for the result.
+        """Return q, k and v, [num_tokens, heads, head_dim] each, the gate [num_tokens, heads *
+        head_dim] if there is one, and a tensor for the result.
 
         q and k are rotated.
         """
         npu, a = torch.ops.npu, self.paged
         n = h.shape[0]
-        widths = [a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim]
-        q, k, v = torch.split(self.qkv(h), [widths[0], widths[1], widths[1]], dim=-1)
+        num_q, num_kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        widths = [num_q, *[num_q] * self.has_gate, num_kv, num_kv]
+        q, *gate, k, v = torch.split(self.qkv(h), widths, dim=-1)
         q = q.reshape(1, n, a.num_heads, a.head_dim)
         k = k.reshape(1, n, a.num_kv_heads, a.head_dim)
         if self.norms is not None:
@@ -80,16 +89,20 @@ class GroupedQueryAttention:
         k = npu.npu_rotary_mul(k, *rope)[0]
         # The cache write accepts only contiguous rows.
         v = v.reshape(n, a.num_kv_heads, a.head_dim).contiguous()
-        return q, k, v, torch.empty_like(q)
+        return q, k, v, *gate, torch.empty_like(q)
 
     def attend(
         self, inputs: tuple[Tensor, ...], rope: Rope, cache: KVCache, metadata: AttentionMetadata
     ) -> None:
-        q, k, v, out = inputs
+        q, k, v, *_, out = inputs
         self.paged(q, k, v, out, cache, metadata)
 
-    def output(self, attended: Tensor) -> Tensor:
-        return self.output_product(attended.flatten(1))
+    def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        *_, gate, out = inputs
+        attended = out.flatten(1)
+        if self.has_gate:
+            attended = attended * gate.sigmoid()
+        return self.output_product(attended)
 
 
 class GroupedQuery:
@@ -125,11 +138,11 @@ class GroupedQuery:
     def load(self, slices: WeightSlices, index: int) -> GroupedQueryAttention:
         prefix, window = f"model.layers.{index}.self_attn", self._window
         spec, heads, d = self._spec, self._heads, self._spec.head_dim
-        q = self._matrix(slices, f"{prefix}.q_proj", spec.num_heads, heads.q)
+        q = self._queries(slices, f"{prefix}.q_proj")
         k = self._matrix(slices, f"{prefix}.k_proj", spec.num_kv_heads, heads.kv)
         v = self._matrix(slices, f"{prefix}.v_proj", spec.num_kv_heads, heads.kv)
         if spec.rotary_dim is not None:
-            q, k = q.rearranged(self._paired), k.rearranged(self._paired)
+            k = k.rearranged(self._paired)
         return GroupedQueryAttention(
             qkv=slices.joined([q, k, v], spec.has_qkv_bias),
             norms=self._load_norms(slices, prefix) if spec.has_qk_norm else None,
@@ -144,11 +157,30 @@ class GroupedQuery:
             output_product=slices.row_parallel(
                 f"{prefix}.o_proj",
                 (spec.hidden_size, spec.num_heads * d),
-                q.start,
-                q.stop,
+                heads.q.start * d,
+                heads.q.stop * d,
                 spec.has_output_bias,
             ),
+            has_gate=spec.has_output_gate,
         )
+
+    def _queries(self, slices: WeightSlices, name: str) -> MatrixPart:
+        """Return the queries of this rank's heads, followed by their gates if there are gates.
+
+        A checkpoint with gates stores the queries of a head, the gates of this head, then the next
+        head.
+        """
+        spec, heads = self._spec, self._heads.q
+        if not spec.has_output_gate:
+            q = self._matrix(slices, name, spec.num_heads, heads)
+            return q if spec.rotary_dim is None else q.rearranged(self._paired)
+        wide = range(2 * heads.start, 2 * heads.stop)
+        return self._matrix(slices, name, 2 * spec.num_heads, wide).rearranged(self._gates_last)
+
+    def _gates_last(self, outputs: Tensor) -> Tensor:
+        heads = outputs.reshape(*outputs.shape[:-1], -1, 2, self._spec.head_dim)
+        q, gate = heads.unbind(-2)
+        return torch.cat([self._paired(q.flatten(-2)), gate.flatten(-2)], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
         """Return the outputs of this rank's heads."""
@@ -175,7 +207,9 @@ class GroupedQuery:
             return slices.place(self._paired(part))
 
         if not spec.qk_norm_spans_heads:
-            return HeadNorms(weight("q_norm", 1, one), weight("k_norm", 1, one), spec.rms_norm_eps)
+            norms = (weight("q_norm", 1, one), weight("k_norm", 1, one))
+            eps, adds_one = spec.rms_norm_eps, spec.norm_adds_one
+            return HeadNorms(*(RmsNorm(norm, eps, adds_one) for norm in norms))
         return NormsOfAllHeads(
             weight("q_norm", spec.num_heads, heads.q),
             weight("k_norm", spec.num_kv_heads, heads.kv),

@@ -19,6 +19,7 @@ from torch import Tensor
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ALL_HERE, ExpertStep
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
+from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.segments import RunSegment, Segment, run_directly
 from dist_aclgraph.models.attention_kind import AttentionKind, Cache, LayerAttention, Rope
 from dist_aclgraph.models.expert_weights import load_experts
@@ -52,31 +53,30 @@ class Mlp:
 class DecoderLayer:
     """One decoder layer of this rank."""
 
-    input_norm: Tensor
+    input_norm: RmsNorm
     attention: LayerAttention
-    post_attention_norm: Tensor
+    post_attention_norm: RmsNorm
     feed_forward: FeedForward
-    eps: float
 
     def before_attention(
         self, x: Tensor, residual: Tensor | None, rope: Rope
     ) -> tuple[Tensor, ...]:
         """Return the residual stream, followed by the inputs of attention."""
-        npu = torch.ops.npu
         if residual is None:
-            h, residual = npu.npu_rms_norm(x, self.input_norm, self.eps)[0], x
+            h, residual = self.input_norm(x), x
         else:
-            h, _, residual = npu.npu_add_rms_norm(x, residual, self.input_norm, self.eps)
+            h, residual = self.input_norm.after_sum(x, residual)
         return residual, *self.attention.project(h, rope)
 
     def after_attention(
-        self, attended: Tensor, residual: Tensor, slots: Tensor, step: ExpertStep
+        self, attended: tuple[Tensor, ...], residual: Tensor, slots: Tensor, step: ExpertStep
     ) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the layer's output, and the residual stream without this output."""
-        npu = torch.ops.npu
-        h, _, residual = npu.npu_add_rms_norm(
-            self.attention.output(attended), residual, self.post_attention_norm, self.eps
-        )
+        """Return two tensors: the layer's output, and the residual stream without this output.
+
+        Args:
+            attended: the inputs of attention; the last one has the results.
+        """
+        h, residual = self.post_attention_norm.after_sum(self.attention.output(attended), residual)
         return self.feed_forward(h, slots, step), residual
 
 
@@ -86,14 +86,19 @@ def load_layer(
     """Return this rank's part of layer ``index``; an index after the decoder's last layer is
     allowed.
     """
-    prefix, norm = f"model.layers.{index}", (spec.hidden_size,)
+    prefix = f"model.layers.{index}"
     return DecoderLayer(
-        slices.whole(f"{prefix}.input_layernorm.weight", norm),
+        load_norm(slices, spec, f"{prefix}.input_layernorm.weight"),
         kind.load(slices, index),
-        slices.whole(f"{prefix}.post_attention_layernorm.weight", norm),
+        load_norm(slices, spec, f"{prefix}.post_attention_layernorm.weight"),
         _load_feed_forward(slices, spec, index, f"{prefix}.mlp"),
-        spec.rms_norm_eps,
     )
+
+
+def load_norm(slices: WeightSlices, spec: ModelSpec, name: str) -> RmsNorm:
+    """Return a norm of hidden states."""
+    weight = slices.whole(name, (spec.hidden_size,))
+    return RmsNorm(weight, spec.rms_norm_eps, spec.norm_adds_one)
 
 
 def _load_feed_forward(
@@ -114,13 +119,11 @@ class LayerStack:
 
     Attributes:
         rope: returns the rotary rows of positions; all layers use the same rows.
-        norm: [hidden], weight of the norm.
     """
 
     rope: MakeRope
     layers: Sequence[DecoderLayer]
-    norm: Tensor
-    eps: float
+    norm: RmsNorm
 
     def forward(
         self,
@@ -151,8 +154,8 @@ class LayerStack:
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
             layer.attention.attend(tuple(state), (cos, sin), cache, metadata)
             if segment is not last:
-                residual, *state = run(segment, state[-1], residual, slots, cos, sin)
-        (hidden,) = run(last, state[-1], residual, slots)
+                residual, *state = run(segment, residual, slots, cos, sin, *state)
+        (hidden,) = run(last, residual, slots, *state)
         return hidden
 
     def _segments(self, embed: Embed, step: ExpertStep) -> list[Segment]:
@@ -164,13 +167,13 @@ class LayerStack:
             return *rope, *layers[0].before_attention(embed(*inputs), None, rope)
 
         def between(above: DecoderLayer, below: DecoderLayer, *state: Tensor) -> tuple[Tensor, ...]:
-            attended, residual, slots, cos, sin = state
-            x, residual = above.after_attention(attended, residual, slots, step)
+            residual, slots, cos, sin, *attended = state
+            x, residual = above.after_attention(tuple(attended), residual, slots, step)
             return below.before_attention(x, residual, (cos, sin))
 
-        def last(attended: Tensor, residual: Tensor, slots: Tensor) -> tuple[Tensor]:
+        def last(residual: Tensor, slots: Tensor, *attended: Tensor) -> tuple[Tensor]:
             x, residual = layers[-1].after_attention(attended, residual, slots, step)
-            return (torch.ops.npu.npu_add_rms_norm(x, residual, self.norm, self.eps)[0],)
+            return (self.norm.after_sum(x, residual)[0],)
 
         middle = [partial(between, *pair) for pair in pairwise(layers)]
         return [first, *middle, last]

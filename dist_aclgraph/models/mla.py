@@ -76,8 +76,8 @@ class MultiHeadLatentAttention:
         q, q_rope, kv, out = inputs
         self.latent(q, q_rope, kv, out, rope, cache, metadata)
 
-    def output(self, attended: Tensor) -> Tensor:
-        return self.output_product(attended.flatten(1))
+    def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.output_product(inputs[-1].flatten(1))
 
 
 class MultiHeadLatent:

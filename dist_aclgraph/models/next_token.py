@@ -15,9 +15,10 @@ from torch import Tensor
 from dist_aclgraph.layers.attention import AttentionMetadata
 from dist_aclgraph.layers.experts import ExpertStep
 from dist_aclgraph.layers.linear import Linear
+from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from dist_aclgraph.models.attention_kind import AttentionKind, Cache, CacheRoom
-from dist_aclgraph.models.layer_stack import LayerStack, load_layer
+from dist_aclgraph.models.attention_kind import Cache, CacheRoom, PagedKind
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
@@ -27,17 +28,16 @@ class NextTokenModule:
     """One rank's part of the module.
 
     Attributes:
-        token_norm, hidden_norm: [hidden], weights of norms.
         kind: kind of attention of the layer.
         mix: [2 * hidden, hidden], the token's half first; every rank has the whole matrix.
         stack: one layer, and the norm before the head.
     """
 
     embedding: VocabularyEmbedding
-    token_norm: Tensor
-    hidden_norm: Tensor
+    token_norm: RmsNorm
+    hidden_norm: RmsNorm
     mix: Linear
-    kind: AttentionKind
+    kind: PagedKind
     stack: LayerStack
     head: VocabularyHead
 
@@ -70,33 +70,31 @@ class NextTokenModule:
         return self.head(hidden)
 
     def _mix(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        npu, eps = torch.ops.npu, self.stack.eps
-        token = npu.npu_rms_norm(self.embedding(token_ids), self.token_norm, eps)[0]
-        return self.mix(torch.cat([token, npu.npu_rms_norm(hidden, self.hidden_norm, eps)[0]], -1))
+        token = self.token_norm(self.embedding(token_ids))
+        return self.mix(torch.cat([token, self.hidden_norm(hidden)], -1))
 
 
 def load_next_token_module(
     slices: WeightSlices,
     spec: ModelSpec,
-    kind: AttentionKind,
+    kind: PagedKind,
     embedding: VocabularyEmbedding,
     head: VocabularyHead,
 ) -> NextTokenModule:
     """Load the first next-token module, which is the layer after the decoder's last layer."""
     width = spec.hidden_size
-    prefix, norm = f"model.layers.{spec.num_layers}", (width,)
+    prefix = f"model.layers.{spec.num_layers}"
     mix = slices.columns(f"{prefix}.eh_proj.weight", width, 2 * width, 0, width)
     return NextTokenModule(
         embedding,
-        slices.whole(f"{prefix}.enorm.weight", norm),
-        slices.whole(f"{prefix}.hnorm.weight", norm),
+        load_norm(slices, spec, f"{prefix}.enorm.weight"),
+        load_norm(slices, spec, f"{prefix}.hnorm.weight"),
         Linear(slices.place(mix)),
         kind,
         LayerStack(
             kind.rope,
             [load_layer(slices, spec, kind, spec.num_layers)],
-            slices.whole(f"{prefix}.shared_head.norm.weight", norm),
-            spec.rms_norm_eps,
+            load_norm(slices, spec, f"{prefix}.shared_head.norm.weight"),
         ),
         head,
     )

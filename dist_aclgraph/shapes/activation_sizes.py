@@ -9,6 +9,7 @@ all-gather. It leaves out the workspaces of operators.
 from __future__ import annotations
 
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
+from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 FLOAT32_BYTES = 4
@@ -42,6 +43,8 @@ def activation_bytes(
     hidden = spec.hidden_size
     stream = 4 * hidden  # residual stream, before and after attention, after the feed-forward part
     attention = _latent(spec, spec.latent, tp) if spec.latent else _grouped(spec, tp)
+    if spec.linear is not None:
+        attention = max(attention, _linear(spec.linear, tp))
     feed_forward = _mlp(hidden, spec.intermediate_size, tp)
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
@@ -115,7 +118,19 @@ def _grouped(spec: ModelSpec, tp: int) -> int:
     heads = 2 * (q + 2 * kv) + q
     if spec.qk_norm_spans_heads and tp > 1:
         heads += FLOAT32_ELEMENTS * (q + kv)  # rescaled in float32
+    if spec.has_output_gate:
+        heads += 3 * q  # gates, their sigmoids, and the multiplied output
     return spec.head_dim * heads
+
+
+def _linear(linear: LinearSpec, tp: int) -> int:
+    channels = linear.num_channels // tp
+    width = linear.num_value_heads // tp * linear.value_dim
+    # Inputs of the convolution: as projected, beside the states, and in the order of the requests.
+    # Then three tensors for its sum in float32, and the inputs of the rule.
+    mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
+    # Gates of the results, the results, their norm, both beside each other, and their product.
+    return mixed + 6 * width
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
@@ -136,5 +151,5 @@ def _experts(hidden: int, experts: ExpertSpec, tp: int, ep: int) -> int:
         width, gathered = experts.width, ep / tp
     arrived = 3 * hidden  # a token as sent, as received, and its sum over experts
     chosen = experts.top_k * (2 * hidden + 3 * width)  # per chosen expert: input and output rows
-    shared = _mlp(hidden, experts.num_shared * experts.width, tp) if experts.num_shared else 0
+    shared = _mlp(hidden, experts.width_of_shared, tp) if experts.num_shared else 0
     return round(gathered * (arrived + chosen)) + shared

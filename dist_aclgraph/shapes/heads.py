@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dist_aclgraph.errors import ConfigError
 
 MAX_LATENT_HEADS = 128  # heads of one rank, a power of two: limits of latent attention's operator
+MAX_LINEAR_VALUE_HEADS = 64  # value heads of one rank: limit of npu_chunk_gated_delta_rule
 MAX_SHARDS = 16  # npu_attention_update merges the results of at most this number of shards
 
 
@@ -43,6 +44,27 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
             "multiple of them"
         )
     return max(1, num_kv_heads // tp)
+
+
+def linear_heads_per_rank(num_key_heads: int, num_value_heads: int, tp: int) -> tuple[int, int]:
+    """Return the numbers of key heads and value heads of linear attention on each of ``tp`` ranks.
+
+    Raises:
+        ConfigError: the key heads cannot be divided evenly, or a rank would have too many value
+            heads.
+    """
+    if num_key_heads % tp:
+        raise ConfigError(
+            f"parallel.tp is {tp}: it must divide the {num_key_heads} key heads of the model's "
+            "linear attention"
+        )
+    value_heads = num_value_heads // tp
+    if value_heads > MAX_LINEAR_VALUE_HEADS:
+        raise ConfigError(
+            f"parallel.tp is {tp}: each rank would have {value_heads} value heads of linear "
+            f"attention, and its operators take up to {MAX_LINEAR_VALUE_HEADS}: raise parallel.tp"
+        )
+    return num_key_heads // tp, value_heads
 
 
 def check_shards(

@@ -23,6 +23,8 @@ MAX_EXPERTS = 1 << 16
 MAX_SIZE = 1 << 24  # limit of a vocabulary and of any width
 MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
+# names of the number of next-token modules, by the family that uses it
+DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,7 @@ class ModelConfig:
     @property
     def num_draft_layers(self) -> int:
         """Number of next-token modules."""
-        key = "num_nextn_predict_layers"
-        key = key if key in self.raw else "num_mtp_layers"
+        key = next((key for key in DRAFT_LAYER_KEYS if key in self.raw), DRAFT_LAYER_KEYS[0])
         return self.integer(key, 0, least=0, most=MAX_LAYERS)
 
     @property

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
-from dist_aclgraph.shapes.heads import check_shards, heads_per_rank, kv_heads_per_rank
-from dist_aclgraph.shapes.linear_facts import LinearFacts, read_linear_facts
+from dist_aclgraph.shapes.heads import (
+    check_shards,
+    heads_per_rank,
+    kv_heads_per_rank,
+    linear_heads_per_rank,
+)
+from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -69,7 +74,7 @@ class ModelFacts:
         num_draft_layers: next-token modules, which propose drafts.
         latent_size: elements that latent attention caches per token and layer; 0 without latent
             attention.
-        linear: layers with linear attention; None if all layers keep keys.
+        linear: layers of linear attention; None if all layers keep keys.
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         vocab_size: rows of the embedding; all token ids are smaller.
@@ -90,7 +95,7 @@ class ModelFacts:
     hidden_size: int = 0
     experts: ExpertFacts | None = None
     latent_size: int = 0
-    linear: LinearFacts | None = None
+    linear: LinearSpec | None = None
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
     holds_int8: bool = False
@@ -152,7 +157,7 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     )
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
     if facts.linear is not None:
-        facts.linear.check(parallel)
+        _check_linear(config, facts.linear)
     if window and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(
             f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of layers "
@@ -168,6 +173,22 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         raise ConfigError(
             f"speculative.num_tokens is {config.speculative.num_tokens}; {facts.architecture} has "
             "no next-token modules to draft with: set speculative.num_tokens=0"
+        )
+
+
+def _check_linear(config: Config, linear: LinearSpec) -> None:
+    """Refuse ranks among which the states of linear attention cannot be divided.
+
+    Raises:
+        ConfigError: ``parallel.tp`` does not divide the heads, or ranks share contexts.
+    """
+    parallel = config.parallel
+    linear_heads_per_rank(linear.num_key_heads, linear.num_value_heads, parallel.tp)
+    if parallel.dcp * parallel.pcp > 1:
+        raise ConfigError(
+            f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; linear attention "
+            "keeps one state per request, which has no parts for several ranks: set both to 1, and "
+            "divide its heads by parallel.tp"
         )
 
 
@@ -198,7 +219,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         window=_window(config),
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
-        linear=read_linear_facts(config),
+        linear=read_linear_spec(config),
         is_encoder_decoder=config.flag("is_encoder_decoder", False),
         hidden_size=hidden_size,
         experts=_experts(config),
@@ -256,8 +277,14 @@ def _experts(config: ModelConfig) -> ExpertFacts | None:
     return ExpertFacts(
         num_experts=config.integer(key, most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
-        num_shared=config.integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS),
+        num_shared=_num_shared(config),
     )
+
+
+def _num_shared(config: ModelConfig) -> int:
+    if config.has("shared_expert_intermediate_size"):
+        return 1
+    return config.integer("n_shared_experts", 0, least=0, most=MAX_EXPERTS)
 
 
 def _latent_size(config: ModelConfig) -> int:

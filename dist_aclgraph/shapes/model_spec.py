@@ -46,6 +46,10 @@ class ExpertSpec(ExpertFacts):
         has_bias: whether a bias is added to the scores for the choice of experts, but not for
             weights.
         has_product_biases: whether the router's logits and the products of experts have biases.
+        shared_width: inner width of all shared experts together; None means ``num_shared`` times
+            ``width``.
+        gates_shared: whether ``sigmoid`` of one number per token multiplies the result of shared
+            experts.
         clip: limits of the activation; None means SiLU of the gate without limits.
         is_stacked: whether the checkpoint stores one tensor for all experts of a layer, [experts,
             in, out], in which the columns of gate and up alternate.
@@ -61,8 +65,15 @@ class ExpertSpec(ExpertFacts):
     scaling: float = 1.0
     has_bias: bool = False
     has_product_biases: bool = False
+    shared_width: int | None = None
+    gates_shared: bool = False
     clip: SwigluClip | None = None
     is_stacked: bool = False
+
+    @property
+    def width_of_shared(self) -> int:
+        """Inner width of all shared experts together."""
+        return self.shared_width or self.num_shared * self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +131,8 @@ class ModelSpec(ModelFacts):
         rotary_dim: number of rotated elements of a head, the first ones; None means all elements.
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
+        has_output_gate: whether a gate of each element multiplies the result of attention.
+        norm_adds_one: whether the factor of a norm is ``1 + weight``; not in linear attention.
     """
 
     intermediate_size: int
@@ -134,6 +147,8 @@ class ModelSpec(ModelFacts):
     latent: LatentSpec | None = None
     rotary_dim: int | None = None
     has_sinks: bool = False
+    has_output_gate: bool = False
+    norm_adds_one: bool = False
     names: WeightNames = WeightNames()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
+from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 NORMS_OF_NEXT_TOKEN = 3  # for the token's embedding, the hidden state and the head
@@ -52,15 +53,19 @@ def weight_parts(
     sizes = element_bytes, matrix_bytes or element_bytes
     indices = range(spec.num_layers + (1 if drafts else 0))
     attention = _latent_attention(spec, spec.latent, tp) if spec.latent else _attention(spec, tp)
+    num_linear = 0 if spec.linear is None else len(spec.linear.layers)
     norms = _Elements(0, 2 * spec.hidden_size)
     has_experts = [spec.experts is not None and i in spec.experts.layers for i in indices]
     num_dense, num_sparse = has_experts.count(False), has_experts.count(True)
     found = [
         _part("embedding and head", _vocabulary(spec, tp), 1, sizes),
-        _part("attention", attention, len(indices), sizes),
+        _part("attention", attention, len(indices) - num_linear, sizes),
         _part("norms", norms, len(indices), sizes),
         _part("dense MLPs", _mlp(spec.hidden_size, spec.intermediate_size, tp), num_dense, sizes),
     ]
+    if spec.linear is not None:
+        linear = _linear_attention(spec, spec.linear, tp)
+        found.append(_part("linear attention", linear, num_linear, sizes))
     if spec.experts is not None:
         routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
         found += [
@@ -96,7 +101,17 @@ def _attention(spec: ModelSpec, tp: int) -> _Elements:
         others += q + kv if spec.qk_norm_spans_heads else 2 * d
     if spec.has_sinks:
         others += spec.num_heads // tp
-    return _Elements(hidden * (2 * q + 2 * kv), others)
+    gate = q * spec.has_output_gate
+    return _Elements(hidden * (2 * q + gate + 2 * kv), others)
+
+
+def _linear_attention(spec: ModelSpec, linear: LinearSpec, tp: int) -> _Elements:
+    hidden, values = spec.hidden_size, linear.num_value_heads // tp
+    channels, width = linear.num_channels // tp, values * linear.value_dim
+    # Products of inputs, of the gates z, of b and a, and of the result.
+    matrices = hidden * (channels + 2 * width + 2 * values)
+    floats = channels * linear.conv_width + 2 * values  # convolution, decay and its bias
+    return _Elements(matrices, linear.value_dim, floats)
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements:
@@ -126,7 +141,9 @@ def _experts(
     if ep > 1:
         count, width = (experts.num_experts + redundant) // ep, experts.width
     routed, biases = count * 3 * hidden * width, count * (2 * width + hidden)
-    shared = _mlp(hidden, experts.num_shared * experts.width, tp)
+    shared = _mlp(hidden, experts.width_of_shared, tp)._replace(
+        others=hidden * experts.gates_shared
+    )
     router = (hidden + experts.has_bias + experts.has_product_biases) * experts.num_experts
     # The operator takes biases in float32 beside bfloat16.
     floats = biases if experts.has_product_biases else 0

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from dist_aclgraph.shapes.families import read_model_spec
+from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import greedy, make_prompts, make_reference
 from tests.engine.runners import Sequences, make_runner
 from tests.parity.made_checkpoints import write_fp8
 from tests.plans import decode_graph
 
 NUM_TOKENS = 9
+HYBRIDS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -68,3 +71,18 @@ def test_weights_in_fp8_are_those_of_floats(npu: Any, tmp_path: Path, architectu
 
     model = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
     assert sequences.new == greedy(model, prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_layers_of_linear_attention(npu: Any, tmp_path: Path, architecture: str) -> None:
+    model = make_reference(architecture, tmp_path)
+    prompts = make_prompts([40, 3])
+    sequences = Sequences(make_runner(npu, tmp_path), prompts)
+
+    sequences.prefill()
+    for _ in range(3):
+        sequences.decode(None)
+
+    assert sequences.new == greedy(model, prompts, 4)
+    parts = weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=4)
+    assert sum(part.bytes for part in parts) == 4 * sum(p.numel() for p in model.parameters())

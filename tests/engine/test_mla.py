@@ -22,7 +22,7 @@ from dist_aclgraph.layers.latent_attention import LatentAttention
 from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
-from dist_aclgraph.models.layer_stack import LayerStack, load_layer
+from dist_aclgraph.models.layer_stack import LayerStack, load_layer, load_norm
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.models.mla import MultiHeadLatentAttention, share_latent_heads
 from dist_aclgraph.shapes.families import read_model_spec
@@ -170,8 +170,8 @@ def test_a_layer_runs_alone_from_hidden_states(npu: Any, tmp_path: Path) -> None
     hidden = torch.randn(n, model.config.hidden_size)
     spec, kind = read_model_spec(tmp_path), load_decoder(npu, tmp_path).kind
     slices = load_slices(npu, tmp_path)
-    norm = slices.whole("model.norm.weight", (spec.hidden_size,))
-    stack = LayerStack(kind.rope, [load_layer(slices, spec, kind, last)], norm, spec.rms_norm_eps)
+    norm = load_norm(slices, spec, "model.norm.weight")
+    stack = LayerStack(kind.rope, [load_layer(slices, spec, kind, last)], norm)
     positions = torch.arange(n, dtype=torch.int32, device=npu.device)
     table, slots = np.array([[1, 2]], np.int32), torch.arange(n, dtype=torch.int32) + 32
     metadata = AttentionSteps(kind, ContextPlace(Shards(32)), npu).of_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.sampling import SamplingParams
@@ -83,12 +84,18 @@ def run(
     num_blocks: int,
     num_drafts: int = 0,
     seeds: Mapping[str, int] | None = None,
+    checkpoints: Checkpoints | None = None,
+    after_turn: Callable[[Scheduler], None] = lambda scheduler: None,
     **sampling: Any,
 ) -> tuple[dict[str, list[int]], Scheduler]:
-    """Play the arrivals through a scheduler and a runner; return each request's tokens."""
+    """Play the arrivals through a scheduler and a runner; return each request's tokens.
+
+    Args:
+        checkpoints: those of a model with recurrent state.
+    """
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),
-        [BlockPool(num_blocks, BLOCK_SIZE)],
+        [BlockPool(num_blocks, BLOCK_SIZE, checkpoints=checkpoints)],
         GraphDispatcher(plan),
         max_model_len=MAX_LEN,
         num_drafts=num_drafts,
@@ -109,6 +116,7 @@ def run(
                 scheduler.abort(str(index))
         for output in turn(scheduler, runner):
             tokens[output.request_id] += output.tokens
+        after_turn(scheduler)
         step += 1
         assert step < 2000
     return tokens, scheduler

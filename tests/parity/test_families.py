@@ -17,6 +17,7 @@ from tests.parity.conftest import NUM_TOKENS
 from tests.slow import slow
 
 GLM, MINIMAX, GPT_OSS = "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "GptOssForCausalLM"
+QWEN_NEXT, QWEN_MOE = "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,8 @@ GLM, MINIMAX, GPT_OSS = "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "GptOssFor
         slow(MINIMAX, {"tp": 2, "dp": 2, "ep": 4}),
         slow(GPT_OSS, {"tp": 4}),
         slow(GPT_OSS, {"tp": 2, "ep": 2}),
+        slow(QWEN_NEXT, {"tp": 2, "ep": 2}),
+        slow(QWEN_MOE, {"dp": 2, "ep": 2}),
     ],
 )
 def test_layouts_change_no_token(
@@ -45,7 +48,12 @@ def test_layouts_change_no_token(
 
 @pytest.mark.parametrize(
     ("architecture", "mode", "tp"),
-    [(GPT_OSS, "FULL_AND_PIECEWISE", 2), slow(GLM, "PIECEWISE", 1), slow(MINIMAX, "FULL", 2)],
+    [
+        (GPT_OSS, "FULL_AND_PIECEWISE", 2),
+        slow(GLM, "PIECEWISE", 1),
+        slow(MINIMAX, "FULL", 2),
+        (QWEN_NEXT, "FULL_AND_PIECEWISE", 1),
+    ],
 )
 def test_prompts_in_chunks_change_no_token(
     long_references: Any, architecture: str, mode: str, tp: int

@@ -14,6 +14,11 @@ from dist_aclgraph.shapes.families.kimi import read_kimi_k25
 from dist_aclgraph.shapes.families.llama import read_llama
 from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
+from dist_aclgraph.shapes.families.qwen3_next import (
+    read_qwen3_5,
+    read_qwen3_5_with_images,
+    read_qwen3_next,
+)
 from dist_aclgraph.shapes.model_config import ModelConfig, read_model_config
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.quantised_formats import check_quantisation
@@ -29,6 +34,11 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "Glm4MoeForCausalLM": read_glm4_moe,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "GptOssForCausalLM": read_gpt_oss,
+    "Qwen3NextForCausalLM": read_qwen3_next,
+    "Qwen3_5ForCausalLM": read_qwen3_5,
+    "Qwen3_5MoeForCausalLM": read_qwen3_5,
+    "Qwen3_5ForConditionalGeneration": read_qwen3_5_with_images,
+    "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_with_images,
 }
 
 

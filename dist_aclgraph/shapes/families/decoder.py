@@ -41,7 +41,7 @@ def read_decoder(
     rope_dim = latent.rope_dim if latent else rotary_dim or facts.head_dim
     return ModelSpec(
         **vars(facts),
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.integer("intermediate_size", 1 if experts else None),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         has_qkv_bias=False,

@@ -29,6 +29,7 @@ struct RmsNorm {
   float *rstd;  // one per row; may be null
   int64_t rows, columns;
   float epsilon;
+  float shift = 0;  // added to gamma
 };
 void rms_norm(const RmsNorm &n);
 

@@ -29,7 +29,7 @@ void rms_norm(const RmsNorm &n) {
       n.rstd[row] = rstd;
     float *out = output_row(n.out, at, out_copy);
     for (int64_t i = 0; i < columns; i++)
-      out[i] = x[i] * rstd * gamma[i];
+      out[i] = x[i] * rstd * (gamma[i] + n.shift);
     commit(n.out, at, columns, out);
   }
 }

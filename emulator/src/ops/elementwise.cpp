@@ -177,6 +177,14 @@ OP(aclnnGelu, [](Tensor a, Tensor out) -> Task {
     out.copy_(at::gelu(a, "tanh"));
   });
 })
+// Document aclnnSoftplus: float32, float16, bfloat16.
+OP(aclnnSoftplus, [](Tensor a, Scalar beta, Scalar threshold, Tensor out) -> Task {
+  require_types<kHalves>(a, out);
+  return arithmetic([=] {
+    AtenScope scope;
+    out.copy_(at::softplus(a, beta, threshold));
+  });
+})
 OP(aclnnAddcmul, [](Tensor a, Tensor b, Tensor c, Scalar k, Tensor out) {
   if (!skips(out))
     out.copy_(at::addcmul(a, b, c, k));

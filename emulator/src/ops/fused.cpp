@@ -48,6 +48,16 @@ static Task run_norm(kernels::RmsNorm norm, Tensor x, OptTensor residual) {
 OP(aclnnRmsNorm, [](Tensor x, Tensor gamma, double epsilon, Tensor out, Tensor rstd) -> Task {
   return run_norm(bind_norm(x, gamma, epsilon, out, rstd), x, {});
 })
+// Document npu_gemma_rms_norm: the norm with 1 + gamma. gamma has the type of x, and x is
+// contiguous.
+OP(aclnnGemmaRmsNorm, [](Tensor x, Tensor gamma, double epsilon, Tensor out, Tensor rstd) -> Task {
+  demand(gamma.scalar_type() == x.scalar_type(), "gamma must be ", x.scalar_type(), ", got ",
+         gamma.scalar_type());
+  demand(x.is_contiguous(), "x must be contiguous, got strides ", x.strides());
+  auto norm = bind_norm(x, gamma, epsilon, out, rstd);
+  norm.shift = 1;
+  return run_norm(norm, x, {});
+})
 OP(aclnnAddRmsNorm,
    [](Tensor x, Tensor residual, Tensor gamma, double epsilon, Tensor out, Tensor rstd,
       Tensor sum) -> Task {

@@ -152,6 +152,13 @@ int64_t attention_ns(const kernels::Attention &a) {
                    is_prefill ? r.prefill_attention_us : r.decode_attention_us);
 }
 
+int64_t delta_rule_ns(double state_bytes, double operations) {
+  const Rates &r = rates();
+  return kernel_ns(std::max(compute_us(operations, r.bf16_tflops, r.attention),
+                            memory_us(state_bytes, r.vector_memory)),
+                   r.vector_us);
+}
+
 static int64_t exchange_ns(double fixed_us, double token_us, double rows, double hidden,
                            double choices, double ranks) {
   double doublings = std::max(std::log2(std::max(ranks, 1.) / 8), 0.);

@@ -20,6 +20,10 @@ int64_t product_ns(const at::Tensor &a, const at::Tensor &b);
 
 int64_t attention_ns(const kernels::Attention &attention);
 
+// The gated delta rule: the bytes of the states that it reads and writes, and the operations of the
+// cube unit.
+int64_t delta_rule_ns(double state_bytes, double operations);
+
 // Each of `rows` rows of `hidden` elements is sent to `choices` experts, which are on `ranks`
 // ranks.
 int64_t dispatch_ns(double rows, double hidden, double choices, double ranks);

@@ -1,0 +1,138 @@
+"""Linear attention with the gated delta rule: a short convolution, then the rule, over the states
+of the requests. The operator part for the heads of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from dist_aclgraph.layers.delta_rule import DeltaInputs, DeltaRule
+from dist_aclgraph.layers.state_metadata import (
+    DirectStates,
+    PromptStates,
+    StateCache,
+    StateMetadata,
+    store,
+)
+
+UNIT_EPS = 1e-6  # added to the sum of squares of a query or key
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A causal convolution of each channel over the last tokens of a request, followed by silu.
+
+    Computes in float32. CANN has no such operator for four tokens, so it is composed.
+
+    Attributes:
+        weight: [width, channels] float32; the last row multiplies the input of the token itself.
+    """
+
+    weight: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+    def direct(self, x: Tensor, states: Tensor, at: DirectStates) -> Tensor:
+        """[n, channels] -> [n, channels] float32; write the state after each token to its slot.
+
+        Args:
+            states: [num_slots, width - 1, channels].
+        """
+        before = states.index_select(0, at.sources).flatten(0, 1)
+        windows = torch.cat([x, before]).index_select(0, at.layout.windows.flatten())
+        windows = windows.view(at.num_tokens, self.width, -1)
+        store(states, at.slots, windows[:, 1:].contiguous())
+        return silu((windows.float() * self.weight).sum(1))
+
+    def prompts(self, x: Tensor, states: Tensor, at: PromptStates) -> Tensor:
+        """[n, channels] -> [n, channels] float32; write the states after the last tokens."""
+        before = _begin(states, at).flatten(0, 1)
+        padded = torch.cat([x, before]).index_select(0, at.padded)
+        count = padded.shape[0] - self.width + 1
+        # One input of all tokens at a time: all inputs together would need ``width`` times the
+        # memory.
+        total = padded[:count].float() * self.weight[0]
+        for i in range(1, self.width):
+            total = torch.addcmul(total, padded[i : i + count].float(), self.weight[i])
+        last = padded.index_select(0, at.tails).view(len(at.ends), self.width - 1, -1)
+        store(states, at.slots, last)
+        return silu(total.index_select(0, at.outputs))
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Linear attention of this rank's heads.
+
+    Attributes:
+        unit: [key_dim] float32, filled with ``key_dim ** -0.5``: as the weight of an RMS norm, it
+            gives rows of length one.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    value_dim: int
+    convolution: ShortConvolution
+    unit: Tensor
+    rule: DeltaRule
+
+    @property
+    def key_dim(self) -> int:
+        return self.unit.shape[0]
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        out: Tensor,
+        cache: StateCache,
+        metadata: StateMetadata,
+    ) -> None:
+        """Update the states, and write the results to ``out``, whose padding rows stay unchanged.
+
+        Args:
+            qkv: [n, num_channels], inputs of the convolution: all q, all k, all v.
+            g: [n, num_value_heads] float32, logarithm of the decay, at most 0.
+            beta: [n, num_value_heads], 0 to 1.
+            out: [n, num_value_heads, value_dim].
+        """
+        start = 0
+        if (direct := metadata.direct) is not None:
+            rows = slice(0, direct.num_tokens)
+            mixed = self.convolution.direct(qkv[rows], cache.conv, direct)
+            inputs = self._inputs(mixed, g[rows], beta[rows])
+            out[rows].copy_(self.rule.direct(inputs, cache.recurrent, direct))
+            start = direct.num_tokens
+        if (prompts := metadata.prompts) is not None:
+            rows = slice(start, start + prompts.num_tokens)
+            mixed = self.convolution.prompts(qkv[rows], cache.conv, prompts)
+            inputs = self._inputs(mixed, g[rows], beta[rows])
+            found, last = self.rule.prompts(inputs, _begin(cache.recurrent, prompts), prompts)
+            store(cache.recurrent, prompts.slots, last)
+            out[rows].copy_(found)
+
+    def _inputs(self, mixed: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
+        """Return the inputs of the rule from the result of the convolution, [n, channels]."""
+        n, heads, d = mixed.shape[0], 2 * self.num_key_heads, self.key_dim
+        v = mixed[:, heads * d :].to(beta.dtype).view(n, self.num_value_heads, self.value_dim)
+        rows = mixed[:, : heads * d].reshape(n, heads, d)
+        # The norm adds its epsilon to the mean of squares.
+        rows = torch.ops.npu.npu_rms_norm(rows, self.unit, UNIT_EPS / d)[0].to(beta.dtype)
+        q, k = rows.chunk(2, 1)
+        return DeltaInputs(q, k, v, g, beta)
+
+
+def _begin(states: Tensor, at: PromptStates) -> Tensor:
+    """Return the states in which prompts begin, [num_reqs, ...]: zeros for new requests."""
+    found = states.index_select(0, at.sources)
+    return found.masked_fill(at.is_new.view(-1, *[1] * (found.dim() - 1)), 0)

@@ -1,0 +1,39 @@
+"""RMS norms, alone and after the addition of the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """Divides rows by the root of their mean square, and multiplies them by a weight.
+
+    Attributes:
+        weight: [width].
+        adds_one: whether the factor is ``1 + weight``. The sum is computed in float32, because in
+            bfloat16 it would lose the bits of a small weight.
+    """
+
+    weight: Tensor
+    eps: float
+    adds_one: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same shape."""
+        npu = torch.ops.npu
+        norm = npu.npu_gemma_rms_norm if self.adds_one else npu.npu_rms_norm
+        normed: Tensor = norm(x, self.weight, self.eps)[0]
+        return normed
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``x + residual``, and the sum itself."""
+        if self.adds_one:
+            residual = x + residual
+            return self(residual), residual
+        npu = torch.ops.npu
+        normed, _, residual = npu.npu_add_rms_norm(x, residual, self.weight, self.eps)
+        return normed, residual

@@ -1,0 +1,126 @@
+"""The shape of linear attention with the gated delta rule (Qwen3-Next, Qwen3.5), and the bytes of
+its states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dist_aclgraph.config import ParallelConfig
+from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.shapes.heads import linear_heads_per_rank
+from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
+
+HEAD_DIM = 128  # width of keys and values, required by npu_chunk_gated_delta_rule
+MAX_CONV_WIDTH = 16
+DEFAULT_INTERVAL = 4  # every fourth layer has full attention
+# Bytes of an element of the matrix in a state. CANN's operators keep it in bfloat16; the rule that
+# is composed of plain operators keeps it in float32.
+MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """The layers of linear attention of a decoder.
+
+    Attributes:
+        layers: layers with linear attention; the other layers attend to all keys.
+        num_key_heads, num_value_heads: each key head serves the same number of value heads.
+        key_dim, value_dim: width of a key or query head, and of a value head.
+        conv_width: number of tokens, the token itself included, that the convolution mixes.
+        has_grouped_weights: true: a matrix holds the queries, keys, values and gates of one key
+            head after another; false: all queries, all keys, and so on.
+    """
+
+    layers: frozenset[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    has_grouped_weights: bool
+
+    @property
+    def num_channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def check(self, parallel: ParallelConfig) -> None:
+        """Refuse ranks among which the state of a request cannot be divided.
+
+        Raises:
+            ConfigError: the heads cannot be divided evenly among the ranks, or ranks share
+                contexts.
+        """
+        linear_heads_per_rank(self.num_key_heads, self.num_value_heads, parallel.tp)
+        if parallel.dcp * parallel.pcp > 1:
+            raise ConfigError(
+                f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; linear attention "
+                "keeps one state per request, which has no parts for several ranks: set both to 1, "
+                "and divide its heads by parallel.tp"
+            )
+
+    def state_bytes(self, tp: int, dtype: str, element_bytes: int) -> int:
+        """Return the bytes of one slot in one layer, on each of ``tp`` ranks.
+
+        Args:
+            dtype: name of the activations' type, as in the configuration.
+            element_bytes: bytes of an element of this type.
+
+        Raises:
+            ConfigError: the heads cannot be divided evenly among the ranks.
+        """
+        _, value_heads = linear_heads_per_rank(self.num_key_heads, self.num_value_heads, tp)
+        inputs = (self.conv_width - 1) * (self.num_channels // tp)
+        matrices = value_heads * self.value_dim * self.key_dim
+        return inputs * element_bytes + matrices * MATRIX_BYTES[dtype]
+
+
+def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
+    """Read the layers of linear attention; None if the model has no such layers.
+
+    Raises:
+        ModelError: a key is missing or has an impossible value.
+        UnsupportedModelError: the operators do not support the heads.
+    """
+    if not config.has("linear_num_value_heads"):
+        return None
+    linear = LinearSpec(
+        layers=_linear_layers(config),
+        num_key_heads=config.integer("linear_num_key_heads", most=MAX_HEADS),
+        num_value_heads=config.integer("linear_num_value_heads", most=MAX_HEADS),
+        key_dim=config.integer("linear_key_head_dim"),
+        value_dim=config.integer("linear_value_head_dim"),
+        conv_width=config.integer("linear_conv_kernel_dim", least=2, most=MAX_CONV_WIDTH),
+        has_grouped_weights=config.architecture.startswith("Qwen3Next"),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise ModelError(
+            f"{config.path}: linear_num_value_heads is {linear.num_value_heads}; it must be a "
+            f"multiple of linear_num_key_heads, {linear.num_key_heads}"
+        )
+    if (linear.key_dim, linear.value_dim) != (HEAD_DIM, HEAD_DIM):
+        raise config.unsupported(
+            f"linear_key_head_dim and linear_value_head_dim are {linear.key_dim} and "
+            f"{linear.value_dim}; the operators of linear attention take {HEAD_DIM} only"
+        )
+    return linear
+
+
+def _linear_layers(config: ModelConfig) -> frozenset[int]:
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
+    types = config.texts("layer_types")
+    if not types:
+        interval = config.integer("full_attention_interval", DEFAULT_INTERVAL, most=MAX_LAYERS)
+        return frozenset(i for i in range(num_layers) if (i + 1) % interval)
+    if len(types) != num_layers:
+        raise ModelError(
+            f"{config.path}: layer_types has {len(types)} entries; num_hidden_layers is "
+            f"{num_layers}, and each layer needs one entry"
+        )
+    if unknown := set(types) - {"linear_attention", "full_attention"}:
+        raise config.unsupported(
+            f"layer_types contains {min(unknown)!r:.80}; supported beside linear attention: "
+            "linear_attention, full_attention"
+        )
+    return frozenset(i for i, each in enumerate(types) if each == "linear_attention")

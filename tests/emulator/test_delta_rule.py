@@ -1,0 +1,251 @@
+"""The gated delta rule of linear attention, compared with transformers and with plain formulas, and
+the norm with 1 + gamma.
+"""
+
+import json
+
+import pytest
+import torch
+import torch_npu
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNorm,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+DIM, KEY_HEADS, VALUE_HEADS = 128, 2, 4
+BF16 = {"atol": 1e-2, "rtol": 2e-2}
+RECURRENT, CHUNK = "aclnnRecurrentGatedDeltaRule: ", "aclnnChunkGatedDeltaRule: "
+
+
+def unit(*shape):
+    return torch.nn.functional.normalize(torch.randn(*shape), dim=-1)
+
+
+def make_inputs(tokens, decay=1.0):
+    """Return the inputs of ``tokens`` tokens by the operators' names."""
+    torch.manual_seed(tokens)
+    return {
+        "query": unit(tokens, KEY_HEADS, DIM).bfloat16(),
+        "key": unit(tokens, KEY_HEADS, DIM).bfloat16(),
+        "value": torch.randn(tokens, VALUE_HEADS, DIM).bfloat16(),
+        "beta": torch.rand(tokens, VALUE_HEADS).bfloat16(),
+        "g": -decay * torch.rand(tokens, VALUE_HEADS),
+        "scale": DIM**-0.5,
+    }
+
+
+def make_states(count):
+    return torch.randn(count, VALUE_HEADS, DIM, DIM).bfloat16()
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def on_device(options):
+    return {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+def expected(rule, inputs, rows, state):
+    """Return the results of some tokens and the state after them, as transformers computes them.
+
+    Its states have the keys before the values, and may be float32.
+    """
+    q, k, v, g, beta = (inputs[name][None, rows] for name in ("query", "key", "value", "g", "beta"))
+    initial = state.float().mT[None]
+    out, last = rule(
+        q.float(), k.float(), v.float(), g, beta.float(), initial_state=initial,
+        output_final_state=True,
+    )  # fmt: skip
+    return out[0], last[0].mT
+
+
+def recurrent(inputs, states, lengths, slots, accepted, **changes):
+    """Run the operator on valid arguments and the given changes; return results and states."""
+    options = inputs | {
+        "state": states,
+        "actual_seq_lengths": lengths,
+        "ssm_state_indices": slots,
+        "num_accepted_tokens": accepted,
+    }
+    options = on_device(options | changes)
+    q, k, v, states = (options.pop(name) for name in ("query", "key", "value", "state"))
+    out = torch_npu.npu_recurrent_gated_delta_rule(q, k, v, states, **options)
+    return out.cpu(), states.cpu()
+
+
+def chunk(inputs, state, lengths, **changes):
+    options = inputs | {"initial_state": state, "actual_seq_lengths": lengths}
+    options = on_device(options | changes)
+    q, k, v = (options.pop(name) for name in ("query", "key", "value"))
+    out, last = torch_npu.npu_chunk_gated_delta_rule(q, k, v, **options)
+    return out.cpu(), last.cpu(), options["initial_state"].cpu()
+
+
+@pytest.mark.parametrize("decay", [1.0, 40.0])
+def test_each_token_of_each_request_has_its_state_in_its_slot(decay):
+    inputs, states = make_inputs(6, decay), make_states(9)
+    slots = ints(5, 2, 7, 1, 0, 0)
+
+    out, after = recurrent(inputs, states, ints(3, 1, 2), slots, ints(2, 1, 1))
+
+    for start, stop, source in [(0, 3, 2), (3, 4, 1), (4, 6, 0)]:
+        for end in range(start + 1, stop + 1):
+            want, state = expected(
+                torch_recurrent_gated_delta_rule, inputs, slice(start, end), states[source]
+            )
+            torch.testing.assert_close(out[end - 1].float(), want[-1], **BF16)
+            if slots[end - 1] or end == stop:
+                torch.testing.assert_close(after[slots[end - 1]].float(), state, **BF16)
+    untouched = [3, 4, 6, 8]
+    assert torch.equal(after[untouched], states[untouched])
+
+
+@pytest.mark.parametrize("decay", [1.0, 40.0])
+@pytest.mark.parametrize("lengths", [(1,), (3, 64), (65, 1, 7)])
+def test_parts_of_prompts(lengths, decay):
+    inputs, states = make_inputs(sum(lengths), decay), make_states(len(lengths))
+
+    out, last, before = chunk(inputs, states, ints(*lengths))
+
+    assert torch.equal(before, states)
+    start = 0
+    for i, length in enumerate(lengths):
+        rows = slice(start, start + length)
+        want, state = expected(torch_chunk_gated_delta_rule, inputs, rows, states[i])
+        torch.testing.assert_close(out[rows].float(), want, **BF16)
+        torch.testing.assert_close(last[i].float(), state, **BF16)
+        start += length
+
+
+def test_without_g_nothing_decays():
+    inputs, states = make_inputs(2), make_states(2)
+    arguments = (states, ints(2), ints(0, 1), ints(1))
+
+    out, after = recurrent(inputs | {"g": None}, *arguments)
+
+    want, state = recurrent(inputs | {"g": torch.zeros(2, VALUE_HEADS)}, *arguments)
+    assert torch.equal(out, want) and torch.equal(after, state)
+
+
+def test_strided_inputs():
+    inputs, states = make_inputs(4), make_states(4)
+    arguments = (ints(4), ints(0, 1, 2, 3), ints(1))
+    wide = torch.cat([inputs["query"], inputs["key"]], 1).npu()
+    query, key = wide.chunk(2, 1)
+
+    out, _ = recurrent(inputs | {"query": query, "key": key}, states.clone(), *arguments)
+
+    assert not query.is_contiguous()
+    assert torch.equal(out, recurrent(inputs, states, *arguments)[0])
+
+
+@pytest.mark.parametrize(
+    "rule,changes",
+    [
+        ("query must be bfloat16", {"query": torch.zeros(4, 2, DIM)}),
+        ("beta must be bfloat16", {"beta": torch.zeros(4, 4)}),
+        ("state must be bfloat16", {"state": torch.zeros(6, 4, DIM, DIM)}),
+        ("g must be float32", {"g": torch.zeros(4, 4).bfloat16()}),
+        ("actual_seq_lengths must be int32", {"actual_seq_lengths": torch.tensor([4])}),
+        ("ssm_state_indices must be int32 [4]", {"ssm_state_indices": ints(1, 2, 3)}),
+        ("num_accepted_tokens must be given", {"num_accepted_tokens": None}),
+        ("num_accepted_tokens must be int32 [1]", {"num_accepted_tokens": ints(1, 1)}),
+        ("Nv 3 is not a multiple of Nk 2", {"value": torch.zeros(4, 3, DIM).bfloat16()}),
+        ("T is 4, but state has only 3 slots", {"state": make_states(3)}),
+        ("state must be [slots, Nv, Dv, Dk]", {"state": make_states(6)[:, :, :64].contiguous()}),
+        ("state must be contiguous", {"state": make_states(6).npu().mT}),
+        ("gk is not emulated", {"gk": torch.zeros(4, 4, DIM)}),
+        ("Dk is 512, at most 256", {"query": torch.zeros(4, 2, 512).bfloat16(),
+                                    "key": torch.zeros(4, 2, 512).bfloat16(),
+                                    "state": torch.zeros(6, 4, DIM, 512).bfloat16()}),
+    ],
+)  # fmt: skip
+def test_recurrent_refuses(rule, changes):
+    with pytest.raises(RuntimeError) as error:
+        recurrent(make_inputs(4), make_states(6), ints(4), ints(1, 2, 3, 4), ints(1), **changes)
+    assert RECURRENT in str(error.value) and rule in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rule,changes",
+    [
+        ("query must be bfloat16", {"query": torch.zeros(4, 2, DIM)}),
+        ("initial_state must be bfloat16", {"initial_state": torch.zeros(2, 4, DIM, DIM)}),
+        ("initial_state of 3 states for 2 requests", {"initial_state": make_states(3)}),
+        ("Dv must be 128, got 64", {"value": torch.zeros(4, 4, 64).bfloat16(),
+                                    "initial_state": make_states(2)[:, :, :64].contiguous()}),
+        ("Nv is 128, at most 64", {"value": torch.zeros(4, 128, DIM).bfloat16(),
+                                   "beta": torch.zeros(4, 128).bfloat16(),
+                                   "g": torch.zeros(4, 128),
+                                   "initial_state": torch.zeros(2, 128, DIM, DIM).bfloat16()}),
+    ],
+)  # fmt: skip
+def test_chunk_refuses(rule, changes):
+    with pytest.raises(RuntimeError) as error:
+        chunk(make_inputs(4), make_states(2), ints(3, 1), **changes)
+    assert CHUNK in str(error.value) and rule in str(error.value)
+
+
+# Values of tensors on the device: CANN does not check them. Each case stops a device of its own.
+BAD_VALUES = [
+    ("num_accepted_tokens[0] is 0, not 1 to 3", [3, 1], [1, 2, 3, 4], [0, 1], -1.0),
+    ("num_accepted_tokens[1] is 2, not 1 to 1", [3, 1], [1, 2, 3, 4], [1, 2], -1.0),
+    ("ssm_state_indices[3] is 6, and state has 6 slots", [3, 1], [1, 2, 3, 6], [1, 1], -1.0),
+    ("ssm_state_indices[0] is -1", [3, 1], [-1, 2, 3, 4], [1, 1], -1.0),
+    ("requests 0 and 1 have the same slot 3", [3, 1], [1, 2, 3, 3], [1, 1], -1.0),
+    ("actual_seq_lengths add up to 3, but T is 4", [2, 1], [1, 2, 3, 4], [1, 1], -1.0),
+    ("actual_seq_lengths[1] is 0, not 1 to 8", [4, 0], [1, 2, 3, 4], [1, 1], -1.0),
+    ("g has an element above 0", [3, 1], [1, 2, 3, 4], [1, 1], 0.5),
+]
+
+
+def test_values_that_the_device_would_not_check_are_refused(run_script):
+    code = f"""
+    cases = json.loads({json.dumps(json.dumps(BAD_VALUES))})
+    def ints(values):
+        return torch.tensor(values, dtype=torch.int32).npu()
+    for device, (rule, lengths, slots, accepted, g) in enumerate(cases):
+        torch.npu.set_device(device)
+        q, v, beta = (torch.zeros(4, 4, n).bfloat16().npu() for n in (128, 128, 1))
+        state = torch.zeros(6, 4, 128, 128).bfloat16().npu()
+        try:
+            torch_npu.npu_recurrent_gated_delta_rule(
+                q, q, v, state, beta=beta[..., 0], scale=1.0, actual_seq_lengths=ints(lengths),
+                ssm_state_indices=ints(slots), num_accepted_tokens=ints(accepted),
+                g=torch.full((4, 4), g).npu())
+            torch.npu.synchronize()
+            print("ACCEPTED", rule)
+        except RuntimeError as e:
+            print("REFUSED" if rule in str(e) else "WRONG", rule, str(e)[:300])
+    os._exit(0)  # the devices are stopped
+    """
+    status, output = run_script(code, devices=len(BAD_VALUES))
+    assert status == 0 and output.count("REFUSED") == len(BAD_VALUES), output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norm_with_one_plus_gamma(dtype):
+    norm = Qwen3NextRMSNorm(96).requires_grad_(False)
+    norm.weight.normal_(0, 0.1)
+    x = torch.randn(5, 3, 96).to(dtype)
+
+    y, rstd = torch_npu.npu_gemma_rms_norm(x.npu(), norm.weight.to(dtype).npu())
+
+    norm.weight.copy_(norm.weight.to(dtype))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(y.cpu(), norm(x), atol=tolerance, rtol=tolerance)
+    want = x.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+    torch.testing.assert_close(rstd.cpu(), want)
+
+
+def test_norm_with_one_plus_gamma_refuses():
+    x = torch.zeros(4, 2, 16).npu()
+    for rule, arguments in [
+        ("gamma must be Float", (x, torch.zeros(16).half().npu())),
+        ("x must be contiguous", (x.mT, torch.zeros(2).npu())),
+    ]:
+        with pytest.raises(RuntimeError) as error:
+            torch_npu.npu_gemma_rms_norm(*arguments)
+        assert "aclnnGemmaRmsNorm: " in str(error.value) and rule in str(error.value)

@@ -1,0 +1,200 @@
+"""Layers of linear attention with random weights, and their steps on the emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dist_aclgraph.comm.groups import ALONE, ONE_RANK, CommGroup, RankGroups
+from dist_aclgraph.device.npu import Npu
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.layers.attention import AttentionMetadata
+from dist_aclgraph.layers.experts import ExpertSetup
+from dist_aclgraph.layers.state_metadata import (
+    DirectLayout,
+    DirectStates,
+    PromptStates,
+    StateMetadata,
+    direct_arrays,
+    prompt_arrays,
+)
+from dist_aclgraph.models.attention_kind import CacheRoom
+from dist_aclgraph.models.checkpoint import Checkpoint
+from dist_aclgraph.models.gated_delta import GatedDeltaAttention, LinearAttention
+from dist_aclgraph.models.loading import WeightSlices
+from dist_aclgraph.shapes.linear_spec import LinearSpec
+from dist_aclgraph.shapes.model_spec import ModelSpec
+from dist_aclgraph.shapes.rope_spec import RopeSpec
+
+HIDDEN, KEY_HEADS, VALUE_HEADS, DIM, WIDTH = 64, 2, 4, 128, 4
+FAMILIES = ("qwen3_next", "qwen3_5")
+NO_ROPE = (torch.empty(0), torch.empty(0))
+
+
+class Unsummed(CommGroup):
+    """A rank of a group whose sums the test computes."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+
+def make_oracle(family: str, a_log: float | None = None) -> Any:
+    """Return transformers' layer with random float32 weights.
+
+    Args:
+        a_log: value of A_log for all heads; None means random values.
+    """
+    import transformers
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": VALUE_HEADS,
+        "linear_key_head_dim": DIM,
+        "linear_value_head_dim": DIM,
+        "linear_conv_kernel_dim": WIDTH,
+    }
+    torch.manual_seed(7)
+    if family == "qwen3_next":
+        layer = Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(**sizes), 0)
+    else:
+        layer = Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(**sizes), 0)
+    layer.requires_grad_(False)
+    layer.norm.weight.uniform_(0.5, 1.5)
+    layer.dt_bias.normal_(0, 0.5)
+    if a_log is not None:
+        layer.A_log.fill_(a_log)
+    return layer.eval()
+
+
+def make_spec(family: str) -> ModelSpec:
+    linear = LinearSpec(
+        layers=frozenset({0}),
+        num_key_heads=KEY_HEADS,
+        num_value_heads=VALUE_HEADS,
+        key_dim=DIM,
+        value_dim=DIM,
+        conv_width=WIDTH,
+        has_grouped_weights=family == "qwen3_next",
+    )
+    return ModelSpec(
+        architecture=family,
+        num_layers=4,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        context_len=128,
+        hidden_size=HIDDEN,
+        intermediate_size=1,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=True,
+        rope=RopeSpec(theta=1e4, kind="default", max_position_embeddings=128),
+        linear=linear,
+    )
+
+
+def save_layer(layer: Any, directory: Path) -> Path:
+    names = {f"model.layers.0.linear_attn.{k}": v for k, v in layer.state_dict().items()}
+    save_file({k: v.contiguous() for k, v in names.items()}, directory / "model.safetensors")
+    return directory
+
+
+@dataclass
+class Direct:
+    """Tokens of a direct request: their hidden states, their slots, and the accepted tokens."""
+
+    rows: Tensor
+    slots: Sequence[int]
+    accepted: int = 1
+
+
+@dataclass
+class Prompt:
+    """A part of a prompt, which begins in slot ``source`` (None: without a state)."""
+
+    rows: Tensor
+    slot: int
+    source: int | None = None
+
+
+@dataclass
+class StateLayer:
+    """One rank's part of a layer, and its states."""
+
+    npu: Npu
+    directory: Path
+    family: str
+    dtype: torch.dtype = torch.float32
+    group: CommGroup = ALONE
+    num_slots: int = 24
+    layer: GatedDeltaAttention = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = RankGroups(self.group, ALONE)
+        kind = LinearAttention(
+            make_spec(self.family), groups, device=self.npu.device, dtype=self.dtype
+        )
+        checkpoint = Checkpoint(self.directory, self.dtype)
+        slices = WeightSlices(checkpoint, self.group, self.npu.device, ExpertSetup(ONE_RANK))
+        with torch.inference_mode():
+            self.layer = kind.load(slices, 0)
+            self.cache = kind.make_cache(CacheRoom(0, 0, self.dtype, self.num_slots))
+            # States of earlier requests: a new request must not see them.
+            self.cache.conv[1:] = 3
+            self.cache.recurrent[1:] = 3
+
+    def run(
+        self, direct: Sequence[Direct] = (), prompts: Sequence[Prompt] = (), padding: int = 0
+    ) -> list[Tensor]:
+        """Run one step; return the results of each request, direct requests first."""
+        rows = [each.rows for each in (*direct, *prompts)]
+        h = torch.cat([*rows, rows[0].new_ones(padding, HIDDEN)]).to(self.npu.device, self.dtype)
+        metadata = StateMetadata(direct=self.direct(direct), prompts=self.prompts(prompts))
+        with torch.inference_mode():
+            out = self.forward(h, metadata).float().cpu()
+        return list(out.split([len(each) for each in rows] + [padding]))[: len(rows)]
+
+    def forward(self, h: Tensor, metadata: StateMetadata) -> Tensor:
+        inputs = self.layer.project(h, NO_ROPE)
+        whole = AttentionMetadata(
+            num_tokens=0, written=h, block_table=h, query_ends=[], kv_lens=[], causal_mask=h,
+            is_causal=False, states=metadata,
+        )  # fmt: skip
+        self.layer.attend(inputs, NO_ROPE, self.cache, whole)
+        return self.layer.output(inputs)
+
+    def direct(self, requests: Sequence[Direct]) -> DirectStates | None:
+        if not requests:
+            return None
+        lengths = np.array([len(each.rows) for each in requests], np.int32)
+        _, *arrays = direct_arrays(np.zeros_like(lengths), lengths, WIDTH)
+        layout = DirectLayout.of_arrays(list(map(self.send, arrays)), int(lengths.max()))
+        slots = self.send([slot for each in requests for slot in each.slots])
+        accepted = self.send([each.accepted for each in requests])
+        return DirectStates.of_slots(slots, accepted, layout)
+
+    def prompts(self, requests: Sequence[Prompt]) -> PromptStates | None:
+        if not requests:
+            return None
+        lengths = np.array([len(each.rows) for each in requests], np.int32)
+        places = [(each.source or each.slot, each.slot) for each in requests]
+        goes_on = np.array([each.source is not None for each in requests], np.int32)
+        arrays = prompt_arrays(*np.array(places, np.int32).T, lengths, goes_on, WIDTH)
+        return PromptStates.of_step(list(map(self.send, arrays)), np.cumsum(lengths).tolist())
+
+    def send(self, values: Sequence[int] | IntArray) -> Tensor:
+        return torch.from_numpy(np.asarray(values, np.int32)).to(self.npu.device)
