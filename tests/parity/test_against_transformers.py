@@ -237,6 +237,8 @@ def assert_all_is_answered(
         slow("Qwen3ForCausalLM", "FULL_DECODE_ONLY"),
         slow("Qwen3MoeForCausalLM", "FULL"),
         slow("DeepseekV3ForCausalLM", "FULL_AND_PIECEWISE"),
+        slow("MiniMaxM2ForCausalLM", "PIECEWISE"),
+        slow("GptOssForCausalLM", "FULL"),
     ],
 )
 def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(
