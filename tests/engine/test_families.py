@@ -5,6 +5,7 @@ deployments.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import greedy, make_prompts, make_reference
 from tests.engine.runners import Sequences, make_runner
+from tests.parity.made_checkpoints import write_fp8
 from tests.plans import decode_graph
 
 NUM_TOKENS = 9
@@ -52,6 +54,25 @@ def test_greedy_tokens_equal_those_of_transformers(
     for _ in range(NUM_TOKENS - 1):
         sequences.decode(graph)
 
+    assert sequences.new == greedy(model, prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
+def test_weights_in_fp8_are_those_of_floats(npu: Any, tmp_path: Path, architecture: str) -> None:
+    """Names, blocks of scales and the order of rotated heads fit together."""
+    from transformers import AutoModelForCausalLM
+
+    directory, floats = tmp_path / "fp8", tmp_path / "floats"
+    make_reference(architecture, directory, hidden_size=192, head_dim=96)
+    shutil.copytree(directory, floats)
+    write_fp8(directory, floats, torch.float32)
+    sequences = Sequences(make_runner(npu, directory), prompts := make_prompts([40, 3]))
+
+    sequences.prefill()
+    for _ in range(NUM_TOKENS - 1):
+        sequences.decode(None)
+
+    model = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
     assert sequences.new == greedy(model, prompts, NUM_TOKENS)
 
 

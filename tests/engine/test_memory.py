@@ -30,6 +30,7 @@ from tests.checkpoints import make_reference
 from tests.engine.runners import make_runner
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
+NEWER = ("Glm4Moe", "MiniMaxM2", "GptOss")
 MAX_LEN = 128
 STEP_BUFFERS = ("step buffers", "token counts")
 
@@ -68,10 +69,11 @@ def bytes_of(value: Any, *but: Tensor) -> int:
 def load(npu: Npu, directory: Path, dtype: torch.dtype, tp: int, ep: int, drafts: bool) -> Decoder:
     group, experts = CommGroup(tuple(range(tp)), tp - 1), CommGroup(tuple(range(ep)), ep - 1)
     groups = RankGroups(group, experts if ep > 1 else CommGroup((tp - 1,), 0))
+    spec = read_model_spec(directory)
     return Decoder(
-        read_model_spec(directory),
+        spec,
         groups,
-        Checkpoint(directory, dtype),
+        Checkpoint(directory, dtype, names=spec.names),
         device=npu.device,
         max_len=MAX_LEN,
         drafts=drafts,
@@ -82,7 +84,7 @@ def load(npu: Npu, directory: Path, dtype: torch.dtype, tp: int, ep: int, drafts
 @pytest.fixture(scope="module")
 def checkpoints(npu: Npu, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {"tiny-deepseek": TINY_DEEPSEEK}
-    for name in ("Qwen3", "Qwen2", "Qwen3Moe", "DeepseekV3", "DeepseekV2"):
+    for name in ("Qwen3", "Qwen2", "Qwen3Moe", "DeepseekV3", "DeepseekV2", *NEWER):
         found[name] = tmp_path_factory.mktemp(name)
         make_reference(f"{name}ForCausalLM", found[name])
     return found
@@ -102,6 +104,10 @@ def checkpoints(npu: Npu, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ("DeepseekV3", 2, 2),
         ("DeepseekV3", 2, 8),
         ("DeepseekV2", 2, 4),
+        ("Glm4Moe", 2, 4),
+        ("MiniMaxM2", 4, 1),
+        ("GptOss", 2, 1),
+        ("GptOss", 1, 4),
         ("tiny-deepseek", 2, 4),
     ],
 )

@@ -35,6 +35,8 @@ MADE = (
     "DeepseekV2ForCausalLM",
 )
 CONTEXT, ORIGINAL = 256, 64
+# Ends of the names of the matrices of layers; MiniMax names those of experts by numbers.
+MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 BLOCK = 128  # rows and columns of a matrix that share an FP8 scale
 Keys = dict[str, Any]
 Value = TypeVar("Value")
@@ -286,7 +288,7 @@ def write(made: Made, directory: Path) -> Path:
     reference = directory / "reference"
     reference.mkdir()
     (reference / "config.json").write_text(json.dumps(config))
-    _write_fp8(directory, reference, made.scales)
+    write_fp8(directory, reference, made.scales)
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -296,13 +298,13 @@ def write(made: Made, directory: Path) -> Path:
     return reference
 
 
-def _write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
+def write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
     """Store the layers' matrices in FP8, and store the values that they represent in the
     reference.
     """
     stored = load_file(directory / "model.safetensors")
     plain = dict(stored)
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
+    for name in [name for name in stored if name.endswith(MATRICES)]:
         weight = stored[name]
         scale = _scales(weight).to(scales)
         each = scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

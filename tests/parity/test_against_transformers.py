@@ -134,7 +134,13 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
     ("architecture", "forms_agree"),
     # With latent attention, the form of attention of a request, and so the rounding, depends on the
     # other requests.
-    [("Qwen3ForCausalLM", True), ("DeepseekV3ForCausalLM", False)],
+    [
+        ("Qwen3ForCausalLM", True),
+        ("DeepseekV3ForCausalLM", False),
+        ("Glm4MoeForCausalLM", True),
+        ("MiniMaxM2ForCausalLM", True),
+        ("GptOssForCausalLM", True),
+    ],
 )
 def test_strict_bfloat16_logprobs_lie_near_those_of_transformers(
     references: Any, architecture: str, forms_agree: bool
@@ -231,6 +237,8 @@ def assert_all_is_answered(
         slow("Qwen3ForCausalLM", "FULL_DECODE_ONLY"),
         slow("Qwen3MoeForCausalLM", "FULL"),
         slow("DeepseekV3ForCausalLM", "FULL_AND_PIECEWISE"),
+        slow("MiniMaxM2ForCausalLM", "PIECEWISE"),
+        slow("GptOssForCausalLM", "FULL"),
     ],
 )
 def test_two_ranks_in_every_mode_under_arrivals_aborts_and_preemptions(

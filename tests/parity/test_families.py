@@ -47,20 +47,21 @@ def test_layouts_change_no_token(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "mode"),
+    ("architecture", "mode", "tp"),
     [
-        (GPT_OSS, "FULL_AND_PIECEWISE"),
-        slow(GLM, "PIECEWISE"),
-        slow(MINIMAX, "FULL"),
-        (QWEN_NEXT, "FULL_AND_PIECEWISE"),
+        (GPT_OSS, "FULL_AND_PIECEWISE", 2),
+        slow(GLM, "PIECEWISE", 1),
+        slow(MINIMAX, "FULL", 2),
+        (QWEN_NEXT, "FULL_AND_PIECEWISE", 1),
     ],
 )
 def test_prompts_in_chunks_change_no_token(
-    long_references: Any, architecture: str, mode: str
+    long_references: Any, architecture: str, mode: str, tp: int
 ) -> None:
     reference = long_references(architecture)
     config = make_deployment_config(
         reference.directory,
+        parallel={"tp": tp},
         graph={"mode": mode},
         scheduler={"max_num_batched_tokens": 128},
         kv={"block_size": 32, "num_blocks": 320},

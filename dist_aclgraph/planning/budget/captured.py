@@ -21,9 +21,9 @@ QUEUE_ENTRIES = 2016  # entries of one queue: 2048 minus 32 that CANN reserves
 # two operators less.
 BEFORE_ATTENTION = 7
 AFTER_ATTENTION = 5
-# Additional operators before attention if norms span the heads of several ranks: five for the
-# scales of both norms; a product and a conversion for each of q and k.
-SUMMED_NORMS = 9
+# Additional operators before attention if norms span the heads of several ranks: six for the scales
+# of both norms; a product and a conversion for each of q and k.
+SUMMED_NORMS = 10
 # Operators of a layer of experts, instead of the three products and activation of a dense layer:
 # router, routing, products and shared experts. Gathering tokens adds ten operators, an all-to-all
 # with its indices adds thirty-nine.

@@ -54,6 +54,16 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
     assert lanes(PIECES, pair) == [(20, 4), (16, 8), (16, 8), (16, 8), (10, 8)]
 
 
+def test_norms_over_the_heads_of_several_ranks_lengthen_what_comes_before_attention() -> None:
+    pair, norms = (Workload(num_layers=4, tp=2, sums_norms=sums) for sums in (False, True))
+    main, side = 10 + 2, 4  # operators, with a record and a wait; the collective on HCCL's lane
+
+    [(length, hccl)] = lanes(DECODE, pair)
+    assert lanes(DECODE, norms) == [(length + 4 * main, hccl + 4 * side)]
+    *before, last = lanes(PIECES, pair)
+    assert lanes(PIECES, norms) == [*((a + main, b + side) for a, b in before), last]
+
+
 def test_buckets_take_what_they_took_on_the_emulator() -> None:
     alone, pair = Workload(num_layers=4), Workload(num_layers=4, tp=2)
 
