@@ -39,13 +39,14 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
 }
-KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "kv_b_proj", "eh_proj")
+KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "kv_b_proj", "weights_proj", "eh_proj")
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", {}),
     ("Qwen2ForCausalLM", {}),  # with biases
     ("Qwen3MoeForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
+    ("GlmMoeDsaForCausalLM", {"index_topk": 64}),  # rounded scores would choose other keys
 ]
 
 
