@@ -96,7 +96,8 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert model.is_greedy(answers)
 
 
-@pytest.mark.parametrize("max_tokens", [160, slow(48)])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_tokens", [160, 48])
 def test_prompts_in_several_steps_get_the_same_tokens(models: Any, max_tokens: int) -> None:
     model = models(V32)
 
@@ -108,7 +109,7 @@ def test_prompts_in_several_steps_get_the_same_tokens(models: Any, max_tokens: i
 @pytest.mark.parametrize(
     ("architecture", "mode"), [(GLM, "FULL_DECODE_ONLY"), slow(V32, "FULL_AND_PIECEWISE")]
 )
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [slow(1), 2])
 def test_drafts_change_no_token(models: Any, architecture: str, mode: str, in_flight: int) -> None:
     model = models(architecture)
 
@@ -157,7 +158,7 @@ def test_layers_without_an_indexer_use_an_earlier_choice(models: Any, mode: str)
     "changes",
     [
         {"indexer_rope_interleave": True},  # the rotation of GLM-5's indexer
-        {"index_topk": 25},
+        slow({"index_topk": 25}),
     ],
 )
 def test_another_choice_gives_other_tokens(
@@ -169,6 +170,7 @@ def test_another_choice_gives_other_tokens(
     assert not changed.is_greedy(answers_of(changed, graph={"mode": "NONE"}))
 
 
+@pytest.mark.slow
 def test_a_choice_of_all_keys_is_latent_attention(models: Any, tmp_path: Path) -> None:
     model = models(V32)
     longest = max(LENGTHS) + NUM_TOKENS
