@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dist_aclgraph.context.place import ContextPlace
@@ -14,7 +15,12 @@ from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.upload import upload_arrays
 from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.ints import IntArray
-from dist_aclgraph.layers.attention import AttentionMetadata, AttentionTasks, make_causal_mask
+from dist_aclgraph.layers.attention import (
+    AttentionMetadata,
+    AttentionTasks,
+    DeviceRows,
+    make_causal_mask,
+)
 from dist_aclgraph.layers.prompt_attention import DeviceChunk, DeviceLaunch, DevicePart
 from dist_aclgraph.models.attention_kind import PagedKind
 from dist_aclgraph.planning.descriptor import BatchDescriptor
@@ -64,17 +70,24 @@ class AttentionSteps:
             written: [num_tokens] int32, slots of the cache write; None means the inputs' slots.
         """
         block_table, query_len = inputs.block_table, graph.query_len
+        written = inputs.slots if written is None else written
+        on_device = None
+        if self._kind.reads_device_rows:
+            assert query_len, "graphs of mixed batches have no lengths on the device"
+            positions = inputs.positions.view(-1, query_len)
+            on_device = _uniform_rows(positions, iteration, written)
         if self._place.is_sharded and query_len > 1:
             block_table = block_table.repeat_interleave(query_len, 0)
         return AttentionMetadata(
             num_tokens=graph.num_tokens,
-            written=self._slots(inputs.slots if written is None else written),
+            written=self._slots(written),
             block_table=block_table,
             query_ends=lens.query_ends,
             kv_lens=lens.kv_lens[iteration],
             causal_mask=self._causal_mask,
             is_causal=query_len != 1 and not self._place.is_sharded,
             is_empty=self._is_empty(inputs.positions, iteration),
+            on_device=on_device,
             tasks=tasks,
         )
 
@@ -100,6 +113,9 @@ class AttentionSteps:
             arrays += [prompts.written, prompts.positions]
         if rows.requests is not None:
             arrays.append(rows.requests)
+        has_device_rows = self._kind.reads_device_rows and bool(rows.query_ends)
+        if has_device_rows:
+            arrays += [np.array(rows.query_ends, np.int32), np.array(rows.kv_lens, np.int32)]
         reads = self._reads_of(parts, inputs.block_table)
         arrays += [array for each in reads for array in _arrays_of(each)]
         sent = iter(upload_arrays(self._npu, arrays) if arrays else [])
@@ -112,6 +128,9 @@ class AttentionSteps:
         block_table = step.block_table
         if rows.requests is not None:
             block_table = block_table.index_select(0, next(sent))
+        on_device = None
+        if has_device_rows:
+            on_device = DeviceRows(next(sent), next(sent), _index_slots(written))
         return AttentionMetadata(
             num_tokens=inputs.num_tokens,
             written=self._slots(written),
@@ -123,6 +142,7 @@ class AttentionSteps:
             causal_mask=self._causal_mask,
             is_causal=rows.num_tokens > len(rows.query_ends),
             is_empty=self._is_empty(step.positions[: rows.num_tokens]),
+            on_device=on_device,
             parts=_on_device(parts, reads, sent),
         )
 
@@ -149,6 +169,9 @@ class AttentionSteps:
         else:
             query_ends = list(range(num_places, num_tokens + 1, num_places))
             kv_lens = (at[:, -1] + 1 + ahead).tolist()
+        on_device = None
+        if self._kind.reads_device_rows and num_reqs:
+            on_device = _uniform_rows(positions, ahead, written)
         return AttentionMetadata(
             num_tokens=num_tokens,
             written=self._slots(written),
@@ -158,6 +181,7 @@ class AttentionSteps:
             causal_mask=self._causal_mask,
             is_causal=not self._place.is_sharded,
             is_empty=self._is_empty(positions.reshape(-1), ahead),
+            on_device=on_device,
         )
 
     def _slots(self, slots: Tensor) -> Tensor:
@@ -181,6 +205,28 @@ class AttentionSteps:
             for part in parts
             for chunk in part.chunks
         ]
+
+
+def _uniform_rows(positions: Tensor, ahead: int, slots: Tensor) -> DeviceRows:
+    """Return the rows of requests with equally many queries, computed on the device.
+
+    Args:
+        positions: [num_reqs, query_len] int32, positions of the queries; 0 for padding.
+        ahead: number of tokens by which drafting has made requests longer.
+        slots: [num_tokens] int32.
+    """
+    num_reqs, query_len = positions.shape
+    ends = torch.arange(
+        query_len, num_reqs * query_len + 1, query_len, dtype=torch.int32, device=positions.device
+    )
+    # The KV length of a padding request covers its queries, as on the host.
+    kv_lens = (positions[:, -1] + 1).clamp(min=query_len)
+    return DeviceRows(ends, kv_lens + ahead if ahead else kv_lens, _index_slots(slots))
+
+
+def _index_slots(slots: Tensor) -> Tensor:
+    """[n] -> [n, 1], with padding in the dummy block."""
+    return slots.clamp(min=0).unsqueeze(1)
 
 
 def _arrays_of(reads: Reads) -> list[IntArray]:

@@ -87,7 +87,9 @@ class Replays:
         assert self._step is not None
         _, lens = self._step
         self._num_behind += graph.update(self._main_stream, self._update_stream, lens, between)
-        self._watch.book("update_per_layer", self._watch.lap("update") / graph.num_tasks)
+        duration_us = self._watch.lap("update")
+        if graph.num_tasks:
+            self._watch.book("update_per_layer", duration_us / graph.num_tasks)
 
     def end(self) -> None:
         """End the measurement of a step whose graphs are all queued."""
@@ -128,10 +130,12 @@ class Replays:
         if self._ahead is None:
             return
         graphs, lens = self._ahead
+        num_tasks = sum(graph.num_tasks for graph in graphs)
+        if num_tasks == 0:
+            return
         start_s = time.perf_counter()
         for graph in graphs:
             graph.send_ahead(self._main_stream, self._update_stream, lens, is_wanted_elsewhere)
         duration_us = (time.perf_counter() - start_s) * 1e6
         self._watch.book("update_ahead", duration_us)
-        num_tasks = sum(graph.num_tasks for graph in graphs)
         self._watch.book("update_per_layer", duration_us / num_tasks)

@@ -114,7 +114,9 @@ class TaskRecorder:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of KV lengths that each task needs."""
+        """Return the number of KV lengths that each task needs; 0 without tasks."""
+        if not self.tasks:
+            return 0
         task = self.tasks[0]
         return len(task.arguments[task.operator.kv_lens])
 

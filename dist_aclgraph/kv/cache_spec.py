@@ -95,8 +95,12 @@ class KVCacheSpec:
         if linear is not None:
             each = linear.state_bytes(tp, config.dtype, DTYPE_BYTES[config.dtype])
             states = (StateTensor(len(linear.layers), each),)
+        paged = [PagedTensor(num_layers, elements_per_token(facts, tp))]
+        if facts.indexer is not None:
+            num_indexers = len(facts.indexer.layers.intersection(range(num_layers)))
+            paged.append(PagedTensor(num_indexers, facts.indexer.head_dim))
         return cls(
-            paged=(PagedTensor(num_layers, elements_per_token(facts, tp)),),
+            paged=tuple(paged),
             states=states,
             num_slots=StateSlots.from_config(config).count if states else 0,
             block_size=config.kv.block_size,

@@ -83,6 +83,23 @@ class AttentionTasks(Protocol):
         """Capture the operator as one task group; the operator writes to ``outputs``."""
 
 
+@dataclass(frozen=True)
+class DeviceRows:
+    """The lengths of the requests that attend directly, and the slots of new keys, on the device.
+
+    Operators that read lengths on the device need no update in a captured graph.
+
+    Attributes:
+        query_ends, kv_lens: [num_reqs] int32, as in ``AttentionMetadata``.
+        slots: [num_written, 1] int32. Padding has a slot of the dummy block, because an operator
+            that writes rows by their indices refuses slot -1.
+    """
+
+    query_ends: Tensor
+    kv_lens: Tensor
+    slots: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """The slots, blocks and lengths of a step's tokens; all layers use the same value.
@@ -106,6 +123,7 @@ class AttentionMetadata:
             is still 1); None if the cache is not sharded.
         causal_mask: [2048, 2048] bool.
         is_causal: whether requests that attend directly need the causal mask.
+        on_device: lengths and slots for kinds of attention that read lengths on the device.
         tasks: records the operators of the captured graph; None in an eager step.
         states: places of recurrent states; None if no layer has such a state, or if no request is
             live.
@@ -122,6 +140,7 @@ class AttentionMetadata:
     written_rope: tuple[Tensor, Tensor] | None = None
     is_empty: Tensor | None = None
     parts: tuple[DevicePart, ...] = ()
+    on_device: DeviceRows | None = None
     tasks: AttentionTasks | None = None
     states: StateMetadata | None = None
 

@@ -101,33 +101,12 @@ class LatentAttention:
         if n := metadata.num_exchanged:
             assert metadata.written_rope is not None
             kv, rope = self.context.gather_new(kv, n), metadata.written_rope
-        self._write(kv[: len(metadata.written)], rope, cache, metadata.written)
+        write_latents(kv, self.norm, rope, cache, metadata.written)
         if n := metadata.num_direct:
             self._attend_directly(q[:n], q_rope[:n], out[:n], cache, metadata)
         if metadata.parts:
             assert metadata.tasks is None, "graphs hold the direct form only"
             self._attend_parts(q, q_rope, out, cache, metadata)
-
-    def _write(
-        self, kv: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
-    ) -> None:
-        n = len(kv)
-        # Each token is passed as one sequence, as in vllm-ascend. The operator needs one block per
-        # sequence. If the cache has fewer blocks than tokens, all tokens are passed as one
-        # sequence; the operator's document also allows this.
-        rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
-        cos, sin = (table[:n].view(*rows, -1) for table in rope)
-        torch.ops.npu.npu_kv_rmsnorm_rope_cache(
-            kv.view(*rows, -1),
-            self.norm,
-            cos,
-            sin,
-            slots,
-            cache.rope_keys,
-            cache.latents,
-            epsilon=NORM_EPS,
-            cache_mode="PA",
-        )
 
     def _attend_directly(
         self,
@@ -138,9 +117,7 @@ class LatentAttention:
         metadata: AttentionMetadata,
     ) -> None:
         context, is_empty = self.context, metadata.is_empty
-        absorbed = torch.ops.npu.npu_transpose_batchmatmul(  # [n, heads, 512]
-            q, self.keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
-        )
+        absorbed = absorb(q, self.keys)
         sums = None
         if is_empty is not None:
             widths = [absorbed.shape[2], q_rope.shape[2]]
@@ -168,7 +145,7 @@ class LatentAttention:
         if is_empty is not None and sums is not None:
             merged = context.merge(attended.transpose(0, 1), sums, is_empty)
             attended = merged.to(q.dtype).transpose(0, 1)
-        out.copy_(torch.bmm(attended, self.values.transpose(1, 2)).transpose(0, 1))
+        compute_values(attended, self.values, out)
 
     def _attend_parts(
         self,
@@ -205,3 +182,53 @@ class LatentAttention:
 
         caches = [x.view(-1, x.shape[-1]) for x in (cache.latents, cache.rope_keys)]
         attend_parts(metadata.parts, caches, self.context, attend, out)
+
+
+def write_latents(
+    kv: Tensor, norm: Tensor, rope: tuple[Tensor, Tensor], cache: LatentCache, slots: Tensor
+) -> None:
+    """Normalise and rotate the first rows of ``kv``, and write them to their slots.
+
+    Args:
+        kv: [>= n, 512 + 64], neither normalised nor rotated.
+        norm: [512], weight of the norm.
+        rope: cos and sin, [>= n, 1, 1, 64] each.
+        slots: [n] int64; a row with slot -1 is written nowhere.
+    """
+    n = len(slots)
+    # Each token is passed as one sequence, as in vllm-ascend. The operator needs one block per
+    # sequence. If the cache has fewer blocks than tokens, all tokens are passed as one sequence;
+    # the operator's document also allows this.
+    rows = (n, 1, 1) if n <= len(cache.latents) else (1, 1, n)
+    cos, sin = (table[:n].view(*rows, -1) for table in rope)
+    torch.ops.npu.npu_kv_rmsnorm_rope_cache(
+        kv[:n].view(*rows, -1),
+        norm,
+        cos,
+        sin,
+        slots,
+        cache.rope_keys,
+        cache.latents,
+        epsilon=NORM_EPS,
+        cache_mode="PA",
+    )
+
+
+def absorb(q: Tensor, keys: Tensor) -> Tensor:
+    """Multiply queries [n, heads, d] by key matrices [heads, d, 512]; return [n, heads, 512].
+
+    The products with latents are then the products of queries and keys.
+    """
+    absorbed: Tensor = torch.ops.npu.npu_transpose_batchmatmul(
+        q, keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+    )
+    return absorbed
+
+
+def compute_values(attended: Tensor, values: Tensor, out: Tensor) -> None:
+    """Multiply attended latents [heads, n, 512] by value matrices [heads, d, 512].
+
+    Args:
+        out: [n, heads, d], receives the result.
+    """
+    out.copy_(torch.bmm(attended, values.transpose(1, 2)).transpose(0, 1))

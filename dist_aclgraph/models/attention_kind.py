@@ -46,10 +46,21 @@ class LayerAttention(Protocol):
         """
 
     def attend(
-        self, inputs: tuple[Tensor, ...], rope: Rope, cache: Cache, metadata: AttentionMetadata
-    ) -> None:
+        self,
+        inputs: tuple[Tensor, ...],
+        rope: Rope,
+        cache: Cache,
+        metadata: AttentionMetadata,
+        earlier: Any,
+    ) -> Any:
         """Write the live tokens to the cache, and their results to ``inputs[-1]``, whose padding
         rows stay unchanged.
+
+        Args:
+            earlier: what ``attend`` of the previous layer returned; None in the first layer.
+
+        Returns:
+            What the next layers may use, such as the choice of keys; None if there is nothing.
         """
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -78,11 +89,13 @@ class PagedKind(AttentionKind, Protocol):
         takes_long_queries: whether a request may attend directly with any number of queries, if the
             cache is not sharded.
         ropes_written: whether the cache write rotates keys, and therefore needs rotary rows.
+        reads_device_rows: whether attention reads the lengths of requests on the device.
     """
 
     slot_dtype: torch.dtype
     takes_long_queries: bool
     ropes_written: bool
+    reads_device_rows: bool
 
     def rope(self, positions: Tensor) -> Rope:
         """Return the rotary rows of [n] int32 positions."""

@@ -9,11 +9,13 @@ from dist_aclgraph.models.attention_kind import AttentionKind, PagedKind
 from dist_aclgraph.models.gated_delta import LinearAttention
 from dist_aclgraph.models.gqa import GroupedQuery
 from dist_aclgraph.models.mla import MultiHeadLatent
+from dist_aclgraph.models.sparse_mla import ChosenLatent, SparseLatent
 from dist_aclgraph.shapes.model_spec import LayerKind, ModelSpec
 
-PAGED: dict[LayerKind, type[GroupedQuery | MultiHeadLatent]] = {
+PAGED: dict[LayerKind, type[GroupedQuery | MultiHeadLatent | SparseLatent]] = {
     "grouped": GroupedQuery,
     "latent": MultiHeadLatent,
+    "sparse": SparseLatent,
 }
 
 
@@ -21,7 +23,8 @@ class AttentionKinds:
     """Owns the state that the layers of each kind share.
 
     Attributes:
-        paged: the kind whose keys are in blocks; a decoder has exactly one such kind.
+        paged: the kind whose keys are in blocks; a decoder has exactly one such kind. Layers that
+            use the choice of an earlier layer are a variant of it.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class AttentionKinds:
             spec, groups, device=device, dtype=dtype, max_len=max_len
         )
         self._made: dict[LayerKind, AttentionKind] = {spec.paged_kind: self.paged}
+        if isinstance(self.paged, SparseLatent):
+            self._made["chosen"] = ChosenLatent(self.paged)
         if spec.linear is not None:
             self._made["linear"] = LinearAttention(spec, groups, device=device, dtype=dtype)
 

@@ -58,7 +58,12 @@ class GatedDeltaAttention:
         return qkv, g, b.sigmoid(), z, out
 
     def attend(
-        self, inputs: tuple[Tensor, ...], rope: Rope, cache: StateCache, metadata: AttentionMetadata
+        self,
+        inputs: tuple[Tensor, ...],
+        rope: Rope,
+        cache: StateCache,
+        metadata: AttentionMetadata,
+        earlier: None,
     ) -> None:
         qkv, g, beta, _, out = inputs
         if metadata.states is not None:

@@ -92,7 +92,12 @@ class GroupedQueryAttention:
         return q, k, v, *gate, torch.empty_like(q)
 
     def attend(
-        self, inputs: tuple[Tensor, ...], rope: Rope, cache: KVCache, metadata: AttentionMetadata
+        self,
+        inputs: tuple[Tensor, ...],
+        rope: Rope,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        earlier: None,
     ) -> None:
         q, k, v, *_, out = inputs
         self.paged(q, k, v, out, cache, metadata)
@@ -111,6 +116,7 @@ class GroupedQuery:
     slot_dtype = torch.int32
     takes_long_queries = True
     ropes_written = False
+    reads_device_rows = False
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -151,8 +151,10 @@ class LayerStack:
         """
         first, *between, last = self._segments(embed, step)
         cos, sin, residual, *state = run(first, positions, *inputs)
+        earlier: Any = None
         for layer, cache, segment in zip(self.layers, caches, [*between, last], strict=True):
-            layer.attention.attend(tuple(state), (cos, sin), cache, metadata)
+            attention = layer.attention
+            earlier = attention.attend(tuple(state), (cos, sin), cache, metadata, earlier)
             if segment is not last:
                 residual, *state = run(segment, residual, slots, cos, sin, *state)
         (hidden,) = run(last, residual, slots, *state)

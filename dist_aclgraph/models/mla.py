@@ -72,6 +72,7 @@ class MultiHeadLatentAttention:
         rope: Rope,
         cache: LatentCache,
         metadata: AttentionMetadata,
+        earlier: None,
     ) -> None:
         q, q_rope, kv, out = inputs
         self.latent(q, q_rope, kv, out, rope, cache, metadata)
@@ -80,11 +81,12 @@ class MultiHeadLatentAttention:
         return self.output_product(inputs[-1].flatten(1))
 
 
-class MultiHeadLatent:
-    """State that the layers share: the rank's heads and the rotary tables."""
+class LatentKind:
+    """State that the layers of latent attention share: the rank's heads and the rotary tables. It
+    also reads the weights that all forms of latent attention have.
+    """
 
     slot_dtype = torch.int64
-    takes_long_queries = False  # For direct attention, the operator accepts only few queries.
     ropes_written = True
 
     def __init__(
@@ -108,33 +110,27 @@ class MultiHeadLatent:
         self._device = device
         self._rotary = RotaryTables(spec.rope, self._sizes.rope_dim, max_len, dtype, device)
 
-    def load(self, slices: WeightSlices, index: int) -> MultiHeadLatentAttention:
-        prefix = f"model.layers.{index}.self_attn"
-        hidden, sizes, rank = self._spec.hidden_size, self._sizes, self._sizes.q_rank
-        width = sizes.kv_rank + sizes.rope_dim
-        kv = slices.matrix(f"{prefix}.kv_a_proj_with_mqa", (width, hidden), 0, 0, width)
-        kv = kv.rearranged(lambda columns: self._paired(columns, width))
-        q_norm, q_up = None, None
-        if rank is None:
-            queries = self._queries(slices, f"{prefix}.q_proj", hidden)
-        else:
-            queries = slices.matrix(f"{prefix}.q_a_proj", (rank, hidden), 0, 0, rank)
-            q_norm = slices.whole(f"{prefix}.q_a_layernorm.weight", (rank,))
-            q_up = slices.product([self._queries(slices, f"{prefix}.q_b_proj", rank)])
-        d = sizes.value_dim
-        return MultiHeadLatentAttention(
-            down=slices.product([queries, kv]),
-            q_norm=q_norm,
-            q_up=q_up,
-            latent=self._latent(slices, prefix),
-            output_product=slices.row_parallel(
-                f"{prefix}.o_proj",
-                (hidden, self._spec.num_heads * d),
-                self._heads.start * d,
-                self._heads.stop * d,
-                has_bias=False,
-            ),
-            sizes=sizes,
+    def rope(self, positions: Tensor) -> Rope:
+        """[n] -> cos and sin, [n, 1, 1, 64] each."""
+        return self._rotary.rows(positions, (-1, 1, 1, self._sizes.rope_dim))
+
+    @property
+    def _scale(self) -> float:
+        width = self._sizes.plain_dim + self._sizes.rope_dim
+        return float(width**-0.5 * score_factor(self._spec.rope))
+
+    def _key_values(self, slices: WeightSlices, prefix: str) -> MatrixPart:
+        """Return the matrix of the latent and the key to rotate, [hidden, 512 + 64]."""
+        width = self._sizes.kv_rank + self._sizes.rope_dim
+        shape = (width, self._spec.hidden_size)
+        matrix = slices.matrix(f"{prefix}.kv_a_proj_with_mqa", shape, 0, 0, width)
+        return matrix.rearranged(lambda columns: self._paired(columns, width))
+
+    def _output(self, slices: WeightSlices, prefix: str) -> RowParallelLinear:
+        d, heads = self._sizes.value_dim, self._heads
+        shape = (self._spec.hidden_size, self._spec.num_heads * d)
+        return slices.row_parallel(
+            f"{prefix}.o_proj", shape, heads.start * d, heads.stop * d, has_bias=False
         )
 
     def _queries(self, slices: WeightSlices, name: str, width: int) -> MatrixPart:
@@ -157,7 +153,10 @@ class MultiHeadLatent:
         pairs = halves.reshape(*halves.shape[:-1], 2, dim // 2).transpose(-1, -2).flatten(-2)
         return torch.cat([plain, pairs], dim=-1).flatten(1)
 
-    def _latent(self, slices: WeightSlices, prefix: str) -> LatentAttention:
+    def _up(self, slices: WeightSlices, prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weight of the latent's norm, and the matrices of each head's keys and values,
+        [heads, d, 512].
+        """
         sizes, heads = self._sizes, self._heads
         d = sizes.plain_dim + sizes.value_dim
         out = self._spec.num_heads * d
@@ -165,25 +164,43 @@ class MultiHeadLatent:
             f"{prefix}.kv_b_proj.weight", (out, sizes.kv_rank), 0, heads.start * d, heads.stop * d
         ).view(len(heads), d, sizes.kv_rank)
         keys, values = torch.split(up, [sizes.plain_dim, sizes.value_dim], dim=1)
-        return LatentAttention(
-            norm=slices.whole(f"{prefix}.kv_a_layernorm.weight", (sizes.kv_rank,)),
-            keys=slices.place(keys),
-            values=slices.place(values),
-            scale=(sizes.plain_dim + sizes.rope_dim) ** -0.5 * score_factor(self._spec.rope),
-            context=self._context,
-        )
+        norm = slices.whole(f"{prefix}.kv_a_layernorm.weight", (sizes.kv_rank,))
+        return norm, slices.place(keys), slices.place(values)
 
-    def rope(self, positions: Tensor) -> Rope:
-        """[n] -> cos and sin, [n, 1, 1, 64] each."""
-        return self._rotary.rows(positions, (-1, 1, 1, self._sizes.rope_dim))
+    def _zeros(self, room: CacheRoom, width: int) -> Tensor:
+        """Return a tensor of a cache. Some operators read whole blocks, so a NaN after the last key
+        would spread.
+        """
+        shape = (room.num_blocks, room.block_size, 1, width)
+        return torch.zeros(shape, dtype=room.dtype, device=self._device)
+
+
+class MultiHeadLatent(LatentKind):
+    """State that the layers share, in which each query attends to all keys that it sees."""
+
+    takes_long_queries = False  # For direct attention, the operator accepts only few queries.
+    reads_device_rows = False
+
+    def load(self, slices: WeightSlices, index: int) -> MultiHeadLatentAttention:
+        prefix, rank = f"model.layers.{index}.self_attn", self._sizes.q_rank
+        hidden = self._spec.hidden_size
+        q_norm, q_up = None, None
+        if rank is None:
+            queries = self._queries(slices, f"{prefix}.q_proj", hidden)
+        else:
+            queries = slices.matrix(f"{prefix}.q_a_proj", (rank, hidden), 0, 0, rank)
+            q_norm = slices.whole(f"{prefix}.q_a_layernorm.weight", (rank,))
+            q_up = slices.product([self._queries(slices, f"{prefix}.q_b_proj", rank)])
+        norm, keys, values = self._up(slices, prefix)
+        return MultiHeadLatentAttention(
+            down=slices.product([queries, self._key_values(slices, prefix)]),
+            q_norm=q_norm,
+            q_up=q_up,
+            latent=LatentAttention(norm, keys, values, self._scale, self._context),
+            output_product=self._output(slices, prefix),
+            sizes=self._sizes,
+        )
 
     def make_cache(self, room: CacheRoom) -> LatentCache:
-        shape = (room.num_blocks, room.block_size, 1)
-        widths = (self._sizes.kv_rank, self._sizes.rope_dim)
-        # Attention reads whole blocks, so a NaN after the last key would spread.
-        return LatentCache(
-            *(
-                torch.zeros((*shape, width), dtype=room.dtype, device=self._device)
-                for width in widths
-            )
-        )
+        sizes = self._sizes
+        return LatentCache(self._zeros(room, sizes.kv_rank), self._zeros(room, sizes.rope_dim))

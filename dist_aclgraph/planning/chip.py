@@ -102,6 +102,8 @@ class Chip:
         has_split_fuse = self._has_split_fuse(config, facts)
         if config.dtype == "float32":
             yield "dtype is float32; attention takes bfloat16 and float16: set dtype=bfloat16"
+        if facts.indexer:
+            return  # Sparse attention takes both half types, and all block sizes.
         if config.dtype == "float16" and not has_split_fuse:
             yield "dtype is float16; attention of this model takes bfloat16: set dtype=bfloat16"
         if facts.mla:

@@ -9,6 +9,7 @@ all-gather. It leaves out the workspaces of operators.
 from __future__ import annotations
 
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
+from dist_aclgraph.shapes.indexer_spec import IndexerSpec
 from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
@@ -45,6 +46,8 @@ def activation_bytes(
     attention = _latent(spec, spec.latent, tp) if spec.latent else _grouped(spec, tp)
     if spec.linear is not None:
         attention = max(attention, _linear(spec.linear, tp))
+    if spec.indexer:
+        attention += _indexer(spec.indexer)
     feed_forward = _mlp(hidden, spec.intermediate_size, tp)
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
@@ -75,6 +78,8 @@ def prompt_bytes(
         chunk_tokens: number of tokens whose keys are read at once.
     """
     value_dim, made = spec.head_dim, 0
+    if spec.indexer:
+        chunk_tokens = 0  # latents are read from the cache directly
     if spec.latent:
         value_dim = spec.latent.value_dim
         # Keys, the rotated part of each key, and values of the rank's heads.
@@ -139,6 +144,11 @@ def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
     head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys and values of the plain form; output
     down = 2 * (latent.kv_rank + latent.rope_dim) + 2 * (latent.q_rank or 0)
     return down + spec.num_heads // tp * head
+
+
+def _indexer(indexer: IndexerSpec) -> int:
+    # Queries and a key: as projected, in parts, and joined. Then the choice, int32.
+    return 3 * (indexer.num_heads + 1) * indexer.head_dim + indexer.num_heads + 2 * indexer.top_k
 
 
 def _mlp(hidden: int, width: int, tp: int) -> int:

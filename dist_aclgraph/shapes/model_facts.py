@@ -16,6 +16,7 @@ from dist_aclgraph.shapes.heads import (
     heads_per_rank,
     kv_heads_per_rank,
 )
+from dist_aclgraph.shapes.indexer_spec import IndexerSpec, read_indexer_spec
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
     MAX_CONTEXT,
@@ -74,6 +75,7 @@ class ModelFacts:
         latent_size: elements that latent attention caches per token and layer; 0 without latent
             attention.
         linear: layers of linear attention; None if all layers keep keys.
+        indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         vocab_size: rows of the embedding; all token ids are smaller.
@@ -95,6 +97,7 @@ class ModelFacts:
     experts: ExpertFacts | None = None
     latent_size: int = 0
     linear: LinearSpec | None = None
+    indexer: IndexerSpec | None = None
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
     holds_int8: bool = False
@@ -134,8 +137,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     Raises:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
-            cannot be sharded over ``parallel.dcp``; contexts with a sliding window or with linear
-            attention are shared; or the dtype is float32 with int8 matrices.
+            cannot be sharded over ``parallel.dcp``; contexts with a sliding window, with linear
+            attention or with an indexer are shared; or the dtype is float32 with int8 matrices.
     """
     if config.dtype == "float32" and (config.quantization or facts.holds_int8):
         whose = "quantization is w8a8" if config.quantization else "the checkpoint holds int8"
@@ -154,6 +157,11 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         num_prompt_ranks=config.parallel.pcp,
         is_latent=facts.mla,
     )
+    if facts.indexer and config.parallel.dcp * config.parallel.pcp > 1:
+        raise ConfigError(
+            f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
+            "contexts whose keys an indexer chooses cannot be shared: set both to 1"
+        )
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
     if facts.linear is not None:
         facts.linear.check(config.parallel, config.speculative.num_tokens)
@@ -203,6 +211,7 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         num_draft_layers=config.num_draft_layers,
         latent_size=_latent_size(config),
         linear=read_linear_spec(config),
+        indexer=read_indexer_spec(config),
         is_encoder_decoder=config.flag("is_encoder_decoder", False),
         hidden_size=hidden_size,
         experts=_experts(config),

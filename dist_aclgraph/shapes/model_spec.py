@@ -13,7 +13,8 @@ from typing import Literal
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-LayerKind = Literal["grouped", "latent", "linear"]  # kinds of attention
+# Kinds of attention. A layer of the kind "chosen" uses the choice of an earlier "sparse" layer.
+LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,14 @@ class ModelSpec(ModelFacts):
     @property
     def paged_kind(self) -> LayerKind:
         """The kind of attention that keeps keys in blocks."""
+        if self.indexer is not None:
+            return "sparse"
         return "grouped" if self.latent is None else "latent"
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the kind of attention of a layer. The layers of next-token modules come after the
         decoder's last layer.
         """
+        if self.indexer is not None and layer not in self.indexer.layers:
+            return "chosen"
         return "linear" if self.linear and layer in self.linear.layers else self.paged_kind

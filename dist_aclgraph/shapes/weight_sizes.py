@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
+from dist_aclgraph.shapes.indexer_spec import IndexerSpec
 from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
@@ -66,6 +67,9 @@ def weight_parts(
     if spec.linear is not None:
         linear = _linear_attention(spec, spec.linear, tp)
         found.append(_part("linear attention", linear, num_linear, sizes))
+    if spec.indexer is not None:
+        num_indexers = len(spec.indexer.layers.intersection(indices))
+        found.append(_part("indexers", _indexer(spec, spec.indexer), num_indexers, sizes))
     if spec.experts is not None:
         routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
         found += [
@@ -126,6 +130,16 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements
         return _Elements(matrices + hidden * query, others)
     return _Elements(
         matrices + hidden * latent.q_rank + latent.q_rank * query, others + latent.q_rank
+    )
+
+
+def _indexer(spec: ModelSpec, indexer: IndexerSpec) -> _Elements:
+    """Return the elements of an indexer, which is not split over ranks."""
+    assert spec.latent is not None and spec.latent.q_rank is not None
+    heads, d = indexer.num_heads, indexer.head_dim
+    # Query matrix and key matrix; then the weights of heads, and the norm of keys with its bias.
+    return _Elements(
+        spec.latent.q_rank * heads * d + spec.hidden_size * d, spec.hidden_size * heads + 2 * d
     )
 
 

@@ -174,7 +174,7 @@ class StateLayer:
             num_tokens=0, written=h, block_table=h, query_ends=[], kv_lens=[], causal_mask=h,
             is_causal=False, states=metadata,
         )  # fmt: skip
-        self.layer.attend(inputs, NO_ROPE, self.cache, whole)
+        self.layer.attend(inputs, NO_ROPE, self.cache, whole, None)
         return self.layer.output(inputs)
 
     def direct(self, requests: Sequence[Direct]) -> DirectStates | None:

@@ -39,7 +39,7 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
 }
-KEPT = ("embed_tokens", "lm_head", "norm", ".gate.", "kv_b_proj", "eh_proj")
+KEPT = ("embed_tokens", "lm_head", "norm", ".gate.", "kv_b_proj", "weights_proj", "eh_proj")
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", {}),
     ("Qwen2ForCausalLM", {}),  # with biases
@@ -48,6 +48,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
     # So are outputs here; names of matrices differ, and all layers have experts.
     ("MiniMaxM2ForCausalLM", {"num_hidden_layers": 2}),
+    ("GlmMoeDsaForCausalLM", {"index_topk": 64}),  # rounded scores would choose other keys
 ]
 
 

@@ -24,6 +24,10 @@ AFTER_ATTENTION = 5
 # Additional operators before attention if norms span the heads of several ranks: six for the scales
 # of both norms; a product and a conversion for each of q and k.
 SUMMED_NORMS = 10
+# Additional operators before sparse attention: the queries of latent attention have one more; the
+# indexer has a layer norm, two rotations, two joins, and a product for the weights of its heads.
+# Sparse attention itself has no more entries than attention whose parameters are updated.
+INDEXER = 7
 # Operators of a layer of experts, instead of the three products and activation of a dense layer:
 # router, routing, products and shared experts. Gathering tokens adds ten operators, an all-to-all
 # with its indices adds thirty-nine.
@@ -114,6 +118,7 @@ def _model_shapes(
         embedding, head = embedding + SPLIT_EMBEDDING, head + SPLIT_HEAD
     after = AFTER_ATTENTION + (_experts(workload) - DENSE if workload.moe else 0)
     before = BEFORE_ATTENTION + (SUMMED_NORMS if workload.sums_norms else 0)
+    before += INDEXER if workload.has_indexers else 0
     layer = before + after
     beside = SHARED if workload.moe and workload.multistream_shared else 0
     if family.run_mode == "FULL":

@@ -51,6 +51,7 @@ class Workload:
     query_len: int = 1
     bytes_per_token: int = 0
     sums_norms: bool = False
+    has_indexers: bool = False
 
     @classmethod
     def from_config(cls, config: Config, facts: ModelFacts) -> Workload:
@@ -70,6 +71,7 @@ class Workload:
             draft_layers=1 if config.speculative.num_tokens else 0,
             query_len=config.speculative.num_tokens + 1,
             sums_norms=facts.qk_norm_spans_heads and parallel.tp > 1,
+            has_indexers=facts.indexer is not None,
         )
 
     @cached_property

@@ -19,6 +19,7 @@ from dist_aclgraph.shapes.families.qwen3_next import (
     read_qwen3_5_with_images,
     read_qwen3_next,
 )
+from dist_aclgraph.shapes.families.sparse_latent import read_sparse_latent
 from dist_aclgraph.shapes.model_config import ModelConfig, read_model_config
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.quantised_formats import check_quantisation
@@ -39,6 +40,8 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "Qwen3_5MoeForCausalLM": read_qwen3_5,
     "Qwen3_5ForConditionalGeneration": read_qwen3_5_with_images,
     "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_with_images,
+    "DeepseekV32ForCausalLM": read_sparse_latent,
+    "GlmMoeDsaForCausalLM": read_sparse_latent,
 }
 
 

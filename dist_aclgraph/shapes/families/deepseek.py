@@ -22,16 +22,22 @@ def _read(config: ModelConfig, *, is_v3: bool) -> ModelSpec:
     return read_decoder(
         config,
         experts=read_deepseek_experts(config, is_v3=is_v3),
-        latent=_read_latent(config),
+        latent=_checked(config, read_latent(config)),
         num_draft_layers=config.num_draft_layers,
     )
 
 
-def _read_latent(config: ModelConfig) -> LatentSpec:
+def read_latent(config: ModelConfig) -> LatentSpec:
+    """Return the latent attention that config.json describes, with any sizes.
+
+    Raises:
+        ModelError: a key is missing, or has an impossible value.
+        UnsupportedModelError: the attention has biases.
+    """
     for key in ("attention_bias", "mlp_bias"):
         if config.has(key):
             raise config.unsupported(f"{key} is true; it is not supported beside latent attention")
-    latent = LatentSpec(
+    return LatentSpec(
         q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
         kv_rank=config.integer("kv_lora_rank"),
         plain_dim=config.integer("qk_nope_head_dim"),
@@ -39,6 +45,9 @@ def _read_latent(config: ModelConfig) -> LatentSpec:
         value_dim=config.integer("v_head_dim"),
         interleaves=config.flag("rope_interleave", True),
     )
+
+
+def _checked(config: ModelConfig, latent: LatentSpec) -> LatentSpec:
     sizes = (latent.kv_rank, latent.plain_dim, latent.rope_dim, latent.value_dim)
     if sizes != LATENT_SIZES:
         raise config.unsupported(

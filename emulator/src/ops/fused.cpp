@@ -1,4 +1,4 @@
-// Norms, SwiGLU, rotary embedding and cache writes, computed by the fused kernels.
+// Norms, SwiGLU, rotary embedding and cache writes, most of them computed by the fused kernels.
 #include "ops/bind.h"
 
 using namespace emu;
@@ -71,6 +71,38 @@ OP(aclnnAddRmsNorm,
      auto norm = bind_norm(x, gamma, epsilon, out, rstd);
      norm.sum = data_of(sum);
      return run_norm(norm, x, residual);
+   })
+
+// Rules: document aclnnLayerNorm. The normalised shape is the trailing shape of x; weight and bias
+// have this shape. Everything is computed in float32.
+OP(aclnnLayerNorm,
+   [](Tensor x, Ints shape, OptTensor weight, OptTensor bias, double epsilon, Tensor out,
+      OptTensor mean, OptTensor rstd) -> Task {
+     require_kernel_type("x", x);
+     int64_t rank = shape.size();
+     refuse_unless(rank > 0 && rank <= x.dim() && x.sizes().slice(x.dim() - rank) == shape,
+                   "normalized_shape ", shape, " is not the trailing shape of x ", x.sizes());
+     for (auto &[what, t] : {std::pair{"weight", &weight}, {"bias", &bias}})
+       refuse_unless(!*t || (*t)->sizes() == shape, what, " of shape ",
+                     *t ? (*t)->sizes() : at::IntArrayRef(), " for normalized_shape ", shape);
+     return arithmetic([=] {
+       AtenScope scope;
+       Ints axes;
+       for (int64_t axis = x.dim() - rank; axis < x.dim(); axis++)
+         axes.push_back(axis);
+       Tensor f = x.to(at::kFloat), middle = at::mean(f, axes, true);
+       Tensor centred = f - middle;
+       Tensor scale = at::rsqrt(at::mean(centred * centred, axes, true) + epsilon);
+       Tensor y = centred * scale;
+       if (weight)
+         y = y * weight->to(at::kFloat);
+       if (bias)
+         y = y + bias->to(at::kFloat);
+       out.copy_(y);
+       for (auto &[to, from] : {std::pair{&mean, &middle}, {&rstd, &scale}})
+         if (*to && (*to)->numel() == from->numel())
+           (*to)->copy_(from->view((*to)->sizes()));
+     });
    })
 
 // Document npu_swiglu: the split dimension is even; float32, float16, bfloat16.

@@ -115,11 +115,26 @@ OP(aclnnInplaceIndexCopy, [](Tensor a, int64_t dim, Tensor index, Tensor source)
 OP(aclnnInplaceIndexFill, [](Tensor a, int64_t dim, Tensor index, Scalar value) {
   a.index_fill_(dim, as_long(index), value);
 })
-OP(aclnnScatterNdUpdate, [](Tensor a, Tensor indices, Tensor updates) {
-  c10::List<OptTensor> index;
-  for (const Tensor &column : as_long(indices).unbind(-1))
-    index.push_back(column);
-  a.index_put_(index, updates);
+// Document npu_scatter_nd_update_: no index may lie outside the tensor; a negative index is outside.
+// The rows and the tensor have one type.
+OP(aclnnScatterNdUpdate, [](Tensor a, Tensor indices, Tensor updates) -> Task {
+  refuse_unless(is_index(indices), "indices must be int32 or int64, got ", indices.scalar_type());
+  require_same_type("updates", updates, a);
+  refuse_unless(indices.dim() >= 2 && indices.size(-1) <= a.dim(), "indices of shape ",
+                indices.sizes(), " for a tensor of rank ", a.dim());
+  return [=] {
+    AtenScope scope;
+    c10::List<OptTensor> index;
+    for (const Tensor &column : as_long(indices).unbind(-1)) {
+      int64_t limit = a.size(index.size());
+      check_inside(column, limit);
+      TORCH_CHECK(column.numel() == 0 || column.min().item<int64_t>() >= 0,
+                  "index ", column.min().item<int64_t>(), " lies outside a dimension of ", limit);
+      index.push_back(column);
+    }
+    if (!idles(a))
+      a.index_put_(index, updates);
+  };
 })
 
 // Reductions of a scatter: 0 none, 1 add, 2 multiply.

@@ -1,0 +1,101 @@
+"""The indexer of sparse attention: its shape, and the layers that have one.
+
+An indexer keeps a small key for each token, and chooses the keys to which a query attends. Layers
+without an indexer use the choice of the last layer that has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dist_aclgraph.errors import ModelError
+from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
+
+MAX_INDEX_HEADS, INDEX_DIM = 64, 128  # limits of npu_lightning_indexer
+MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024  # likewise
+INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # if config.json does not say it
+KINDS = {"F": "full", "S": "shared"}  # letters of index_topk_pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """The indexer of sparse attention.
+
+    Attributes:
+        num_heads: heads of an index query; all of them use one index key.
+        head_dim: elements of an index key.
+        top_k: number of keys that a query attends to, if it sees more keys.
+        interleaves: whether the checkpoint rotates neighbouring elements of index heads; else it
+            rotates elements that are half of the rotated part apart.
+        layers: layers with an indexer; the next-token layers are counted after the decoder's
+            layers.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaves: bool
+    layers: frozenset[int]
+
+
+def read_indexer_spec(config: ModelConfig) -> IndexerSpec | None:
+    """Read the indexer of a model of any architecture; None if the model has no indexer.
+
+    Raises:
+        ModelError: a key is missing, or has an impossible value.
+    """
+    if not config.has("index_head_dim"):
+        return None
+    return IndexerSpec(
+        num_heads=config.integer("index_n_heads", most=MAX_HEADS),
+        head_dim=config.integer("index_head_dim"),
+        top_k=config.integer("index_topk"),
+        interleaves=config.flag("indexer_rope_interleave", config.architecture in INTERLEAVES),
+        layers=_layers(config),
+    )
+
+
+def check_indexer(config: ModelConfig, indexer: IndexerSpec) -> None:
+    """Check that the operator takes the sizes of an indexer.
+
+    Raises:
+        UnsupportedModelError: the operator does not take a size.
+    """
+    if indexer.head_dim != INDEX_DIM or indexer.num_heads > MAX_INDEX_HEADS:
+        raise config.unsupported(
+            f"index_n_heads is {indexer.num_heads} and index_head_dim {indexer.head_dim}; the "
+            f"operator takes up to {MAX_INDEX_HEADS} heads of {INDEX_DIM} elements"
+        )
+    top_k = indexer.top_k
+    if top_k > MAX_TOP_K and (top_k > MAX_LONG_TOP_K or top_k % LONG_TOP_K_STEP):
+        raise config.unsupported(
+            f"index_topk is {top_k}; the operator takes 1 to {MAX_TOP_K}, and multiples of "
+            f"{LONG_TOP_K_STEP} up to {MAX_LONG_TOP_K}"
+        )
+
+
+def _layers(config: ModelConfig) -> frozenset[int]:
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
+    kinds = _kinds(config, num_layers)
+    if len(kinds) != num_layers or set(kinds) - set(KINDS.values()) or kinds[0] != "full":
+        raise ModelError(
+            f"{config.path}: the kinds of indexers are {', '.join(kinds):.80}; they must be full "
+            f"or shared for each of {num_layers} layers, and full for the first layer"
+        )
+    # A next-token module begins with a choice of its own.
+    drafts = range(num_layers, num_layers + config.num_draft_layers)
+    return frozenset((*(i for i, kind in enumerate(kinds) if kind == "full"), *drafts))
+
+
+def _kinds(config: ModelConfig, num_layers: int) -> tuple[str, ...]:
+    """Return the kind of each layer, which config.json lists, spells or describes by a schedule."""
+    if kinds := config.texts("indexer_types"):
+        return kinds
+    pattern = config.raw.get("index_topk_pattern")
+    if isinstance(pattern, str):
+        return tuple(KINDS.get(letter, letter) for letter in pattern)
+    if pattern is not None:
+        return config.texts("index_topk_pattern")
+    step = config.integer("index_topk_freq", 1, most=MAX_LAYERS)
+    first = config.integer("index_skip_topk_offset", 2, least=0, most=MAX_LAYERS) - 1
+    return tuple("shared" if max(i - first, 0) % step else "full" for i in range(num_layers))

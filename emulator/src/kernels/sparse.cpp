@@ -1,0 +1,173 @@
+// Sparse latent attention over pages. A request's index keys are read once for all its rows; the
+// chosen latents are read once for all heads of a row.
+#include "kernels/sparse.h"
+#include "kernels/vector_math.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace emu::kernels {
+namespace {
+
+template <class... Parts> [[noreturn]] void fail(const Parts &...parts) {
+  std::string message;
+  auto add = [&message](const auto &part) {
+    if constexpr (std::is_integral_v<std::decay_t<decltype(part)>>)
+      message += std::to_string(part);
+    else
+      message += part;
+  };
+  (add(parts), ...);
+  throw std::runtime_error(message);
+}
+
+struct Request {
+  int64_t index, first_row, rows, keys;
+
+  // Number of keys that a row of the step sees.
+  int64_t seen_by(const PagedRequests &r, int64_t row) const {
+    return r.causal ? keys - rows + (row - first_row) + 1 : keys;
+  }
+};
+
+Request request_at(const PagedRequests &r, int64_t index) {
+  int64_t first = index ? r.query_ends[index - 1] : 0, end = r.query_ends[index];
+  int64_t keys = r.kv_lengths[index];
+  if (end < first)
+    fail("actual_seq_lengths_query decreases at request ", index, ": ", first, ", ", end);
+  if (end > r.rows || (index == r.count - 1 && end != r.rows))
+    fail("actual_seq_lengths_query reaches ", end, " at request ", index, ", but T is ", r.rows);
+  if (keys < 0 || keys > r.table_width * r.page_size)
+    fail("the KV length of request ", index, " is ", keys, "; its block table has room for ",
+         r.table_width * r.page_size);
+  if (r.causal && end - first > keys)
+    fail("request ", index, " has ", end - first, " query rows, more than its ", keys, " keys");
+  return {index, first, end - first, keys};
+}
+
+// The slot of a request's key.
+int64_t slot_of(const PagedRequests &r, int64_t request, int64_t key) {
+  int64_t page = r.block_table[request * r.table_stride + key / r.page_size];
+  if (page < 0 || page >= r.page_count)
+    fail("the block table of request ", request, " names block ", page, " of ", r.page_count);
+  return page * r.page_size + key % r.page_size;
+}
+
+// totals[key] = sum over heads of weights[head] * relu(scores[head, key]).
+void sum_heads(const float *scores, const float *weights, int64_t heads, int64_t keys,
+               float *totals) {
+  std::fill_n(totals, keys, 0.0f);
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t k = 0; k < keys; k++)
+      totals[k] += weights[h] * std::max(scores[h * keys + k], 0.0f);
+  for (int64_t k = 0; k < keys; k++)
+    totals[k] = std::isnan(totals[k]) ? INFINITY : totals[k];  // as in a top-k of ATen
+}
+
+// Of equal scores, the key that comes first is chosen.
+void write_greatest(const float *totals, int64_t keys, int64_t wanted, int32_t *chosen) {
+  static thread_local std::vector<int32_t> order;
+  order.resize(keys);
+  std::iota(order.begin(), order.end(), 0);
+  int64_t count = std::min(keys, wanted);
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int32_t a, int32_t b) {
+    return totals[a] != totals[b] ? totals[a] > totals[b] : a < b;
+  });
+  std::copy_n(order.begin(), count, chosen);
+  std::fill(chosen + count, chosen + wanted, -1);
+}
+
+// Copies the chosen keys of a row to `valid`; returns their number.
+int64_t read_chosen(const SparseAttention &a, int64_t row, int64_t seen, int32_t *valid) {
+  static thread_local std::vector<char> is_named;
+  is_named.assign(seen, 0);
+  const int32_t *chosen = a.chosen + row * a.wanted;
+  int64_t count = std::find(chosen, chosen + a.wanted, -1) - chosen;
+  for (int64_t i = count; i < a.wanted; i++)
+    if (chosen[i] != -1)
+      fail("sparse_indices of row ", row, " name key ", chosen[i], " behind a -1");
+  for (int64_t i = 0; i < count; i++) {
+    int64_t key = chosen[i];
+    if (key < 0 || key >= seen)
+      fail("sparse_indices of row ", row, " name key ", key, "; the row sees ", seen, " keys");
+    if (is_named[key]++)
+      fail("sparse_indices of row ", row, " name key ", key, " twice");
+    valid[i] = chosen[i];
+  }
+  return count;
+}
+
+// Turns scores into weights that sum to one.
+void softmax(float *scores, int64_t count) {
+  float top = *std::max_element(scores, scores + count), sum = 0;
+  for (int64_t i = 0; i < count; i++)
+    sum += scores[i] = fast_exp(scores[i] - top);
+  for (int64_t i = 0; i < count; i++)
+    scores[i] /= sum;
+}
+
+void attend_row(const SparseAttention &a, const Request &request, int64_t row) {
+  static thread_local std::vector<int32_t> valid;
+  static thread_local Scratch query_room, key_room, score_room, out_room;
+  valid.resize(a.wanted);
+  int64_t count = read_chosen(a, row, request.seen_by(a.requests, row), valid.data());
+  int64_t width = a.dim + a.rope_dim;
+  float *queries = query_room.of(a.heads * width), *keys = key_room.of(count * width);
+  float *scores = score_room.of(a.heads * count), *out = out_room.of(a.heads * a.dim);
+  for (int64_t h = 0; h < a.heads; h++) {
+    int64_t at = row * a.heads + h;
+    load_floats(a.query, at * a.dim, queries + h * width, a.dim);
+    load_floats(a.query_rope, at * a.rope_dim, queries + h * width + a.dim, a.rope_dim);
+  }
+  for (int64_t i = 0; i < a.heads * width; i++)
+    queries[i] *= a.scale;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t slot = slot_of(a.requests, request.index, valid[i]);
+    load_floats(a.latents, slot * a.dim, keys + i * width, a.dim);
+    load_floats(a.rope_keys, slot * a.rope_dim, keys + i * width + a.dim, a.rope_dim);
+  }
+  std::fill_n(out, a.heads * a.dim, 0.0f);  // the result of a row without keys
+  if (count) {
+    matmul({{queries}, {keys}, {scores}, a.heads, count, width, width, width, count, true});
+    for (int64_t h = 0; h < a.heads; h++)
+      softmax(scores + h * count, count);
+    matmul({{scores}, {keys}, {out}, a.heads, a.dim, count, count, width, a.dim, false});
+  }
+  store_floats(out, a.out, row * a.heads * a.dim, a.heads * a.dim);
+}
+
+}  // namespace
+
+void choose_keys(const KeyChoice &c) {
+  static thread_local Scratch key_room, query_room, weight_room, score_room, total_room;
+  for (int64_t i = 0; i < c.requests.count; i++) {
+    Request request = request_at(c.requests, i);
+    int64_t last = request.first_row + request.rows, n = c.dim;
+    float *keys = key_room.of(request.keys * n), *queries = query_room.of(c.heads * n);
+    float *weights = weight_room.of(c.heads), *scores = score_room.of(c.heads * request.keys);
+    float *totals = total_room.of(request.keys);
+    for (int64_t k = 0; request.rows && k < request.keys; k++)
+      load_floats(c.keys, slot_of(c.requests, i, k) * n, keys + k * n, n);
+    for (int64_t row = request.first_row; row < last; row++) {
+      int64_t seen = request.seen_by(c.requests, row);
+      load_floats(c.query, row * c.heads * n, queries, c.heads * n);
+      load_floats(c.weights, row * c.heads, weights, c.heads);
+      if (seen)
+        matmul({{queries}, {keys}, {scores}, c.heads, seen, n, n, n, seen, true});
+      sum_heads(scores, weights, c.heads, seen, totals);
+      write_greatest(totals, seen, c.wanted, c.chosen + row * c.wanted);
+    }
+  }
+}
+
+void attend_to_chosen(const SparseAttention &a) {
+  for (int64_t i = 0; i < a.requests.count; i++) {
+    Request request = request_at(a.requests, i);
+    for (int64_t row = 0; row < request.rows; row++)
+      attend_row(a, request, request.first_row + row);
+  }
+}
+
+}  // namespace emu::kernels

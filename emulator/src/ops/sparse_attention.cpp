@@ -1,0 +1,195 @@
+// Sparse latent attention: LightningIndexer chooses keys, SparseFlashAttention attends to them.
+#include "kernels/sparse.h"
+#include "ops/bind.h"
+
+#include <limits>
+
+using namespace emu;
+
+namespace {
+
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+// The arguments of both operators that describe the requests.
+struct StepArguments {
+  OptTensor query_lengths, kv_lengths, block_table;
+  std::string layout_query, layout_kv;
+  int64_t sparse_mode, pre_tokens, next_tokens;
+};
+
+void require_pages(const char *what, const Tensor &cache, const Tensor &query, int64_t width) {
+  require_same_type(what, cache, query);
+  require_contiguous(what, cache);
+  refuse_unless(cache.dim() == 4 && cache.size(2) == 1 && cache.size(3) == width, what,
+                " must be [blocks, block_size, 1, ", width, "], got ", cache.sizes());
+  int64_t block_size = cache.size(1);
+  demand(block_size % 16 == 0 && block_size <= 1024, "block_size ", block_size,
+         " must be a multiple of 16 and at most 1024");
+}
+
+const int32_t *require_lengths(const char *what, const OptTensor &lengths, int64_t count) {
+  refuse_unless(lengths.has_value(), what, " must be given with TND and PA_BSND");
+  refuse_unless(lengths->scalar_type() == at::kInt && lengths->dim() == 1, what,
+                " must be int32 of rank 1, got ", lengths->scalar_type(), " ", lengths->sizes());
+  refuse_unless(lengths->size(0) == count, what, " has ", lengths->size(0), " entries for ", count,
+                " requests");
+  require_contiguous(what, *lengths);
+  return lengths->data_ptr<int32_t>();
+}
+
+// Both documents require this of lengths and tables. The device checks no values in the tensors;
+// the kernels here check all of them.
+kernels::PagedRequests bind_requests(const StepArguments &s, const Tensor &query,
+                                     const Tensor &cache) {
+  refuse_unless(s.layout_query == "TND" && s.layout_kv == "PA_BSND", "layouts ", s.layout_query,
+                " and ", s.layout_kv, " are not emulated, only TND and PA_BSND");
+  refuse_unless(s.sparse_mode == 0 || s.sparse_mode == 3, "sparse_mode ", s.sparse_mode,
+                " must be 0 or 3");
+  refuse_unless(s.pre_tokens == kNoLimit && s.next_tokens == kNoLimit,
+                "pre_tokens and next_tokens must be 2^63 - 1");
+  refuse_unless(s.block_table.has_value(), "block_table must be given with PA_BSND");
+  const Tensor &table = *s.block_table;
+  refuse_unless(table.scalar_type() == at::kInt && table.dim() == 2,
+                "block_table must be int32 of rank 2, got ", table.scalar_type(), " ",
+                table.sizes());
+  require_contiguous("block_table", table);
+  kernels::PagedRequests r{};
+  r.count = table.size(0);
+  r.rows = query.size(0);
+  r.query_ends = require_lengths("actual_seq_lengths_query", s.query_lengths, r.count);
+  r.kv_lengths = require_lengths("the KV lengths", s.kv_lengths, r.count);
+  r.block_table = table.data_ptr<int32_t>();
+  r.table_stride = table.stride(0);
+  r.table_width = table.size(1);
+  r.page_size = cache.size(1);
+  r.page_count = cache.size(0);
+  r.causal = s.sparse_mode == 3;
+  return r;
+}
+
+Tensor require_queries(const char *what, const Tensor &query) {
+  require_kernel_type(what, query);
+  demand(is_half(query), what, " must be float16 or bfloat16, got ", query.scalar_type(),
+         " (float32 only with strict=false)");
+  refuse_unless(query.dim() == 3 && query.numel() > 0, what, " must be [T, N, D], not empty, got ",
+                query.sizes());
+  require_contiguous(what, query);
+  return query;
+}
+
+// The lengths are on the device. So the modelled time is that of requests that fill their block
+// tables.
+double longest_keys(const kernels::PagedRequests &r) {
+  return static_cast<double>(r.table_width) * r.page_size;
+}
+
+}  // namespace
+
+// Rules: document aclnnLightningIndexer and lightning_indexer_tiling.cpp of ops-transformer. query
+// [T, N, 128] with at most 64 heads, key [blocks, block_size, 1, 128]; weights [T, N] have the type
+// of the query (newer releases also take float32). With pages, the scores are not returned.
+OP(aclnnLightningIndexer,
+   [](Tensor query, Tensor key, Tensor weights, OptTensor query_lengths, OptTensor key_lengths,
+      OptTensor block_table, std::string layout_query, std::string layout_key, int64_t wanted,
+      int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens, bool returns_values,
+      Tensor chosen, OptTensor) -> TimedTask {
+     require_queries("query", query);
+     int64_t rows = query.size(0), heads = query.size(1), dim = query.size(2);
+     demand(dim == 128, "D must be 128, got ", dim);
+     demand(heads <= 64, "query has ", heads, " heads, at most 64");
+     refuse_unless(!returns_values, "return_value is not possible with PA_BSND");
+     refuse_unless((wanted >= 1 && wanted <= 2048) || (wanted <= 8192 && wanted % 1024 == 0),
+                   "sparse_count ", wanted, " must be 1 to 2048, or 3072, 4096, ... or 8192");
+     require_pages("key", key, query, dim);
+     require_same_type("weights", weights, query);
+     require_contiguous("weights", weights);
+     refuse_unless(weights.sizes() == query.sizes().slice(0, 2), "weights of shape ",
+                   weights.sizes(), " for query ", query.sizes());
+     require_contiguous("sparse_indices", chosen);
+     refuse_unless(chosen.scalar_type() == at::kInt && chosen.numel() == rows * wanted,
+                   "sparse_indices must be int32 [T, 1, sparse_count], got ", chosen.scalar_type(),
+                   " ", chosen.sizes());
+     kernels::KeyChoice c{};
+     c.requests = bind_requests({query_lengths, key_lengths, block_table, layout_query, layout_key,
+                                 sparse_mode, pre_tokens, next_tokens},
+                                query, key);
+     c.query = data_of(query);
+     c.weights = data_of(weights);
+     c.keys = data_of(key);
+     c.heads = heads;
+     c.dim = dim;
+     c.wanted = wanted;
+     c.chosen = chosen.data_ptr<int32_t>();
+     double requests = std::max<double>(c.requests.count, 1), keys = longest_keys(c.requests);
+     int64_t ns = product_ns({requests, rows * heads / requests, keys, double(dim),
+                              query.scalar_type(),
+                              requests * keys * dim * double(query.element_size())});
+     return {arithmetic([c] { kernels::choose_keys(c); }), ns};
+   })
+
+// Rules: document aclnnSparseFlashAttention of ops-transformer. attention_mode 2: query [T, N, 512]
+// of 1, 2, 4, ... or 128 heads, query_rope [T, N, 64], key and key_rope in pages of one head; the
+// value is the key. Valid indices come first in a row, then -1. With pages, no sums are returned.
+OP(aclnnSparseFlashAttention,
+   [](Tensor query, Tensor key, Tensor value, Tensor chosen, OptTensor block_table,
+      OptTensor query_lengths, OptTensor kv_lengths, OptTensor query_rope, OptTensor key_rope,
+      double scale, int64_t sparse_block_size, std::string layout_query, std::string layout_kv,
+      int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens, int64_t attention_mode,
+      bool returns_sums, Tensor out, OptTensor, OptTensor) -> TimedTask {
+     require_queries("query", query);
+     int64_t rows = query.size(0), heads = query.size(1), dim = query.size(2);
+     refuse_unless(attention_mode == 2, "attention_mode must be 2, got ", attention_mode);
+     refuse_unless(sparse_block_size == 1, "sparse_block_size ", sparse_block_size,
+                   " is not emulated, only 1");
+     refuse_unless(!returns_sums, "return_softmax_lse is not possible with PA_BSND");
+     demand(heads <= 128 && !(heads & (heads - 1)), "query has ", heads,
+            " heads; they must be a power of two up to 128");
+     demand(dim == 512, "D must be 512, got ", dim);
+     refuse_unless(query_rope && key_rope, "query_rope and key_rope must be given");
+     require_queries("query_rope", *query_rope);
+     require_same_type("query_rope", *query_rope, query);
+     int64_t rope = query_rope->size(2);
+     demand(rope == 64, "the rotated part must have D 64, got ", rope);
+     refuse_unless(query_rope->sizes().slice(0, 2) == query.sizes().slice(0, 2),
+                   "query_rope of shape ", query_rope->sizes(), " for query ", query.sizes());
+     require_pages("key", key, query, dim);
+     require_pages("key_rope", *key_rope, query, rope);
+     refuse_unless(key.sizes().slice(0, 2) == key_rope->sizes().slice(0, 2), "key ", key.sizes(),
+                   " and key_rope ", key_rope->sizes(), " have different pages");
+     refuse_unless(value.data_ptr() == key.data_ptr() && value.sizes() == key.sizes(),
+                   "value must be the same tensor as key");
+     require_contiguous("sparse_indices", chosen);
+     refuse_unless(chosen.scalar_type() == at::kInt && chosen.dim() == 3 &&
+                       chosen.size(0) == rows && chosen.size(1) == 1 && chosen.size(2) > 0,
+                   "sparse_indices must be int32 [T, 1, sparse_size], got ", chosen.scalar_type(),
+                   " ", chosen.sizes());
+     require_same_type("attention_out", out, query);
+     require_contiguous("attention_out", out);
+     refuse_unless(out.sizes() == query.sizes(), "attention_out of shape ", out.sizes());
+     kernels::SparseAttention a{};
+     a.requests = bind_requests({query_lengths, kv_lengths, block_table, layout_query, layout_kv,
+                                 sparse_mode, pre_tokens, next_tokens},
+                                query, key);
+     a.query = data_of(query);
+     a.query_rope = data_of(*query_rope);
+     a.latents = data_of(key);
+     a.rope_keys = data_of(*key_rope);
+     a.chosen = chosen.data_ptr<int32_t>();
+     a.out = data_of(out);
+     a.heads = heads;
+     a.dim = dim;
+     a.rope_dim = rope;
+     a.wanted = chosen.size(2);
+     a.scale = static_cast<float>(scale);
+     kernels::Attention timed{};  // each row reads its chosen keys
+     timed.query = a.query;
+     timed.heads = heads;
+     timed.kv_heads = 1;
+     timed.dim = timed.value_dim = dim;
+     timed.rope_dim = rope;
+     kernels::Sequence one{};
+     one.query_count = 1;
+     one.kv_count = std::min(a.wanted, static_cast<int64_t>(longest_keys(a.requests)));
+     timed.sequences.assign(rows, one);
+     return {arithmetic([a] { kernels::attend_to_chosen(a); }), attention_ns(timed)};
+   })

@@ -1,0 +1,95 @@
+"""A step of sparse latent attention: requests in a paged cache, and calls of both operators."""
+
+import torch
+import torch_npu
+
+INDEX, LATENT, ROPE = 128, 512, 64
+SCALE = 192**-0.5
+LENGTHS, QUERIES = (40, 5, 17), (3, 1, 16)  # keys and query rows of each request
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Step:
+    """Requests with random rows, in pages of a cache whose other rows are NaN."""
+
+    def __init__(self, dtype=torch.bfloat16, heads=4, index_heads=8, block_size=16):
+        self.rows = sum(QUERIES)
+        columns = max(-(-n // block_size) for n in LENGTHS) + 1
+        count = len(LENGTHS) * columns + 2
+        order = torch.randperm(count)[: len(LENGTHS) * columns]
+        self.table = order.view(len(LENGTHS), columns).to(torch.int32)
+        widths = {"index": INDEX, "latent": LATENT, "rope": ROPE}
+        self.tokens = {
+            name: [torch.randn(n, width).to(dtype) for n in LENGTHS]
+            for name, width in widths.items()
+        }
+        self.pages = {
+            name: torch.full((count, block_size, 1, width), float("nan"), dtype=dtype)
+            for name, width in widths.items()
+        }
+        for name, pages in self.pages.items():
+            for table, tokens in zip(self.table.long(), self.tokens[name], strict=True):
+                at = table.repeat_interleave(block_size) * block_size
+                at = (at + torch.arange(block_size).repeat(columns))[: len(tokens)]
+                pages.view(-1, pages.shape[-1])[at] = tokens
+        self.query = torch.randn(self.rows, heads, LATENT).to(dtype)
+        self.query_rope = torch.randn(self.rows, heads, ROPE).to(dtype)
+        self.index_query = torch.randn(self.rows, index_heads, INDEX).to(dtype)
+        self.weights = torch.rand(self.rows, index_heads).to(dtype)
+        self.lengths = {"ends": ints(*QUERIES).cumsum(0).int(), "keys": ints(*LENGTHS)}
+
+    def upload(self):
+        """Move all tensors to the device, so that calls copy nothing."""
+        for name in ("table", "query", "query_rope", "index_query", "weights"):
+            setattr(self, name, getattr(self, name).npu())
+        self.pages, self.lengths = on_device(self.pages), on_device(self.lengths)
+
+    def each_row(self):
+        """Yield (row, request, number of keys that the row sees)."""
+        row = 0
+        for request, (queries, length) in enumerate(zip(QUERIES, LENGTHS, strict=True)):
+            for i in range(queries):
+                yield row, request, length - queries + i + 1
+                row += 1
+
+    def choose(self, count, **changes):
+        options = {
+            "query": self.index_query,
+            "key": self.pages["index"],
+            "weights": self.weights,
+            "actual_seq_lengths_query": self.lengths["ends"],
+            "actual_seq_lengths_key": self.lengths["keys"],
+            "block_table": self.table,
+            "layout_query": "TND",
+            "layout_key": "PA_BSND",
+            "sparse_count": count,
+            "sparse_mode": 3,
+        } | changes
+        return torch_npu.npu_lightning_indexer(**on_device(options))[0]
+
+    def attend(self, chosen, **changes):
+        options = {
+            "query": self.query,
+            "key": self.pages["latent"],
+            "sparse_indices": chosen,
+            "scale_value": SCALE,
+            "block_table": self.table,
+            "actual_seq_lengths_query": self.lengths["ends"],
+            "actual_seq_lengths_kv": self.lengths["keys"],
+            "query_rope": self.query_rope,
+            "key_rope": self.pages["rope"],
+            "layout_query": "TND",
+            "layout_kv": "PA_BSND",
+            "sparse_mode": 3,
+            "attention_mode": 2,
+        } | changes
+        options = on_device(options)
+        options.setdefault("value", options["key"])
+        return torch_npu.npu_sparse_flash_attention(**options)[0]
+
+
+def on_device(options):
+    return {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}

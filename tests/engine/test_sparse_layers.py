@@ -1,0 +1,128 @@
+"""Sparse latent attention of single layers: operators in graphs, and what the index cache holds."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_aclgraph.device.npu import Npu, runtime
+from dist_aclgraph.layers.attention import AttentionMetadata, DeviceRows, make_causal_mask
+from dist_aclgraph.layers.sparse_attention import SparseCache
+from dist_aclgraph.models.attention_kind import CacheRoom, LayerAttention, Rope
+from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.planning.budget.captured import ATTENTION, BEFORE_ATTENTION, INDEXER
+from tests.checkpoints import make_reference
+from tests.engine.test_mla import load_decoder
+
+NUM_TOKENS, BLOCK_SIZE = 4, 16
+GLM = "GlmMoeDsaForCausalLM"
+
+
+def count_operators(npu: Npu, run: Callable[[], object]) -> int:
+    """Return the number of operators that a graph of ``run`` contains."""
+    with torch.inference_mode():
+        run()
+        npu.synchronize()
+        graph = runtime().NPUGraph()
+        with runtime().graph(graph):
+            run()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        graph.debug_dump(file.name)
+        nodes = json.loads(Path(file.name).read_text())
+    return sum(node["name"].startswith("aclnn") for node in nodes)
+
+
+def make_metadata(npu: Npu) -> AttentionMetadata:
+    """Return the metadata of requests that have one query and one key each."""
+    each = torch.arange(1, NUM_TOKENS + 1, dtype=torch.int32).to(npu.device)
+    slots = each * BLOCK_SIZE
+    return AttentionMetadata(
+        num_tokens=NUM_TOKENS,
+        written=slots.long(),
+        block_table=each.view(-1, 1),
+        query_ends=list(range(1, NUM_TOKENS + 1)),
+        kv_lens=[1] * NUM_TOKENS,
+        causal_mask=make_causal_mask(npu.device),
+        is_causal=False,
+        on_device=DeviceRows(each, torch.ones_like(each), slots.unsqueeze(1)),
+    )
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A layer with an indexer, and a layer that uses its choice, with the inputs of a step."""
+
+    decoder: Decoder
+    metadata: AttentionMetadata
+    rope: Rope
+    h: torch.Tensor
+
+    def make_caches(self) -> list[SparseCache]:
+        return self.decoder.make_caches(CacheRoom(8, BLOCK_SIZE, torch.float32))
+
+    def attention(self, index: int) -> LayerAttention:
+        return self.decoder._stack.layers[index].attention
+
+
+@pytest.fixture(scope="module")
+def layers(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Layers:
+    directory = tmp_path_factory.mktemp("glm")
+    make_reference(GLM, directory, num_hidden_layers=2, indexer_types=["full", "shared"])
+    decoder = load_decoder(npu, directory)
+    positions = torch.arange(NUM_TOKENS, dtype=torch.int32).to(npu.device)
+    h = torch.randn(NUM_TOKENS, 128).to(npu.device)
+    return Layers(decoder, make_metadata(npu), decoder.kind.rope(positions), h)
+
+
+@torch.inference_mode()
+def test_the_stream_budget_counts_every_operator_of_a_layer(npu: Any, layers: Layers) -> None:
+    earlier, counts = None, []
+    for index, cache in enumerate(layers.make_caches()):
+        attention = layers.attention(index)
+        inputs = attention.project(layers.h, layers.rope)
+        attend = partial(attention.attend, inputs, layers.rope, cache, layers.metadata, earlier)
+        projected = count_operators(npu, partial(attention.project, layers.h, layers.rope))
+        counts.append((1 + projected, count_operators(npu, attend)))  # with the norm of the layer
+        earlier = attend()
+
+    (before, attended), (before_chosen, attended_chosen) = counts
+    assert before == BEFORE_ATTENTION + INDEXER > before_chosen
+    assert ATTENTION >= attended > attended_chosen
+
+
+@torch.inference_mode()
+def test_index_keys_are_normalised_and_rotated_in_their_slots(layers: Layers) -> None:
+    cache, other = layers.make_caches()
+    inputs = layers.attention(0).project(layers.h, layers.rope)
+
+    layers.attention(0).attend(inputs, layers.rope, cache, layers.metadata, None)
+
+    assert cache.index_keys is not None and other.index_keys is None
+    flat = cache.index_keys.flatten(0, 2).cpu()
+    slots = layers.metadata.written.cpu()
+    torch.testing.assert_close(flat[slots], inputs[-3].cpu())
+    assert sorted(flat.any(-1).nonzero().flatten().tolist()) == sorted(slots.tolist())
+
+
+@torch.inference_mode()
+def test_padding_writes_index_keys_into_the_dummy_block_only(layers: Layers) -> None:
+    cache, _ = layers.make_caches()
+    inputs = layers.attention(0).project(layers.h, layers.rope)
+    rows = layers.metadata.on_device
+    assert rows is not None
+    slots = rows.slots.clone()
+    slots[-1] = 0  # as AttentionSteps turns the slot -1
+    metadata = replace(layers.metadata, on_device=replace(rows, slots=slots))
+
+    layers.attention(0).attend(inputs, layers.rope, cache, metadata, None)
+
+    written = cache.index_keys.any(-1).flatten(1).any(-1).cpu()
+    assert written.tolist() == [True, True, True, True, False, False, False, False]
