@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from dist_aclgraph.config import SchedulerConfig
 from dist_aclgraph.ints import IntArray, pack_ints
-from dist_aclgraph.kv.block_pool import BlockPool, hash_block
+from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
+from dist_aclgraph.scheduler.prefixes import Prefixes
 from dist_aclgraph.scheduler.rank_step import (
     Flight,
     NewTokens,
@@ -88,6 +89,7 @@ class RankScheduler:
         self._exact = exact
         self.index = index
         self.pool = pool
+        self.prefixes = Prefixes(pool)
         self.rows = rows
         self._max_tokens = config.max_num_batched_tokens
         self._max_chunk = config.prompt_share
@@ -239,24 +241,6 @@ class RankScheduler:
             or self.pool.num_free > self._refused[1]
         )
 
-    def match(self, request: Request) -> list[int]:
-        """Return the cached blocks of a waiting request's prefix. If the model has recurrent state,
-        they end at a checkpoint.
-
-        The last token is never matched, because it must be computed: its logits choose the next
-        token.
-        """
-        if not self.pool.prefix_cache or request.is_suspect:
-            return []
-        if request.sampling.prompt_logprobs >= 0:  # Only computed tokens have logits.
-            return []
-        count = (len(request.tokens) - 1) // self.pool.block_size
-        self._hash_blocks(request, count)
-        found = self.pool.match(request.hashes[:count])
-        if self.pool.checkpoints is None:
-            return found
-        return found[: self.pool.checkpoints.longest(request.hashes[: len(found)])]
-
     def start(self, builder: StepBuilder, request: Request, shared: Sequence[int]) -> bool:
         """Start a waiting request with the cached blocks that ``match`` found.
 
@@ -278,8 +262,7 @@ class RankScheduler:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
         request.prompt_logprobs = []
         builder.started.append(request.start(self.index, self._free_rows.pop()))
-        if self.pool.checkpoints is not None and shared:
-            checkpoint = self.pool.checkpoints.use(request.hashes[len(shared) - 1])
+        for checkpoint in self.prefixes.checkpoint_after(request, shared):
             builder.restored += (request.row, checkpoint)
         self._stop_ids.update(request.stop_ids)
         covered = len(request.block_ids) * size
@@ -313,7 +296,7 @@ class RankScheduler:
         if not isinstance(step.indices, slice):
             self.rows.take_off(step.indices, step.records)
         restored = pack_ints(builder.restored) if builder.restored else b""
-        kept = self._begin_checkpoints(builder, flight) if builder.chunks else b""
+        kept = self.prefixes.begin_checkpoints(self.rows, builder.chunks, flight)
         renewed, self._renewed = self._renewed, []
         if self._knows_nothing:
             self._knows_nothing = False
@@ -333,40 +316,6 @@ class RankScheduler:
             restored,
             kept,
         )
-
-    def _begin_checkpoints(self, builder: StepBuilder, flight: Flight) -> bytes:
-        """Choose checkpoints for the prompts whose chunks end at such a position; return records of
-        row and checkpoint.
-        """
-        checkpoints, first = self.pool.checkpoints, flight.step.num_decoding
-        if checkpoints is None:
-            return b""
-        kept: list[tuple[int, bytes]] = []
-        records: list[int] = []
-        for index, chunk in enumerate(builder.chunks):
-            request = self.rows.requests[chunk.index]
-            if not chunk.is_kept or chunk.stop < chunk.end or request.is_suspect:
-                continue
-            count = chunk.stop // self.pool.block_size
-            self._hash_blocks(request, count)
-            checkpoint = checkpoints.begin(request.hashes[count - 1])
-            if checkpoint is not None:
-                kept.append((first + index, request.hashes[count - 1]))
-                records += (request.row, checkpoint)
-        flight.kept = kept
-        return pack_ints(records) if records else b""
-
-    def _end_checkpoints(self, flight: Flight) -> None:
-        """Store the checkpoints that a step has written. Drop those whose blocks are not in the
-        prefix cache.
-        """
-        checkpoints = self.pool.checkpoints
-        assert checkpoints is not None
-        for index, block_hash in flight.kept:
-            if flight.places[index] >= 0 and self.pool.match([block_hash]):
-                checkpoints.store(block_hash)
-            else:
-                checkpoints.drop(block_hash)
 
     def _every_row(self, builder: StepBuilder) -> tuple[RowStart, ...]:
         """Return all rows in their current state, for workers that have lost their rows."""
@@ -389,9 +338,7 @@ class RankScheduler:
         """
         while self._flights:
             flight = self._flights.pop()
-            for _, block_hash in flight.kept:
-                assert self.pool.checkpoints is not None
-                self.pool.checkpoints.drop(block_hash)
+            self.prefixes.drop_checkpoints(flight)
             is_there = flight.places >= 0
             self.rows.put_back(flight.places[is_there], flight.step.records[is_there])
             self.pool.clean_first(flight.cleaned)
@@ -556,10 +503,10 @@ class RankScheduler:
         )
         self._note_appended(rows.row[sampled], new)
         if not flight.is_quiet:
-            self._store_full_blocks(indices)
+            self.prefixes.store_full_blocks(rows, indices)
             self._margin = self._measure_margin()
         if flight.kept:
-            self._end_checkpoints(flight)
+            self.prefixes.end_checkpoints(flight)
         finished = [requests[index] for index in reasons]
         if finished:
             self._release(finished)
@@ -589,7 +536,7 @@ class RankScheduler:
         self._append(appended)
         if not flight.is_quiet:
             if has_full:
-                self._store_full_blocks(flight.indices)
+                self.prefixes.store_full_blocks(self.rows, flight.indices)
                 margin = self._measure_margin()
             self._margin = margin
 
@@ -740,32 +687,6 @@ class RankScheduler:
             return NO_LACK
         short = np.flatnonzero(is_short & self._decodes)
         return Lack(short, -(-(ends[short] - rows.covered[short]) // size))
-
-    def _store_full_blocks(self, indices: Indices) -> None:
-        """Add the full blocks of the step's requests to the prefix cache."""
-        rows, size = self.rows, self.pool.block_size
-        computed = rows.computed[indices] - rows.flying[indices]
-        is_full = computed >= rows.next_full[indices]
-        if not is_full.any():
-            return
-        for index in np.arange(len(rows))[indices][is_full].tolist():
-            rows.settle(index)
-            request = rows.requests[index]
-            num_full = int(rows.computed[index] - rows.flying[index]) // size
-            if self.pool.prefix_cache and not request.is_suspect:
-                self._hash_blocks(request, num_full)
-                for full in range(int(rows.next_full[index]) // size - 1, num_full):
-                    self.pool.store(request.block_ids[full], request.hashes[full])
-            rows.next_full[index] = (num_full + 1) * size
-
-    def _hash_blocks(self, request: Request, count: int) -> None:
-        """Extend the request's hashes to ``count`` full blocks; each hash is computed only once."""
-        size = self.pool.block_size
-        hashes = request.hashes
-        while len(hashes) < count:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else request.cache_root
-            hashes.append(hash_block(parent, request.tokens[start : start + size].tobytes()))
 
 
 def _still_there(

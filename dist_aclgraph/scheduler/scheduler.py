@@ -328,7 +328,8 @@ class Scheduler:
         """Undo the steps in flight, because the group has resumed with its KV in another epoch.
 
         Then ``schedule()`` decides steps for the same tokens, and sends all rows to workers again.
-        Requests keep their computed tokens.
+        Requests keep their computed tokens, except if the model has recurrent state: then they
+        wait again, and start from checkpoints.
         """
         self.epoch = epoch
         self._in_flight.clear()
@@ -380,7 +381,7 @@ class Scheduler:
         offers = []
         for rank, builder in zip(self.ranks, builders, strict=True):
             if rank.has_room_for(builder, request):
-                shared = rank.match(request)
+                shared = rank.prefixes.match(request)
                 order = (-len(shared), rank.num_running, -rank.pool.num_free, rank.index)
                 offers.append((order, shared))
         for (*_, index), shared in sorted(offers):

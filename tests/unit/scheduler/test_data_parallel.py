@@ -109,7 +109,7 @@ def test_blocks_that_several_ranks_fill_by_decoding_are_cached() -> None:
     longer = submit("like b", [*range(100, 115), 7, 8], SamplingParams(max_tokens=1))
     start(scheduler, longer)
 
-    assert [len(rank.match(longer)) for rank in scheduler.ranks] == [0, 1]
+    assert [len(rank.prefixes.match(longer)) for rank in scheduler.ranks] == [0, 1]
 
 
 def test_an_idle_rank_runs_along_with_an_empty_batch_and_the_others_graph() -> None:

@@ -1,0 +1,120 @@
+"""The prefixes that the requests of one rank share: full blocks, and checkpoints of states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.kv.block_pool import BlockPool, hash_block
+from dist_aclgraph.scheduler.rank_step import Chunk, Flight
+from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.scheduler.rows import Indices, RunningRows
+
+
+class Prefixes:
+    """Finds and stores prefixes in the pool of a rank.
+
+    Owns nothing: the pool owns blocks and checkpoints, and a request owns its hashes.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def match(self, request: Request) -> list[int]:
+        """Return the cached blocks of a waiting request's prefix. If the model has recurrent state,
+        they end at a checkpoint.
+
+        The last token is never matched, because it must be computed: its logits choose the next
+        token.
+        """
+        if not self._pool.prefix_cache or request.is_suspect:
+            return []
+        if request.sampling.prompt_logprobs >= 0:  # Only computed tokens have logits.
+            return []
+        count = (len(request.tokens) - 1) // self._pool.block_size
+        self._hash_blocks(request, count)
+        found = self._pool.match(request.hashes[:count])
+        if self._pool.checkpoints is None:
+            return found
+        return found[: self._pool.checkpoints.longest(request.hashes[: len(found)])]
+
+    def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
+        """Return the checkpoint after the blocks that ``match`` found; empty if a request needs no
+        checkpoint.
+        """
+        if self._pool.checkpoints is None or not shared:
+            return ()
+        return (self._pool.checkpoints.use(request.hashes[len(shared) - 1]),)
+
+    def store_full_blocks(self, rows: RunningRows, indices: Indices) -> None:
+        """Add the full blocks of a step's requests to the prefix cache."""
+        size = self._pool.block_size
+        computed = rows.computed[indices] - rows.flying[indices]
+        is_full = computed >= rows.next_full[indices]
+        if not is_full.any():
+            return
+        for index in np.arange(len(rows))[indices][is_full].tolist():
+            rows.settle(index)
+            request = rows.requests[index]
+            num_full = int(rows.computed[index] - rows.flying[index]) // size
+            if self._pool.prefix_cache and not request.is_suspect:
+                self._hash_blocks(request, num_full)
+                for full in range(int(rows.next_full[index]) // size - 1, num_full):
+                    self._pool.store(request.block_ids[full], request.hashes[full])
+            rows.next_full[index] = (num_full + 1) * size
+
+    def begin_checkpoints(
+        self, rows: RunningRows, chunks: Sequence[Chunk], flight: Flight
+    ) -> bytes:
+        """Choose checkpoints for the prompts whose chunks end at such a position, and note them in
+        ``flight``.
+
+        Returns:
+            Records for ``RankBatch.kept``.
+        """
+        checkpoints, first = self._pool.checkpoints, flight.step.num_decoding
+        if checkpoints is None:
+            return b""
+        kept: list[tuple[int, bytes]] = []
+        records: list[int] = []
+        for index, chunk in enumerate(chunks):
+            request = rows.requests[chunk.index]
+            if not chunk.is_kept or chunk.stop < chunk.end or request.is_suspect:
+                continue
+            count = chunk.stop // self._pool.block_size
+            self._hash_blocks(request, count)
+            checkpoint = checkpoints.begin(request.hashes[count - 1])
+            if checkpoint is not None:
+                kept.append((first + index, request.hashes[count - 1]))
+                records += (request.row, checkpoint)
+        flight.kept = kept
+        return pack_ints(records) if records else b""
+
+    def end_checkpoints(self, flight: Flight) -> None:
+        """Store the checkpoints that a step has written. Drop those whose requests have left, or
+        whose blocks are not in the prefix cache.
+        """
+        checkpoints = self._pool.checkpoints
+        for index, block_hash in flight.kept:
+            assert checkpoints is not None
+            if flight.places[index] >= 0 and self._pool.match([block_hash]):
+                checkpoints.store(block_hash)
+            else:
+                checkpoints.drop(block_hash)
+
+    def drop_checkpoints(self, flight: Flight) -> None:
+        """Free the checkpoints of a step that is undone."""
+        for _, block_hash in flight.kept:
+            assert self._pool.checkpoints is not None
+            self._pool.checkpoints.drop(block_hash)
+
+    def _hash_blocks(self, request: Request, count: int) -> None:
+        """Extend the request's hashes to ``count`` full blocks; each hash is computed only once."""
+        size = self._pool.block_size
+        hashes = request.hashes
+        while len(hashes) < count:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else request.cache_root
+            hashes.append(hash_block(parent, request.tokens[start : start + size].tobytes()))
