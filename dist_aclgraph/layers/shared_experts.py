@@ -49,16 +49,16 @@ class SharedExperts:
     Attributes:
         gate_up: hidden -> 2 * width.
         down: width -> hidden.
-        gate: [hidden, 1], whose product with a token goes through ``sigmoid`` and multiplies the
-            result; None without a gate.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
+        gate: [hidden, 1], whose product with a token goes through ``sigmoid`` and multiplies the
+            result; None without a gate.
     """
 
     gate_up: Product
     down: Product
-    gate: Tensor | None = None
     side: SideStream | None = None
+    gate: Tensor | None = None
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:

@@ -126,7 +126,7 @@ def _load_shared(
     gate = None
     if experts.gates_shared:
         gate = slices.place(slices.columns(f"{prefix}.shared_expert_gate.weight", 1, hidden, 0, 1))
-    return SharedExperts(slices.product(gate_up), slices.product(down), gate, slices.experts.side)
+    return SharedExperts(slices.product(gate_up), slices.product(down), slices.experts.side, gate)
 
 
 def _gate_up(
