@@ -88,7 +88,9 @@ class StateSteps:
             self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
 
     def keep(self, batch: RankBatch, states: Sequence[Tensor]) -> None:
-        """Copy rows to checkpoints, after the step."""
+        """Copy rows to checkpoints, after the decoder. Only steps with parts of prompts do so; they
+        are not replayed as a whole.
+        """
         if batch.kept:
             rows, checkpoints = unpack_ints(batch.kept, 2).T
             self._copy(states, self._slots.bases(rows), self._slots.checkpoints(checkpoints))

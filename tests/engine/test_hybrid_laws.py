@@ -15,7 +15,7 @@ from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from tests.checkpoints import add_next_token_module, make_prompts, make_reference
+from tests.checkpoints import make_prompts
 from tests.engine.runners import FLOAT32, make_runner
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, run
 from tests.laws import examples
@@ -54,16 +54,8 @@ def capture(npu: Any, directory: Path, plan: GraphPlan, k: int, **settings: Any)
 
 
 @pytest.fixture(scope="module")
-def directory(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("hybrid")
-    make_reference("Qwen3NextForCausalLM", directory)
-    add_next_token_module(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def eager(npu: Any, directory: Path) -> ModelRunner:
-    return capture(npu, directory, EAGER, 0)
+def eager(npu: Any, hybrid: Path) -> ModelRunner:
+    return capture(npu, hybrid, EAGER, 0)
 
 
 def cold(runner: ModelRunner, arrivals: list[Arrival]) -> dict[str, list[int]]:
@@ -83,8 +75,8 @@ def assert_equal(found: dict[str, list[int]], expected: dict[str, list[int]], na
 
 
 @pytest.fixture(scope="module")
-def runners(npu: Any, directory: Path, eager: ModelRunner) -> Runners:
-    captured = {mode: (capture(npu, directory, plan, 0), plan) for mode, plan in PLANS.items()}
+def runners(npu: Any, hybrid: Path, eager: ModelRunner) -> Runners:
+    captured = {mode: (capture(npu, hybrid, plan, 0), plan) for mode, plan in PLANS.items()}
     return {"NONE": (eager, EAGER), **captured}
 
 
@@ -109,13 +101,13 @@ def test_every_mode_gives_the_tokens_of_requests_alone(
 
 
 @pytest.fixture(scope="module", params=[1, 3])
-def drafting(npu: Any, directory: Path, request: pytest.FixtureRequest) -> tuple[int, Runners]:
+def drafting(npu: Any, hybrid: Path, request: pytest.FixtureRequest) -> tuple[int, Runners]:
     k = request.param
     decode = tuple((k + 1) * size for size in (1, 2, 4, MAX_SEQS))
     plan = make_plan(*decode, mixed=(16, 48), query_len=k + 1, max_num_seqs=MAX_SEQS)
     one = {"scheduler": {"max_num_seqs": MAX_SEQS, "steps_in_flight": 1}}
     return k, {
-        name: (capture(npu, directory, each, k, **one), each)
+        name: (capture(npu, hybrid, each, k, **one), each)
         for name, each in {"eager": EAGER, "graphs": plan}.items()
     }
 

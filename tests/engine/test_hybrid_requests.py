@@ -1,0 +1,49 @@
+"""Whole requests of a model with recurrent state, step by step on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.ints import pack_ints
+from tests.checkpoints import make_prompts
+from tests.engine.runners import Sequences, make_runner
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def runner(npu: Any, hybrid: Path, request: pytest.FixtureRequest) -> ModelRunner:
+    return make_runner(npu, hybrid, 4, num_drafts=request.param)
+
+
+def slots_of(runner: ModelRunner) -> list[Tensor]:
+    return [tensor.cpu() for tensor in runner._state_tensors()]
+
+
+def test_a_checkpoint_is_written_before_the_result_is_sent(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the result, the engine may count on the checkpoint, even if the device is aborted."""
+    states, [prompt] = runner._states, make_prompts([32])
+    assert states is not None
+    slots, sent = states._slots, list[list[Tensor]]()
+    row, checkpoint = 1, slots.count - slots.num_checkpoints + 2
+    queue: Callable[..., Any] = runner._output.queue
+
+    def note(*args: Any) -> Any:
+        sent.append(slots_of(runner))
+        return queue(*args)
+
+    monkeypatch.setattr(runner._output, "queue", note)
+    sequences = Sequences(runner, [[1], prompt])
+
+    sequences.step(None, [row, 0, 32, 0], started=(sequences.start(1),), kept=pack_ints([row, 2]))
+
+    for before, after in zip(sent[0], slots_of(runner), strict=True):
+        assert torch.equal(before[checkpoint], after[1 + row * slots.num_places])
+        assert before[checkpoint].any()
