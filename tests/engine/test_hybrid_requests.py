@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.ints import pack_ints
+from dist_aclgraph.layers.state_metadata import StateMetadata
+from dist_aclgraph.steps.host_step import HostStep
 from tests.checkpoints import make_prompts
 from tests.engine.runners import Sequences, make_runner
 
@@ -47,3 +49,28 @@ def test_a_checkpoint_is_written_before_the_result_is_sent(
     for before, after in zip(sent[0], slots_of(runner), strict=True):
         assert torch.equal(before[checkpoint], after[1 + row * slots.num_places])
         assert before[checkpoint].any()
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_the_last_token_of_a_prompt_changes_the_state_by_one_rule(
+    npu: Any, hybrid: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    """A request that continues in another group does not sample after its prompt."""
+    runner = make_runner(npu, hybrid, 4)
+    states, noted = runner._states, list[StateMetadata]()
+    assert states is not None
+    of_step = states.of_step
+
+    def note(inputs: HostStep) -> StateMetadata:
+        noted.append(of_step(inputs))
+        return noted[-1]
+
+    monkeypatch.setattr(states, "of_step", note)
+    sequences = Sequences(runner, make_prompts([33]))
+
+    sequences.step(None, [0, 0, 32, 0], started=(sequences.start(0),))
+    sequences.step(None, [0, 32, 1, samples])
+
+    first, last = noted
+    assert first.direct is None
+    assert last.prompts is None
