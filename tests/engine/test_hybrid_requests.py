@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from dist_aclgraph.layers.state_metadata import StateMetadata
 from dist_aclgraph.steps.host_step import HostStep
 from tests.checkpoints import make_prompts
 from tests.engine.runners import Sequences, make_runner
+from tests.engine.test_idle_ranks import OTHERS, expected_tokens
+from tests.plans import decode_graph, pieces
 
 
 @pytest.fixture(scope="module", params=[0, 1])
@@ -74,3 +77,54 @@ def test_the_last_token_of_a_prompt_changes_the_state_by_one_rule(
     first, last = noted
     assert first.direct is None
     assert last.prompts is None
+
+
+GRAPHS = {"decode": decode_graph(4), "pieces": pieces(16)}
+
+
+@pytest.mark.parametrize("kind", ["eager", *GRAPHS])
+def test_steps_of_padding_change_no_state(npu: Any, hybrid: Path, kind: str) -> None:
+    """An idle data-parallel rank runs along; then the rank's own requests go on."""
+    graph = GRAPHS.get(kind)
+    runner = make_runner(npu, hybrid, 8, list(GRAPHS.values()))
+    for each in GRAPHS.values():
+        runner.warm_up(each)
+        runner.capture(each)
+        runner.commit(each)
+    sequences = Sequences(runner, make_prompts([3, 5, 7]))
+    sequences.idle(graph, OTHERS)
+    sequences.prefill()
+
+    for _ in range(4):
+        before = slots_of(runner)
+        sequences.idle(graph, OTHERS)
+        assert all(map(same_rows, before, slots_of(runner)))
+        sequences.decode(graph)
+
+    assert sequences.tokens == expected_tokens(npu, hybrid)
+
+
+def same_rows(states: Tensor, others: Tensor) -> bool:
+    """Whether all slots but the slot of padding are equal."""
+    return torch.equal(states[1:], others[1:])
+
+
+def test_two_requests_that_start_from_one_checkpoint_diverge(npu: Any, hybrid: Path) -> None:
+    """Two requests start from one checkpoint, with different tokens after it."""
+    prefix, *rests = make_prompts([32, 5, 5])
+    prompts = [prefix + rest for rest in rests]
+    runner = make_runner(npu, hybrid, 4)
+    sequences = Sequences(runner, [prefix, *prompts])
+    sequences.step(None, [0, 0, 32, 0], started=(sequences.start(0),), kept=pack_ints([0, 3]))
+    # The blocks of the prefix are those of the first request.
+    starts = [
+        msgspec.structs.replace(sequences.start(row), block_ids=pack_ints([1, 4 * row + 2]))
+        for row in (1, 2)
+    ]
+    sequences.step(
+        None, [1, 32, 5, 1, 2, 32, 5, 1], started=tuple(starts), restored=pack_ints([1, 3, 2, 3])
+    )
+
+    expected = Sequences(make_runner(npu, hybrid, 4), prompts)
+    expected.prefill()
+    assert sequences.new[1:] == expected.new
