@@ -15,6 +15,8 @@ from rich.table import Column, Table
 from dist_aclgraph.cli.plan_context import context_entry, layout_in_words, print_context
 from dist_aclgraph.config import Config
 from dist_aclgraph.config.chips import family_of
+from dist_aclgraph.context.state_slots import StateSlots
+from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.planning.budget import Price, StreamOffer, total
 from dist_aclgraph.planning.choice import padding_share
@@ -85,19 +87,20 @@ def plan_report(config: Config) -> dict[str, Any]:
         "exchanges": _exchange_entries(deployment.exchange),
         "plans": [_plan_entry(config, group, plan) for group, plan in enumerate(plans)],
         "ranks": ranks,
-        "memory": _memory_entry(deployment, pool, spec.total_bytes(num_blocks)),
+        "memory": _memory_entry(deployment, pool, num_blocks),
         "nodes": _num_nodes(layout, config.parallel.tp, node_npus),
         "node_npus": node_npus,
         "kv": {
             "block_size": spec.block_size,
             "bytes_per_block": spec.bytes_per_block,
             "num_blocks": num_blocks,
-            "bytes": spec.total_bytes(num_blocks),
+            "bytes": num_blocks * spec.bytes_per_block,
             "num_shards": spec.num_shards,
             "tokens": (num_blocks - 1) * spec.tokens_per_block,
             "max_model_len": longest,
             "requests": _requests_that_fit(deployment, num_blocks, longest),
         },
+        "states": _states_entry(config, spec),
         "context": context_entry(deployment, pool),
     }
 
@@ -150,6 +153,13 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
         f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
     )
+    if (states := report["states"]) is not None:
+        console.print(
+            f"States per NPU: {states['num_slots']} slots of {states['bytes_per_slot']} bytes, "
+            f"{states['bytes'] / GIB:.2f} GiB in all; {states['slots_per_request']} for each of "
+            f"{states['num_requests']} requests, {states['num_checkpoints']} checkpoints, "
+            "1 for padding"
+        )
     fits = "; ".join(f"{row['requests']} of {row['tokens']} tokens" for row in kv["requests"])
     console.print(
         f"Requests that fit at once into the {layout['dp']} data parallel ranks: {fits}",
@@ -157,6 +167,21 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     )
     if report["context"] is not None:
         print_context(report["context"], console)
+
+
+def _states_entry(config: Config, spec: KVCacheSpec) -> dict[str, int] | None:
+    """Return the slots of recurrent states of each rank; None if the model has no such states."""
+    if not spec.states:
+        return None
+    slots = StateSlots.from_config(config)
+    return {
+        "num_slots": spec.num_slots,
+        "bytes_per_slot": spec.bytes_per_slot,
+        "bytes": spec.state_bytes,
+        "num_requests": slots.num_rows,
+        "slots_per_request": slots.num_places,
+        "num_checkpoints": slots.num_checkpoints,
+    }
 
 
 def _requests_that_fit(
@@ -199,16 +224,17 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
     ]
 
 
-def _memory_entry(deployment: AssumedDeployment, pool: int, kv_bytes: int) -> dict[str, Any]:
+def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
     """Return the use of the smallest NPU's memory. The parts and the free bytes add up to the
     total.
     """
-    memory = deployment.memory
+    memory, spec = deployment.memory, deployment.planner.cache_spec
     graphs = deployment.graph_bytes(pool)
     parts = [
         *memory.parts,
         MemoryPart("graphs", graphs, "predicted" if pool else "estimated from above"),
-        MemoryPart("KV blocks", kv_bytes),
+        MemoryPart("KV blocks", num_blocks * spec.bytes_per_block),
+        MemoryPart("states", spec.state_bytes),
         MemoryPart(EAGER_STEPS, memory.eager_bytes, "estimated from above"),
     ]
     left = memory.device_bytes - sum(part.bytes for part in parts)

@@ -399,8 +399,6 @@ class ModelRunner:
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
             flight = self._run(plan, rank, inputs, land, answer)
-            if self._states is not None:
-                self._states.keep(batch, self._state_tensors())
             self._batch.note_samples(inputs)
         watch.lap("sample")
         answer("sample")
@@ -630,6 +628,9 @@ class ModelRunner:
                 work_between(run_directly, answer),
                 step=experts,
             )
+        if self._states is not None:
+            # Before the results are sent: the engine counts on checkpoints of steps with results.
+            self._states.keep(plan.batch, self._state_tensors())
         collect = partial(self._collect, step.shared)
         states, logits, tokens, best = self._choose(hidden, step.places, size, collect)
         self._know_tokens(inputs, land, answer)

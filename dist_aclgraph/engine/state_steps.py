@@ -53,15 +53,19 @@ class StateSteps:
     def of_step(self, inputs: HostStep) -> StateMetadata:
         """Return the metadata of any mixture of live requests.
 
-        A request is direct if it verifies drafts, or without drafts, if it samples after its only
-        token. The rows of a batch begin with the requests that decode.
+        A request is direct if it verifies drafts, or without drafts, if it has one token. The rows
+        of a batch begin with the requests that decode. Whether a token is direct must not depend on
+        whether it samples: a request that continues elsewhere does not sample after its prompt, but
+        must round its state in the same way.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
         logits[inputs.sampled] = inputs.num_logits
         goes_on = inputs.kv_lens > lens
         num_places = self._slots.num_places
-        is_direct = (lens == num_places) & (logits == num_places) & goes_on
+        is_direct = (lens == num_places) & goes_on
+        if self._passed is not None:  # A part of a prompt may be as long as a token and its drafts.
+            is_direct &= logits == num_places
         num_direct = int(np.logical_and.accumulate(is_direct).sum())
         rows, bases = inputs.rows[:num_direct], self._slots.bases(inputs.rows)
         arrays = [bases[:num_direct], rows]
@@ -88,7 +92,9 @@ class StateSteps:
             self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
 
     def keep(self, batch: RankBatch, states: Sequence[Tensor]) -> None:
-        """Copy rows to checkpoints, after the step."""
+        """Copy rows to checkpoints, after the decoder. Only steps with parts of prompts do so; they
+        are not replayed as a whole.
+        """
         if batch.kept:
             rows, checkpoints = unpack_ints(batch.kept, 2).T
             self._copy(states, self._slots.bases(rows), self._slots.checkpoints(checkpoints))

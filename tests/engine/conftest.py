@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_reference
+from tests.checkpoints import add_next_token_module, make_reference
 
 
 @pytest.fixture(scope="session")
@@ -19,4 +19,13 @@ def checkpoint(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deepseek(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("deepseek")
     make_reference("DeepseekV3ForCausalLM", directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with linear and full attention, and a next-token module."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    make_reference("Qwen3NextForCausalLM", directory)
+    add_next_token_module(directory)
     return directory

@@ -79,8 +79,13 @@ def play(
 
 @pytest.fixture(
     scope="module",
-    params=[slow(("checkpoint", 1)), ("checkpoint", 2), slow(("deepseek", 2))],
-    ids=["one-in-flight", "two-in-flight", "latent-with-experts"],
+    params=[
+        slow(("checkpoint", 1)),
+        ("checkpoint", 2),
+        slow(("deepseek", 2)),
+        slow(("hybrid", 2)),
+    ],
+    ids=["one-in-flight", "two-in-flight", "latent-with-experts", "hybrid"],
 )
 def runner(npu: Any, request: pytest.FixtureRequest) -> ModelRunner:
     name, in_flight = request.param

@@ -1,13 +1,16 @@
-"""Laws of models with recurrent state: neither graphs, drafts, shared prefixes nor preemptions
-change a token, whatever the order of requests.
+"""Laws of models with recurrent state: neither graphs, drafts, shared prefixes, preemptions nor
+undone steps change a token, whatever the order of requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +23,10 @@ from tests.engine.runners import FLOAT32, make_runner
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, run
 from tests.laws import examples
 from tests.plans import make_plan
+from tests.slow import slow
 
 PREFIX = make_prompts([96])[0]
+NUM_GUESSABLE = 5
 PLANS = {
     "FULL_DECODE_ONLY": make_plan(1, 2, 4, 6, max_num_seqs=MAX_SEQS),
     "PIECEWISE": make_plan(4, 16, 40, mode="PIECEWISE", max_num_seqs=MAX_SEQS),
@@ -44,6 +49,30 @@ arrivals = st.lists(
 )
 
 
+# After these turns, the steps in flight are undone, as after an abort of the device.
+undone = st.sets(st.integers(0, 30), max_size=3)
+
+
+def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
+    """Return a function that undoes the steps in flight when it is called at these turns."""
+    number = -1
+
+    def after_turn(scheduler: Scheduler) -> None:
+        nonlocal number
+        number += 1
+        if number in turns:
+            runner.forget_steps()
+            scheduler.rewind(scheduler.epoch + 1)
+
+    return after_turn
+
+
+def poison(runner: ModelRunner) -> None:
+    """Fill all states with NaN, as if former requests had left them. No result may depend on it."""
+    for states in runner._state_tensors():
+        states.fill_(torch.nan)
+
+
 def capture(npu: Any, directory: Path, plan: GraphPlan, k: int, **settings: Any) -> ModelRunner:
     runner = make_runner(npu, directory, MAX_SEQS, plan.capture_order, k, FLOAT32 | settings)
     for graph in plan.capture_order:
@@ -54,16 +83,8 @@ def capture(npu: Any, directory: Path, plan: GraphPlan, k: int, **settings: Any)
 
 
 @pytest.fixture(scope="module")
-def directory(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("hybrid")
-    make_reference("Qwen3NextForCausalLM", directory)
-    add_next_token_module(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def eager(npu: Any, directory: Path) -> ModelRunner:
-    return capture(npu, directory, EAGER, 0)
+def eager(npu: Any, hybrid: Path) -> ModelRunner:
+    return capture(npu, hybrid, EAGER, 0)
 
 
 def cold(runner: ModelRunner, arrivals: list[Arrival]) -> dict[str, list[int]]:
@@ -83,13 +104,13 @@ def assert_equal(found: dict[str, list[int]], expected: dict[str, list[int]], na
 
 
 @pytest.fixture(scope="module")
-def runners(npu: Any, directory: Path, eager: ModelRunner) -> Runners:
-    captured = {mode: (capture(npu, directory, plan, 0), plan) for mode, plan in PLANS.items()}
+def runners(npu: Any, hybrid: Path, eager: ModelRunner) -> Runners:
+    captured = {mode: (capture(npu, hybrid, plan, 0), plan) for mode, plan in PLANS.items()}
     return {"NONE": (eager, EAGER), **captured}
 
 
 @examples(30)
-@given(arrivals, st.integers(12, 40), st.integers(0, 6), st.integers(1, 2))
+@given(arrivals, st.integers(12, 40), st.integers(0, 6), st.integers(1, 2), undone)
 def test_every_mode_gives_the_tokens_of_requests_alone(
     runners: Runners,
     eager: ModelRunner,
@@ -97,25 +118,29 @@ def test_every_mode_gives_the_tokens_of_requests_alone(
     num_blocks: int,
     num_checkpoints: int,
     interval: int,
+    undone: set[int],
 ) -> None:
     expected = cold(eager, arrivals)
 
     for mode, (runner, plan) in runners.items():
         kept = Checkpoints(num_checkpoints, interval)
-        found, scheduler = run(runner, plan, arrivals, num_blocks, checkpoints=kept)
+        poison(runner)
+        found, scheduler = run(
+            runner, plan, arrivals, num_blocks, checkpoints=kept, after_turn=undo(runner, undone)
+        )
 
         assert_equal(found, expected, mode)
         assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
 
 
 @pytest.fixture(scope="module", params=[1, 3])
-def drafting(npu: Any, directory: Path, request: pytest.FixtureRequest) -> tuple[int, Runners]:
+def drafting(npu: Any, hybrid: Path, request: pytest.FixtureRequest) -> tuple[int, Runners]:
     k = request.param
     decode = tuple((k + 1) * size for size in (1, 2, 4, MAX_SEQS))
     plan = make_plan(*decode, mixed=(16, 48), query_len=k + 1, max_num_seqs=MAX_SEQS)
     one = {"scheduler": {"max_num_seqs": MAX_SEQS, "steps_in_flight": 1}}
     return k, {
-        name: (capture(npu, directory, each, k, **one), each)
+        name: (capture(npu, hybrid, each, k, **one), each)
         for name, each in {"eager": EAGER, "graphs": plan}.items()
     }
 
@@ -172,3 +197,100 @@ def set_drafts(
     for place in range(drafts.shape[1]):
         token = coming[place] if place < min(num_right, len(coming)) else 502
         drafts[request.row, place] = token
+
+
+@pytest.fixture(scope="session")
+def guessable(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of few tokens, so that a module with random weights often guesses right."""
+    directory = tmp_path_factory.mktemp("guessable")
+    make_reference("Qwen3NextForCausalLM", directory, vocab_size=NUM_GUESSABLE)
+    add_next_token_module(directory)
+    return directory
+
+
+def guessable_of(arrivals: list[Arrival]) -> list[Arrival]:
+    """Return the arrivals with tokens of the small vocabulary."""
+    return [
+        replace(each, prompt=tuple(token % NUM_GUESSABLE for token in each.prompt))
+        for each in arrivals
+    ]
+
+
+def guessing(npu: Any, directory: Path, k: int, **settings: Any) -> Runners:
+    """Return an eager runner and a runner with graphs, with the drafts of the module and several
+    steps in flight.
+    """
+    decode = tuple((k + 1) * size for size in (1, 2, 4, MAX_SEQS))
+    plan = make_plan(*decode, mixed=(16, 48), query_len=k + 1, max_num_seqs=MAX_SEQS)
+    return {
+        name: (capture(npu, directory, each, k, **settings), each)
+        for name, each in {"eager": EAGER, "graphs": plan}.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[1, slow(3)])
+def module_drafts(npu: Any, guessable: Path, request: Any) -> tuple[int, Runners, ModelRunner]:
+    k = request.param
+    return k, guessing(npu, guessable, k), capture(npu, guessable, EAGER, 0)
+
+
+@examples(15)
+@given(arrivals, st.integers(12, 40), st.integers(0, 6), undone)
+def test_drafts_of_several_steps_in_flight_change_no_token(
+    module_drafts: tuple[int, Runners, ModelRunner],
+    arrivals: list[Arrival],
+    num_blocks: int,
+    num_checkpoints: int,
+    undone: set[int],
+) -> None:
+    k, runners, alone = module_drafts
+    arrivals = guessable_of(arrivals)
+    expected = cold(alone, arrivals)
+    for name, (runner, plan) in runners.items():
+        poison(runner)
+        found, scheduler = run(
+            runner, plan, arrivals, num_blocks, k,
+            checkpoints=Checkpoints(num_checkpoints, 1), after_turn=undo(runner, undone),
+        )  # fmt: skip
+
+        assert_equal(found, expected, name)
+        assert all(rank.pool.num_used == 0 for rank in scheduler.ranks)
+
+
+def test_random_drafts_of_few_tokens_are_often_accepted(
+    module_drafts: tuple[int, Runners, ModelRunner],
+) -> None:
+    k, runners, _ = module_drafts
+    arrivals = guessable_of([Arrival(0, tuple(range(i, 40)), 25, None) for i in range(6)])
+    for runner, plan in runners.values():
+        _, scheduler = run(runner, plan, arrivals, 40, k, checkpoints=Checkpoints(0, 1))
+        [rank] = scheduler.ranks
+
+        assert 0.1 < rank.accepted_by_position[0] / rank.num_verified < 0.9
+
+
+@pytest.fixture(scope="module", params=[0, slow(2)])
+def in_bfloat16(npu: Any, guessable: Path, request: Any) -> tuple[int, Runners]:
+    return request.param, guessing(npu, guessable, request.param, dtype="bfloat16")
+
+
+@examples(12)
+@given(arrivals, st.integers(12, 40), st.integers(0, 6))
+def test_graphs_of_canns_operators_equal_eager_steps_bit_by_bit(
+    in_bfloat16: tuple[int, Runners],
+    arrivals: list[Arrival],
+    num_blocks: int,
+    num_checkpoints: int,
+) -> None:
+    k, runners = in_bfloat16
+    arrivals = guessable_of(arrivals)
+    found = []
+    for runner, plan in runners.values():
+        kept = Checkpoints(num_checkpoints, 1)
+        tokens, _ = run(runner, plan, arrivals, num_blocks, k, checkpoints=kept)
+        found.append((tokens, [states[1:].cpu() for states in runner._state_tensors()]))
+
+    (eager, states), (graphs, others) = found
+    assert graphs == eager
+    # without the slot of padding
+    assert all(map(torch.equal, states, others))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.context.place import ContextPlace
@@ -40,6 +42,53 @@ def test_the_module_computes_what_that_of_transformers_computes(
     expected = theirs(model, tmp_path, after, hidden)
     assert found.shape == (n, model.config.hidden_size)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
+)
+def test_the_module_of_a_hybrid_is_a_decoder_of_one_layer_over_mixed_inputs(
+    npu: Any, tmp_path: Path, architecture: str
+) -> None:
+    model = make_reference(architecture, tmp_path)
+    add_next_token_module(tmp_path)
+    [tokens] = make_prompts([30])
+    hidden = torch.randn(30, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    found = run_module(npu, tmp_path, tokens, hidden)
+
+    expected = one_layer_of_transformers(model, tmp_path, tokens, hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def one_layer_of_transformers(
+    model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Run the module of a Qwen hybrid. transformers ignores its weights, but has all its parts: a
+    decoder of one layer, and the norms.
+    """
+    stored = load_file(directory / "model.safetensors")
+    module = {n.removeprefix("mtp."): x for n, x in stored.items() if n.startswith("mtp.")}
+    decoder = {f"model.{n}": x for n, x in module.items() if n.startswith(("layers.0.", "norm."))}
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    config.mlp_only_layers = []
+    alone, loading = type(model).from_pretrained(
+        None, config=config, state_dict=decoder, output_loading_info=True
+    )
+    assert loading["missing_keys"] == {"model.embed_tokens.weight", "lm_head.weight"}
+
+    def norm(name: str, rows: torch.Tensor) -> torch.Tensor:
+        one = type(model.model.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        one.load_state_dict({"weight": module[f"{name}.weight"]})
+        out: torch.Tensor = one(rows)
+        return out
+
+    with torch.no_grad():
+        token = norm("pre_fc_norm_embedding", model.model.embed_tokens(torch.tensor(tokens)))
+        mixed = torch.cat([token, norm("pre_fc_norm_hidden", hidden)], -1) @ module["fc.weight"].T
+        out: torch.Tensor = alone.model(inputs_embeds=mixed[None]).last_hidden_state
+    return out[0]
 
 
 def run_module(npu: Any, directory: Path, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:

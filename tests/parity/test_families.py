@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import greedy, make_kimi_k25, make_prompts
+from tests.checkpoints import (
+    add_next_token_module,
+    greedy,
+    make_kimi_k25,
+    make_prompts,
+    make_reference,
+)
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS
@@ -88,6 +94,35 @@ def test_drafts_of_glm_change_no_token(
         answers = group.generate(reference.prompts, greedy_params(NUM_TOKENS))
 
     assert [answer.tokens for answer in answers] == reference.tokens
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_drafts"),
+    [(QWEN_NEXT, 1), slow(QWEN_NEXT, 0), slow(QWEN_MOE, 3), slow("Qwen3_5ForCausalLM", 2)],
+)
+def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
+    npu: Any, tmp_path: Path, architecture: str, num_drafts: int
+) -> None:
+    """The operators of linear attention run in bfloat16 only, and the emulator refuses what their
+    documents do not allow.
+    """
+    make_reference(architecture, tmp_path)
+    add_next_token_module(tmp_path)
+    prompts, found = make_prompts((1, 3, 40, 65)), []
+    for mode in ("NONE", "FULL_AND_PIECEWISE"):
+        config = make_deployment_config(
+            tmp_path,
+            dtype="bfloat16",
+            graph={"mode": mode},
+            speculative={"num_tokens": num_drafts},
+            kv={"block_size": 32},
+            device={"emulator": {"strict": True}},
+        )
+        with lockstep(config) as group:
+            answers = [group.generate(prompts, greedy_params(12), name) for name in "ab"]
+        found.append([answer.tokens for each in answers for answer in each])
+
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("tp", [2, slow(1)])

@@ -332,3 +332,62 @@ def test_weights_that_an_emulated_npu_does_not_hold_are_refused(checkpoint: Path
     )
     with pytest.raises(ConfigError, match=r"which has 0\.06; weights .*: raise parallel\.tp, or"):
         plan_report(make(checkpoint, device={"emulator": {"memory_mb_by_rank": {3: 64}}}))
+
+
+# The sizes of Qwen3-Next-80B-A3B: 36 of 48 layers have linear attention.
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 151936, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048,
+    "intermediate_size": 5120, "num_experts": 512, "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+LARGE = {"emulator": {"memory_mb": 60 << 10}}
+
+
+def plan_hybrid(checkpoint: Path, tp: int, drafts: int, rows: int = 32, **kv: Any) -> Any:
+    (checkpoint / "config.json").write_text(json.dumps(HYBRID))
+    return plan_report(
+        make(
+            checkpoint, parallel={"tp": tp, "ep": tp}, speculative={"num_tokens": drafts},
+            scheduler={"max_num_seqs": rows, "max_num_batched_tokens": 4096}, device=LARGE, kv=kv,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "drafts"), [(4, 0), (8, 0), (8, 3)])
+def test_the_report_has_the_states_of_linear_attention(
+    checkpoint: Path, tp: int, drafts: int
+) -> None:
+    report = plan_hybrid(checkpoint, tp, drafts, checkpoints=10)
+
+    slots = 1 + 32 * (drafts + 1) + 10
+    # 8192 channels x 3 inputs and 32 matrices, in bfloat16
+    slot = 36 * (8192 * 3 + 32 * 128 * 128) * 2 // tp
+    assert report["states"] == {
+        "num_slots": slots, "bytes_per_slot": slot, "bytes": slots * slot,
+        "num_requests": 32, "slots_per_request": drafts + 1, "num_checkpoints": 10,
+    }  # fmt: skip
+    memory = report["memory"]
+    parts = {part["name"]: part["bytes"] for part in memory["parts"]}
+    assert parts["states"] == slots * slot
+    assert parts["KV blocks"] == report["kv"]["bytes"]
+    assert report["kv"]["bytes"] == report["kv"]["num_blocks"] * report["kv"]["bytes_per_block"]
+    assert sum(parts.values()) + memory["left_bytes"] == memory["device_bytes"]
+    console = Console(file=io.StringIO(), width=200)
+    render_plan(report, console)
+    shown = console.file.getvalue()
+    assert f"States per NPU: {slots} slots of {slot} bytes" in shown
+    assert f"{drafts + 1} for each of 32 requests, 10 checkpoints, 1 for padding" in shown
+
+
+def test_states_that_do_not_fit_are_refused(checkpoint: Path) -> None:
+    message = r"states of 9879552 bytes do not fit in .*: lower scheduler.max_num_seqs"
+    with pytest.raises(ConfigError, match=message):
+        plan_hybrid(checkpoint, 4, 0, rows=4096)
+
+
+def test_a_model_without_states_reports_none(checkpoint: Path) -> None:
+    assert plan_report(make(checkpoint))["states"] is None
