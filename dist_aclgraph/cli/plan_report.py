@@ -24,6 +24,7 @@ from dist_aclgraph.planning.memory import EAGER_STEPS, GIB, MemoryPart
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import content_of
 from dist_aclgraph.planning.traffic import Traffic, weights_of
+from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
@@ -64,7 +65,7 @@ def plan_report(config: Config) -> dict[str, Any]:
     family = family_of(config.device.chip)
     node_npus = family.node_npus if family else NODE_NPUS
     return {
-        "model": {"name": config.name, "path": config.model, **asdict(deployment.facts)},
+        "model": {"name": config.name, "path": config.model, **_facts_entry(deployment.facts)},
         "layout": {
             **config.parallel.model_dump(),
             "world_size": layout.world_size,
@@ -85,14 +86,16 @@ def plan_report(config: Config) -> dict[str, Any]:
         "exchanges": _exchange_entries(deployment.exchange),
         "plans": [_plan_entry(config, group, plan) for group, plan in enumerate(plans)],
         "ranks": ranks,
-        "memory": _memory_entry(deployment, pool, spec.total_bytes(num_blocks)),
+        "memory": _memory_entry(deployment, pool, num_blocks),
         "nodes": _num_nodes(layout, config.parallel.tp, node_npus),
         "node_npus": node_npus,
         "kv": {
             "block_size": spec.block_size,
             "bytes_per_block": spec.bytes_per_block,
             "num_blocks": num_blocks,
-            "bytes": spec.total_bytes(num_blocks),
+            "bytes": num_blocks * spec.bytes_per_block,
+            "num_slots": spec.num_slots,
+            "bytes_per_slot": spec.bytes_per_slot,
             "num_shards": spec.num_shards,
             "tokens": (num_blocks - 1) * spec.tokens_per_block,
             "max_model_len": longest,
@@ -150,6 +153,11 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
         f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
     )
+    if kv["num_slots"]:
+        console.print(
+            f"States per NPU: {kv['num_slots']} slots for rows, drafts and checkpoints, "
+            f"{kv['bytes_per_slot']} bytes each"
+        )
     fits = "; ".join(f"{row['requests']} of {row['tokens']} tokens" for row in kv["requests"])
     console.print(
         f"Requests that fit at once into the {layout['dp']} data parallel ranks: {fits}",
@@ -157,6 +165,16 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     )
     if report["context"] is not None:
         print_context(report["context"], console)
+
+
+def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
+    """Return the facts of a model; sets of layers become lists, because JSON has no sets."""
+    return asdict(
+        facts,
+        dict_factory=lambda items: {
+            key: sorted(value) if isinstance(value, frozenset) else value for key, value in items
+        },
+    )
 
 
 def _requests_that_fit(
@@ -199,16 +217,17 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
     ]
 
 
-def _memory_entry(deployment: AssumedDeployment, pool: int, kv_bytes: int) -> dict[str, Any]:
+def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
     """Return the use of the smallest NPU's memory. The parts and the free bytes add up to the
     total.
     """
     memory = deployment.memory
-    graphs = deployment.graph_bytes(pool)
+    graphs, spec = deployment.graph_bytes(pool), deployment.planner.cache_spec
     parts = [
         *memory.parts,
         MemoryPart("graphs", graphs, "predicted" if pool else "estimated from above"),
-        MemoryPart("KV blocks", kv_bytes),
+        MemoryPart("KV blocks", num_blocks * spec.bytes_per_block),
+        MemoryPart("states", spec.state_bytes, "of linear attention"),
         MemoryPart(EAGER_STEPS, memory.eager_bytes, "estimated from above"),
     ]
     left = memory.device_bytes - sum(part.bytes for part in parts)

@@ -332,3 +332,12 @@ def test_weights_that_an_emulated_npu_does_not_hold_are_refused(checkpoint: Path
     )
     with pytest.raises(ConfigError, match=r"which has 0\.06; weights .*: raise parallel\.tp, or"):
         plan_report(make(checkpoint, device={"emulator": {"memory_mb_by_rank": {3: 64}}}))
+
+
+def test_the_report_is_json_where_some_layers_have_a_sliding_window(checkpoint: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    (checkpoint / "config.json").write_text(json.dumps(SHAPE | windows))
+
+    report = json.loads(json.dumps(plan_report(make(checkpoint))))
+
+    assert report["model"]["window"]["layers"] == [2, 3]
