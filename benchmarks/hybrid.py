@@ -184,16 +184,14 @@ def _first_token_us(model: Candidate, scheduler: Scheduler, name: str, tokens: I
 
 def report(results: dict[str, Any]) -> Report:
     """Return a table of all quantities, with the ratio of each model to the dense one."""
-    lines = []
+    lines, others = [], list(MODELS)[1:]
     for what, values in results["rows"].items():
-        base = values["dense"]
-        cells = [f"{base:,.0f}"]
-        for name in list(MODELS)[1:]:
-            ratio = f"{values[name] / base:.2f}" if base else "-"
-            cells += [f"{values[name]:,.0f}", ratio]
+        base, cells = values["dense"], [f"{values['dense']:,.0f}"]
+        for name in others:
+            cells += [f"{values[name]:,.0f}", f"{values[name] / base:.2f}" if base else "-"]
         lines.append([what, *cells])
-    others = [cell for name in list(MODELS)[1:] for cell in (name, f"{name} / dense")]
-    table = Table("Models of equal width", ["", "dense", *others], lines)
+    headings = [cell for name in others for cell in (name, f"{name} / dense")]
+    table = Table("Models of equal width", ["", "dense", *headings], lines)
     return Report("A hybrid, a sparse and a dense model", [table])
 
 

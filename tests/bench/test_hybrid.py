@@ -1,5 +1,5 @@
-"""The bench of a hybrid, a sparse and a dense model counts what the architectures say; its times are
-not checked.
+"""The bench of a hybrid, a sparse and a dense model counts what the architectures say; times are not
+checked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.runs import run_bench
+
+pytestmark = pytest.mark.slow  # three models are captured
 
 LAYERS = 4
 
