@@ -27,6 +27,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2
+UPDATED = "npu_fused_infer_attention_score"  # attention whose lengths are on the host
 
 
 class LoneGroup(CommGroup):
@@ -103,15 +104,16 @@ class OneRank:
             runner.release(graph)
         return PoolSizes(alone, needs, shared)
 
-    def num_operators(self, config: Config, batch: int) -> int:
+    def count_launches(self, config: Config, batch: int) -> LaunchCount:
         """Count the launches of a decode step, from token ids to the most probable tokens."""
         graph = BatchDescriptor(batch, batch, 1, "FULL")
         runner = self.make_runner(config, [graph])
         runner.warm_up(graph)
-        with LaunchCount() as launches:
+        launches = LaunchCount()
+        with launches:
             runner.capture(graph)
         runner.release(graph)
-        return int(launches.count)
+        return launches
 
     def make_runner(
         self, config: Config, graphs: Sequence[BatchDescriptor], num_blocks: int = DUMMY_BLOCKS
@@ -129,11 +131,17 @@ class OneRank:
 
 
 class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that cause work on the device. Views and bare allocations cause none."""
+    """Counts the operators that cause work on the device. Views and bare allocations cause none.
+
+    Attributes:
+        count: number of these operators.
+        num_updates: number of these operators whose lengths are updated at each replay.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
+        self.num_updates = 0
 
     def __torch_dispatch__(
         self,
@@ -143,17 +151,24 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        self.count += _has_work(func, tree_leaves((args, kwargs)), tree_leaves(outputs))
+        if _has_work(func, tree_leaves((args, kwargs)), tree_leaves(outputs)):
+            self.count += 1
+            self.num_updates += _name(func).startswith(UPDATED)
         return outputs
 
 
 def _has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
     """Whether an operator writes to existing memory, or fills new memory."""
-    name = func._schema.name.partition("::")[2]
+    name = _name(func)
     if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):
         return False
     writes: bool = func._schema.is_mutable or func._overloadname == "out"
     return writes or not _storages(outputs) <= _storages(inputs)
+
+
+def _name(func: Any) -> str:
+    name: str = func._schema.name.partition("::")[2]
+    return name
 
 
 def _storages(values: list[Any]) -> set[int]:

@@ -119,6 +119,7 @@ def make_rank(
     steps_in_flight: int = 1,
     kernels: str = "skip",
     memory_mb: int | None = None,
+    prefix_cache: bool = False,
     **settings: Any,
 ) -> tuple[OneRank, ModelRunner, Config]:
     """Return a rank alone in this process for a checkpoint, with graphs of these sizes.
@@ -138,7 +139,7 @@ def make_rank(
             "max_model_len": MAX_LEN,
             "scheduler": {
                 "max_num_seqs": max(sizes),
-                "prefix_cache": False,
+                "prefix_cache": prefix_cache,
                 "steps_in_flight": steps_in_flight,
             },
             "device": {"kind": "emulated", "emulator": emulated},
@@ -163,11 +164,13 @@ def make_scheduler(
     sizes: tuple[int, ...],
     steps: int,
     samplings: Sequence[Mapping[str, Any]],
+    pool: BlockPool | None = None,
 ) -> Scheduler:
     """Return a scheduler whose requests all decode for the given number of steps.
 
     Args:
         samplings: for each request, fields of its row beside its seed.
+        pool: the blocks; None means an empty cache.
     """
     plan = GraphPlan(
         version=1,
@@ -176,7 +179,7 @@ def make_scheduler(
         max_num_seqs=config.scheduler.max_num_seqs,
         budget_model="legacy-last",
     )
-    pools = [BlockPool(NUM_BLOCKS, config.kv.block_size)]
+    pools = [pool or BlockPool(NUM_BLOCKS, config.kv.block_size)]
     scheduler = Scheduler(config.scheduler, pools, GraphDispatcher(plan), max_model_len=MAX_LEN)
     for index in range(batch):
         prompt = np.arange(PROMPT_TOKENS, dtype=np.int32) + index

@@ -94,7 +94,7 @@ def measure(
     reports = turns.reports
     bar.console.print("Counting operators and bytes of one rank ...")
     rank = OneRank(engines[modes[0]].config)
-    operators = rank.num_operators(engines[modes[0]].config, MIXED_BATCH)
+    operators = rank.count_launches(engines[modes[0]].config, MIXED_BATCH).count
     base = modes[0]
     return {
         **turns.circumstances,

@@ -26,6 +26,7 @@ from dist_aclgraph.planning.memory import EAGER_STEPS, GIB, MemoryPart
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import content_of
 from dist_aclgraph.planning.traffic import Traffic, weights_of
+from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
@@ -66,7 +67,7 @@ def plan_report(config: Config) -> dict[str, Any]:
     family = family_of(config.device.chip)
     node_npus = family.node_npus if family else NODE_NPUS
     return {
-        "model": {"name": config.name, "path": config.model, **asdict(deployment.facts)},
+        "model": {"name": config.name, "path": config.model, **_facts_entry(deployment.facts)},
         "layout": {
             **config.parallel.model_dump(),
             "world_size": layout.world_size,
@@ -182,6 +183,16 @@ def _states_entry(config: Config, spec: KVCacheSpec) -> dict[str, int] | None:
         "slots_per_request": slots.num_places,
         "num_checkpoints": slots.num_checkpoints,
     }
+
+
+def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
+    """Return the facts of a model; sets of layers become lists, because JSON has no sets."""
+    return asdict(
+        facts,
+        dict_factory=lambda items: {
+            key: sorted(value) if isinstance(value, frozenset) else value for key, value in items
+        },
+    )
 
 
 def _requests_that_fit(

@@ -25,6 +25,8 @@ MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
 # names of the number of next-token modules, by the family that uses it
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+# families whose published checkpoints have one such module, while their config.json has no such key
+HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class ModelConfig:
     def num_draft_layers(self) -> int:
         """Number of next-token modules."""
         key = next((key for key in DRAFT_LAYER_KEYS if key in self.raw), DRAFT_LAYER_KEYS[0])
-        return self.integer(key, 0, least=0, most=MAX_LAYERS)
+        unsaid = 1 if self.architecture in HAS_DRAFTS else 0
+        return self.integer(key, unsaid, least=0, most=MAX_LAYERS)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -28,6 +28,13 @@ SHARED_R1, SHARED_V3, SHARED_QWEN3 = (
     "deepseek-v3-tp8-pcp2-dcp2-dp4-ep64",
     "qwen3-235b-a22b-tp8-dcp2-dp2-ep16",
 )
+QWEN3_5, NEXT, GLM5, V32, K2 = (
+    "qwen3.5-397b-a17b-tp8-dp2-ep16-mtp",
+    "qwen3-next-80b-a3b-tp4-ep4-mtp",
+    "glm-5-tp8-dp4-ep32-w8a8",
+    "deepseek-v3.2-tp8-dp4-ep32-w8a8-128k",
+    "kimi-k2-tp8-dcp2-dp4-ep32-w8a8",
+)
 A2 = {"device.soc": "Ascend910B1", "device.hccl_expansion": "FFTS"}
 A3 = {"device.soc": "Ascend910_9391", "device.hccl_expansion": "AICPU"}
 
@@ -65,7 +72,9 @@ def test_every_deployment_has_a_plan_whose_memory_adds_up(path: Path) -> None:
     assert ("on the same NPUs with dcp 1, pcp 1" in out.getvalue()) == shares_context
 
 
-@pytest.mark.parametrize("name", [V3, R1, QWEN3, SHARED_R1, SHARED_V3, SHARED_QWEN3])
+@pytest.mark.parametrize(
+    "name", [V3, R1, QWEN3, SHARED_R1, SHARED_V3, SHARED_QWEN3, QWEN3_5, NEXT, K2]
+)
 def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> None:
     report = plan(name)
     kv, wanted = report["kv"], load_config(CONFIGS / f"{name}.yaml").max_model_len
@@ -76,6 +85,77 @@ def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> No
     assert report["plans"][0]["families"][0]["buckets"][-1] == max(
         load_config(CONFIGS / f"{name}.yaml").graph.sizes or ()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "elements"),
+    [
+        # Of the layers, one is that of the next-token module. Layers with linear attention keep no
+        # keys. A rank has one KV head of 256 elements.
+        (QWEN3_5, 60 // 4 + 1, 2 * 256),
+        (NEXT, 48 // 4 + 1, 2 * 256),
+        # the latent, the rotated key, and the key of the indexer
+        (GLM5, 78 + 1, 512 + 64 + 128),
+        (V32, 61 + 1, 512 + 64 + 128),
+        (K2, 61, 512 + 64),
+    ],
+)
+def test_a_token_takes_the_bytes_of_its_layers(name: str, num_layers: int, elements: int) -> None:
+    kv = plan(name)["kv"]
+
+    assert kv["bytes_per_block"] == kv["block_size"] * num_layers * elements * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "heads", "channels"),
+    # Heads of values and channels of the convolution on one rank, of 8 and of 4.
+    [
+        (QWEN3_5, 45, 64 // 8, (2 * 16 + 64) * 128 // 8),
+        (NEXT, 36, 32 // 4, (2 * 16 + 32) * 128 // 4),
+    ],
+)
+def test_states_are_a_part_of_the_memory(
+    name: str, num_layers: int, heads: int, channels: int
+) -> None:
+    report = plan(name)
+    kv, rows = report["kv"], load_config(CONFIGS / f"{name}.yaml").scheduler.max_num_seqs
+    parts = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
+
+    # a row has a slot for its last token and one for its draft; there is a checkpoint for each row
+    assert kv["num_slots"] == 1 + 2 * rows + rows
+    assert kv["bytes_per_slot"] == num_layers * (heads * 128 * 128 + 3 * channels) * 2
+    assert parts["states"] == kv["num_slots"] * kv["bytes_per_slot"]
+    assert parts["KV blocks"] == kv["num_blocks"] * kv["bytes_per_block"] == kv["bytes"]
+    out = io.StringIO()
+    render_plan(report, Console(file=out, width=160))
+    assert f"States per NPU: {kv['num_slots']} slots" in out.getvalue()
+
+
+WEIGHTS = ("embedding and head", "attention", "norms", "dense MLPs", "linear attention", "indexers",
+           "experts", "shared experts", "routers", "mix of the next-token module")  # fmt: skip
+
+
+@pytest.mark.parametrize("chip", [A2, A3], ids=["A2", "A3"])
+@pytest.mark.parametrize("name", [QWEN3_5, NEXT, GLM5, V32, K2])
+def test_the_page_of_large_models_has_the_numbers_of_the_plan(
+    name: str, chip: dict[str, Any]
+) -> None:
+    report = plan(name, chip)
+    parts = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
+    kv, dp = report["kv"], report["layout"]["dp"]
+    tokens = kv["num_shards"] * kv["block_size"]
+
+    page = (CONFIGS.parent / "docs" / "use" / "large-models.md").read_text(encoding="utf-8")
+    [row] = [line for line in page.splitlines() if f"`{name}`" in line]
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+
+    assert cells == [
+        str(report["layout"]["world_size"]),
+        f"{sum(parts.get(part, 0) for part in WEIGHTS) / (1 << 30):.1f}",
+        f"{dp * kv['tokens']:,}",
+        f"{parts['states'] / (1 << 30):.1f}" if "states" in parts else "none",
+        *(str(dp * ((kv["num_blocks"] - 1) // (length // tokens))) for length in (32768, 131072)),
+    ]
 
 
 @pytest.mark.parametrize("name", [SHARED_R1, SHARED_V3, SHARED_QWEN3])
@@ -140,6 +220,19 @@ def test_fewer_npus_or_wider_weights_are_refused(name: str, overrides: dict[str,
     assert "of them: raise parallel.tp or parallel.ep" in message
     is_quantised = name == R1 and "quantization" not in overrides
     assert ("quantization=w8a8" in message) != is_quantised
+
+
+@pytest.mark.parametrize(("name", "longest"), [(GLM5, 50177), (V32, 110849)])
+def test_in_bfloat16_a_copy_has_no_room_for_a_long_request(name: str, longest: int) -> None:
+    with pytest.raises(ConfigError, match=f"hold requests of {longest}: .*quantization=w8a8"):
+        plan(name, {"quantization": None})
+
+    assert f"{longest:,} tokens" in (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def test_kimi_k2_does_not_fit_in_bfloat16() -> None:
+    with pytest.raises(ConfigError, match=r"weights take 63\.\d\d of them: .*quantization=w8a8"):
+        plan(K2, {"quantization": None})
 
 
 def test_a_request_that_the_blocks_do_not_hold_is_refused() -> None:

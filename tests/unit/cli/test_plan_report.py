@@ -391,3 +391,12 @@ def test_states_that_do_not_fit_are_refused(checkpoint: Path) -> None:
 
 def test_a_model_without_states_reports_none(checkpoint: Path) -> None:
     assert plan_report(make(checkpoint))["states"] is None
+
+
+def test_the_report_is_json_where_some_layers_have_a_sliding_window(checkpoint: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    (checkpoint / "config.json").write_text(json.dumps(SHAPE | windows))
+
+    report = json.loads(json.dumps(plan_report(make(checkpoint))))
+
+    assert report["model"]["window"]["layers"] == [2, 3]

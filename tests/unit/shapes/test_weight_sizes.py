@@ -33,6 +33,12 @@ def test_its_next_token_module_has_14_billion_with_the_embedding_and_head_it_sha
     assert round((alone + 2 * spec.vocab_size * spec.hidden_size) / 1e9) in (13, 14)
 
 
+def test_deepseek_v3_2_has_685_billion_with_its_module_as_the_hub_counts_them() -> None:
+    spec = read_model_spec(SHAPES / "deepseek-v3.2")
+    own = elements("deepseek-v3.2", drafts=True, element_bytes=4) / 4
+    assert round((own + 2 * spec.vocab_size * spec.hidden_size) / 1e9) == 685
+
+
 def test_qwen3_has_235_billion_parameters() -> None:
     assert round(elements("qwen3-235b-a22b") / 1e9) == 235
 
@@ -41,7 +47,9 @@ def test_qwen3_has_235_billion_parameters() -> None:
     ("shape", "billions", "tolerance"),
     # As the authors publish them. The card of gpt-oss gives two digits after the point.
     [("glm-4.5", 355, 0.015), ("glm-4.5-air", 106, 0.015), ("minimax-m2", 230, 0.015),
-     ("kimi-k2", 1040, 0.015), ("gpt-oss-120b", 116.83, 5e-5), ("gpt-oss-20b", 20.91, 3e-4)],
+     ("kimi-k2", 1040, 0.015), ("qwen3-next-80b-a3b", 80, 0.015),
+     ("qwen3.5-397b-a17b", 397, 0.015), ("glm-5", 744, 0.015), ("deepseek-v3.2", 671, 0.015),
+     ("gpt-oss-120b", 116.83, 5e-5), ("gpt-oss-20b", 20.91, 3e-4)],
 )  # fmt: skip
 def test_other_families_have_the_published_numbers_of_parameters(
     shape: str, billions: float, tolerance: float
