@@ -1,5 +1,5 @@
-"""The bench of a hybrid, a sparse and a dense model counts what the architectures say; times are not
-checked.
+"""The bench of a hybrid, a sparse and a dense model counts what the architectures say. Times are
+not checked.
 """
 
 from __future__ import annotations
