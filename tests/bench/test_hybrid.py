@@ -1,5 +1,5 @@
-"""The bench of a hybrid, a sparse and a dense model counts what the architectures say. Times are
-not checked.
+"""The bench of hybrid, sparse and dense models counts what the architectures say. Times are not
+checked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.runs import run_bench
 
-pytestmark = pytest.mark.slow  # three models are captured
+pytestmark = pytest.mark.bench  # three models are captured
 
 LAYERS = 4
 
