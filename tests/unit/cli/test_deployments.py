@@ -118,17 +118,18 @@ def test_states_are_a_part_of_the_memory(
     name: str, num_layers: int, heads: int, channels: int
 ) -> None:
     report = plan(name)
-    kv, rows = report["kv"], load_config(CONFIGS / f"{name}.yaml").scheduler.max_num_seqs
+    kv, states = report["kv"], report["states"]
+    rows = load_config(CONFIGS / f"{name}.yaml").scheduler.max_num_seqs
     parts = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
 
     # a row has a slot for its last token and one for its draft; there is a checkpoint for each row
-    assert kv["num_slots"] == 1 + 2 * rows + rows
-    assert kv["bytes_per_slot"] == num_layers * (heads * 128 * 128 + 3 * channels) * 2
-    assert parts["states"] == kv["num_slots"] * kv["bytes_per_slot"]
+    assert states["num_slots"] == 1 + 2 * rows + rows
+    assert states["bytes_per_slot"] == num_layers * (heads * 128 * 128 + 3 * channels) * 2
+    assert parts["states"] == states["num_slots"] * states["bytes_per_slot"]
     assert parts["KV blocks"] == kv["num_blocks"] * kv["bytes_per_block"] == kv["bytes"]
     out = io.StringIO()
     render_plan(report, Console(file=out, width=160))
-    assert f"States per NPU: {kv['num_slots']} slots" in out.getvalue()
+    assert f"States per NPU: {states['num_slots']} slots" in out.getvalue()
 
 
 WEIGHTS = ("embedding and head", "attention", "norms", "dense MLPs", "linear attention", "indexers",
