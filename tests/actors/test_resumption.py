@@ -13,7 +13,7 @@ import pytest
 from dist_aclgraph.config import Config
 from dist_aclgraph.sampling import SamplingParams
 from tests.actors.serving_ranks import ServingRanks, serving_ranks
-from tests.checkpoints import add_next_token_module, copy_of, make_prompts
+from tests.checkpoints import add_next_token_module, copy_of, make_prompts, make_reference
 from tests.deployments import Answer, greedy_params, make_deployment_config, tokens_of
 from tests.slow import slow
 
@@ -40,7 +40,7 @@ def make_config(
     return make_deployment_config(checkpoint, **sections)
 
 
-def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
+def submit_all(service: ServingRanks, prefix: str = "r", length: int = 20) -> list[Answer]:
     """Submit greedy requests, requests with penalties, and requests with seeds and logprobs."""
     params = [
         greedy_params(TOKENS),
@@ -48,7 +48,7 @@ def submit_all(service: ServingRanks, prefix: str = "r") -> list[Answer]:
         SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=7, logprobs=2, ignore_eos=True),
         greedy_params(TOKENS),
     ]
-    prompts = make_prompts([20] * STREAMS)
+    prompts = make_prompts([length] * STREAMS)
     return [
         service.submit(f"{prefix}{i}", prompt, params[i % len(params)])
         for i, prompt in enumerate(prompts)
@@ -135,6 +135,44 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
     with serving_ranks(config, tmp_path) as service:
         assert tokens_of(ANSWER_S, submit_all(service)) == sound.tokens
         assert service.loop.metrics()["resumptions"] == {"operator": 1}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "op", "kind", "call"),
+    [
+        (0, "HcclAllReduce", "link", MIDDLE),
+        slow(1, "HcclAllReduce", "link", MIDDLE),
+        slow(1, "aclnnSwiGlu", "fail", MIDDLE // 3),
+    ],
+)
+def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
+    npu: Any, tmp_path: Path, drafts: int, op: str, kind: str, call: int
+) -> None:
+    """Their states cannot be computed in place, so they lose their rows, and get the same
+    tokens.
+    """
+    checkpoint = tmp_path / "hybrid"
+    make_reference("Qwen3NextForCausalLM", checkpoint)
+    add_next_token_module(checkpoint)
+    fault = {"op": op, "call": call, "rank": 1, "kind": kind}
+    found, metrics = [], []
+    for faults in ([], [fault]):
+        config = make_config(
+            checkpoint,
+            *faults,
+            kv={"num_blocks": 128, "block_size": 32},
+            speculative={"num_tokens": drafts},
+        )
+        (tmp_path / str(len(faults))).mkdir()
+        with serving_ranks(config, tmp_path / str(len(faults))) as service:
+            found += [tokens_of(ANSWER_S, submit_all(service, name, 40)) for name in ("r", "later")]
+            metrics.append(service.loop.metrics())
+
+    sound, struck = metrics
+    assert all(tokens == found[0] for tokens in found[1:])
+    assert sum(struck["resumptions"].values()) == 1
+    assert struck["generation_tokens"] == sound["generation_tokens"]
+    assert struck["num_preemptions"] > sound["num_preemptions"]
 
 
 # Keys of a layer. The page is in a block that a request uses from its first token on.
