@@ -8,6 +8,8 @@ from tests.checkpoints import ARCHITECTURES
 from tests.parity.recorded import PARTS, generate, recorded_tokens
 
 
+# transformers composes linear attention of many small operators, which takes minutes.
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("part", PARTS)
