@@ -15,8 +15,6 @@ from rich.table import Column, Table
 from dist_aclgraph.cli.plan_context import context_entry, layout_in_words, print_context
 from dist_aclgraph.config import Config
 from dist_aclgraph.config.chips import family_of
-from dist_aclgraph.context.state_slots import StateSlots
-from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.planning.budget import Price, StreamOffer, total
 from dist_aclgraph.planning.choice import padding_share
@@ -101,7 +99,7 @@ def plan_report(config: Config) -> dict[str, Any]:
             "max_model_len": longest,
             "requests": _requests_that_fit(deployment, num_blocks, longest),
         },
-        "states": _states_entry(config, spec),
+        "states": deployment.states,
         "context": context_entry(deployment, pool),
     }
 
@@ -168,21 +166,6 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     )
     if report["context"] is not None:
         print_context(report["context"], console)
-
-
-def _states_entry(config: Config, spec: KVCacheSpec) -> dict[str, int] | None:
-    """Return the slots of recurrent states of each rank; None if the model has no such states."""
-    if not spec.states:
-        return None
-    slots = StateSlots.from_config(config)
-    return {
-        "num_slots": spec.num_slots,
-        "bytes_per_slot": spec.bytes_per_slot,
-        "bytes": spec.state_bytes,
-        "num_requests": slots.num_rows,
-        "slots_per_request": slots.num_places,
-        "num_checkpoints": slots.num_checkpoints,
-    }
 
 
 def _facts_entry(facts: ModelFacts) -> dict[str, Any]:

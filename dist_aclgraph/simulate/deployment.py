@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config, GraphMode
 from dist_aclgraph.config.chips import CHIP_FAMILIES, family_of
+from dist_aclgraph.context.state_slots import StateSlots
 from dist_aclgraph.environment import launch_blocking
 from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.planning.budget import (
@@ -177,6 +178,22 @@ class AssumedDeployment:
         free_bytes = max(0, self.memory.free_bytes - self.graph_bytes(pool_bytes))
         planner = self.planner
         return planner.cache_spec.choose_num_blocks(self.config, free_bytes, planner.max_model_len)
+
+    @property
+    def states(self) -> dict[str, int] | None:
+        """The slots of recurrent states of each rank; None if the model has no such states."""
+        spec = self.planner.cache_spec
+        if not spec.states:
+            return None
+        slots = StateSlots.from_config(self.config)
+        return {
+            "num_slots": spec.num_slots,
+            "bytes_per_slot": spec.bytes_per_slot,
+            "bytes": spec.state_bytes,
+            "num_requests": slots.num_rows,
+            "slots_per_request": slots.num_places,
+            "num_checkpoints": slots.num_checkpoints,
+        }
 
     @property
     def assumptions(self) -> list[str]:

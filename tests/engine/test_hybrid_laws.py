@@ -4,7 +4,7 @@ undone steps change a token, whatever the order of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,12 +216,19 @@ def guessable_of(arrivals: list[Arrival]) -> list[Arrival]:
     ]
 
 
-def guessing(npu: Any, directory: Path, k: int, **settings: Any) -> Runners:
+def guessing(
+    npu: Any,
+    directory: Path,
+    k: int,
+    sizes: Sequence[int] = (1, 2, 4, MAX_SEQS),
+    mixed: tuple[int, ...] = (16, 48),
+    **settings: Any,
+) -> Runners:
     """Return an eager runner and a runner with graphs, with the drafts of the module and several
     steps in flight.
     """
-    decode = tuple((k + 1) * size for size in (1, 2, 4, MAX_SEQS))
-    plan = make_plan(*decode, mixed=(16, 48), query_len=k + 1, max_num_seqs=MAX_SEQS)
+    decode = tuple((k + 1) * size for size in sizes)
+    plan = make_plan(*decode, mixed=mixed, query_len=k + 1, max_num_seqs=MAX_SEQS)
     return {
         name: (capture(npu, directory, each, k, **settings), each)
         for name, each in {"eager": EAGER, "graphs": plan}.items()
@@ -271,7 +278,9 @@ def test_random_drafts_of_few_tokens_are_often_accepted(
 
 @pytest.fixture(scope="module", params=[0, slow(2)])
 def in_bfloat16(npu: Any, guessable: Path, request: Any) -> tuple[int, Runners]:
-    return request.param, guessing(npu, guessable, request.param, dtype="bfloat16")
+    # Graphs of every size need no padding. Products of padded batches may round in another way.
+    sizes = range(1, MAX_SEQS + 1)
+    return request.param, guessing(npu, guessable, request.param, sizes, (), dtype="bfloat16")
 
 
 @examples(12)
