@@ -109,7 +109,9 @@ def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     make_reference(architecture, tmp_path)
     add_next_token_module(tmp_path)
     prompts, found = make_prompts((1, 3, 40, 65)), []
-    for mode in ("NONE", "FULL_AND_PIECEWISE"):
+    # Graphs of decode batches only: they need no padding here, and padded batches may round in
+    # another way.
+    for mode in ("NONE", "FULL_DECODE_ONLY"):
         config = make_deployment_config(
             tmp_path,
             dtype="bfloat16",
