@@ -74,7 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the models, on a rank of its own."""
+    """A model of the bench, and the rank that runs it."""
 
     rank: OneRank
     runner: ModelRunner
@@ -161,7 +161,7 @@ def measure_counts(model: Candidate, batch: int) -> dict[str, float]:
 
 def _scheduler_with_prefixes(model: Candidate) -> Scheduler:
     config = model.config
-    checkpoints = make_checkpoints(config) if model.cache.states else None
+    checkpoints = make_checkpoints(config, has_state=bool(model.cache.states))
     pool = BlockPool(NUM_BLOCKS, config.kv.block_size, checkpoints=checkpoints)
     return make_scheduler(config, 0, (), 0, [], pool=pool)
 

@@ -104,7 +104,9 @@ class Lockstep:
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.shares_prefixes,
                     counts_shared=chip.counts_shared_blocks(config, planner.facts),
-                    checkpoints=make_checkpoints(config) if planner.facts.linear else None,
+                    checkpoints=make_checkpoints(
+                        config, has_state=planner.facts.linear is not None
+                    ),
                 )
                 for _ in range(planner.layout.within_group.dp)
             ],

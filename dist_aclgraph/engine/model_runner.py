@@ -393,8 +393,8 @@ class ModelRunner:
                 records[:, 1] += begins
             if batch.cleaned:
                 self._clean(unpack_ints(batch.cleaned))
-            if self._states is not None:
-                self._states.restore(batch, self._state_tensors())
+            if self._states is not None and batch.restored:
+                self._states.restore(batch.restored, self._state_tensors())
             inputs = self._batch.step_inputs(records, moves=bool(self._flights))
             if self._samples:
                 self._output.count_tokens(batch, inputs, self._tokens_at)
@@ -628,9 +628,9 @@ class ModelRunner:
                 work_between(run_directly, answer),
                 step=experts,
             )
-        if self._states is not None:
+        if self._states is not None and plan.batch.kept:
             # Before the results are sent: the engine counts on checkpoints of steps with results.
-            self._states.keep(plan.batch, self._state_tensors())
+            self._states.keep(plan.batch.kept, self._state_tensors())
         collect = partial(self._collect, step.shared)
         states, logits, tokens, best = self._choose(hidden, step.places, size, collect)
         self._know_tokens(inputs, land, answer)

@@ -23,7 +23,6 @@ from dist_aclgraph.layers.state_metadata import (
 )
 from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.steps.host_step import HostStep
-from dist_aclgraph.steps.step import RankBatch
 
 
 class StateSteps:
@@ -81,23 +80,25 @@ class StateSteps:
             prompts=PromptStates.of_step(sent, ends) if has_prompts else None,
         )
 
-    def restore(self, batch: RankBatch, states: Sequence[Tensor]) -> None:
+    def restore(self, restored: bytes, states: Sequence[Tensor]) -> None:
         """Copy checkpoints to the rows that start from them.
 
         Args:
+            restored: field of ``RankBatch``.
             states: all tensors with slots.
         """
-        if batch.restored:
-            rows, checkpoints = unpack_ints(batch.restored, 2).T
-            self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
+        rows, checkpoints = unpack_ints(restored, 2).T
+        self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
 
-    def keep(self, batch: RankBatch, states: Sequence[Tensor]) -> None:
+    def keep(self, kept: bytes, states: Sequence[Tensor]) -> None:
         """Copy rows to checkpoints, after the decoder. Only steps with parts of prompts do so; they
         are not replayed as a whole.
+
+        Args:
+            kept: field of ``RankBatch``.
         """
-        if batch.kept:
-            rows, checkpoints = unpack_ints(batch.kept, 2).T
-            self._copy(states, self._slots.bases(rows), self._slots.checkpoints(checkpoints))
+        rows, checkpoints = unpack_ints(kept, 2).T
+        self._copy(states, self._slots.bases(rows), self._slots.checkpoints(checkpoints))
 
     def _copy(self, states: Sequence[Tensor], sources: IntArray, targets: IntArray) -> None:
         index = self._npu.upload(np.stack([sources, targets]).astype(np.int64))

@@ -103,7 +103,9 @@ class Checkpoints:
             self._free.append(checkpoint)
 
 
-def make_checkpoints(config: Config) -> Checkpoints:
-    """Return the checkpoints of one rank whose model has recurrent state; all are free."""
+def make_checkpoints(config: Config, *, has_state: bool) -> Checkpoints | None:
+    """Return the free checkpoints of one rank; None if the model has no recurrent state."""
+    if not has_state:
+        return None
     interval = -(-config.kv.checkpoint_interval // config.kv.block_size)
     return Checkpoints(num_checkpoints(config), interval)

@@ -185,7 +185,7 @@ def _run_chunk(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over at most ``CHUNK_TOKENS`` tokens; see ``_run_chunks``."""
-    sums = g.cumsum(-1)[..., None]  # [heads, n, 1], decays from the chunk's begin, as logarithms
+    sums = g.cumsum(-1)[..., None]  # [heads, n, 1], logarithms of decays
     is_later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
     decay = (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()  # from token j to token i
     weighted = k * beta[..., None]

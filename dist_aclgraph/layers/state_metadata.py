@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.ints import IntArray
-from dist_aclgraph.shapes.linear_spec import MAX_DIRECT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,6 @@ class DirectStates:
         first = bases[:, None]
         slots = (first + offsets).masked_fill(first == 0, 0)
         return cls.of_slots(slots.flatten(), accepted, layout)
-
-    @classmethod
-    def of_step(
-        cls, sent: Sequence[Tensor], accepted: Tensor, max_tokens: int = MAX_DIRECT_TOKENS
-    ) -> DirectStates:
-        """Return the states of a step.
-
-        Args:
-            sent: the fields of ``DirectArrays`` on the device.
-        """
-        slots, *rest = sent
-        return cls.of_slots(slots, accepted, DirectLayout.of_arrays(rest, max_tokens))
 
 
 class PromptArrays(NamedTuple):

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from dist_aclgraph.layers.gated_delta import GatedDelta, ShortConvolution
 from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.state_metadata import StateCache
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
-from dist_aclgraph.models.loading import MatrixPart, WeightSlices
+from dist_aclgraph.models.loading import MatrixPart, WeightSlices, part_by_part
 from dist_aclgraph.shapes.heads import linear_heads_per_rank
 from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -123,7 +123,7 @@ class LinearAttention:
         qkvz, gates = (self._grouped if grouped else self._separate)(slices, prefix)
         return GatedDeltaAttention(
             qkvz=slices.product(qkvz),
-            # A matrix of its own, because quantised checkpoints may keep it in floats.
+            # A separate product, because quantised checkpoints may keep its matrices in floats.
             gates=slices.product(gates),
             decay=slices.place(-read(f"{prefix}.A_log", shape)[mine].exp()),
             dt_bias=slices.place(read(f"{prefix}.dt_bias", shape)[mine]),
@@ -224,14 +224,4 @@ class LinearAttention:
         keys, width = self._heads.keys, sum(widths)
         shape = (self._linear.num_key_heads * width, self._hidden)
         matrix = slices.matrix(name, shape, 0, keys.start * width, keys.stop * width)
-        return matrix.rearranged(_part_by_part(widths))
-
-
-def _part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function that sorts columns, stored head by head, by their part of a head."""
-
-    def rearrange(columns: Tensor) -> Tensor:
-        heads = columns.reshape(len(columns), -1, sum(widths))
-        return torch.cat([part.flatten(1) for part in torch.split(heads, list(widths), -1)], 1)
-
-    return rearrange
+        return matrix.rearranged(part_by_part(widths))

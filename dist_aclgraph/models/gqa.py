@@ -15,7 +15,7 @@ from dist_aclgraph.layers.linear import Product, RowParallelLinear
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.layers.rotary import RotaryTables, pairs_across_head
 from dist_aclgraph.models.attention_kind import CacheRoom, Rope
-from dist_aclgraph.models.loading import MatrixPart, WeightSlices
+from dist_aclgraph.models.loading import MatrixPart, WeightSlices, part_by_part
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
@@ -103,10 +103,9 @@ class GroupedQueryAttention:
         self.paged(q, k, v, out, cache, metadata)
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        *_, gate, out = inputs
-        attended = out.flatten(1)
+        attended = inputs[-1].flatten(1)
         if self.has_gate:
-            attended = attended * gate.sigmoid()
+            attended = attended * inputs[-2].sigmoid()
         return self.output_product(attended)
 
 
@@ -184,9 +183,9 @@ class GroupedQuery:
         return self._matrix(slices, name, 2 * spec.num_heads, wide).rearranged(self._gates_last)
 
     def _gates_last(self, outputs: Tensor) -> Tensor:
-        heads = outputs.reshape(*outputs.shape[:-1], -1, 2, self._spec.head_dim)
-        q, gate = heads.unbind(-2)
-        return torch.cat([self._paired(q.flatten(-2)), gate.flatten(-2)], -1)
+        d = self._spec.head_dim
+        q, gates = part_by_part([d, d])(outputs).chunk(2, -1)
+        return torch.cat([self._paired(q), gates], -1)
 
     def _matrix(self, slices: WeightSlices, name: str, num_heads: int, here: range) -> MatrixPart:
         """Return the outputs of this rank's heads."""

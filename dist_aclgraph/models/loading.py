@@ -227,3 +227,18 @@ class WeightSlices:
 def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of concatenated matrices."""
     return parts[0].num_inputs, sum(part.num_outputs for part in parts)
+
+
+def part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return a function that sorts outputs, stored head by head, by their part of a head.
+
+    Args:
+        widths: number of outputs of each part of a head. The result has the first parts of all
+            heads, then the second parts, and so on.
+    """
+
+    def rearrange(outputs: Tensor) -> Tensor:
+        heads = outputs.reshape(*outputs.shape[:-1], -1, sum(widths))
+        return torch.cat([part.flatten(-2) for part in torch.split(heads, list(widths), -1)], -1)
+
+    return rearrange

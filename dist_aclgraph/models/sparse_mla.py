@@ -39,7 +39,7 @@ class Indexer:
     rope_dim: int
 
     def project(self, h: Tensor, queries: Tensor, keys: Tensor, rope: Rope) -> IndexRows:
-        """Return what the choice of keys needs.
+        """Return the inputs of the choice of keys.
 
         The scores are not scaled, because a positive factor changes no choice.
 
@@ -194,7 +194,7 @@ class SparseLatent(LatentKind):
         """Move index elements that are rotated together half of the rotated part apart.
 
         The order of elements changes no product of index queries and index keys. So one form of
-        rotation is enough for checkpoints that rotate neighbours and for the others.
+        rotation is enough for all checkpoints, whichever elements they rotate together.
 
         Args:
             columns: [n, index heads * 128]; the first elements of a head are rotated.

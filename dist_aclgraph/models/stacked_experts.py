@@ -36,7 +36,8 @@ def load_stacked_products(
     def stack(name: str, shape: tuple[int, ...], dim: int, first: int, last: int) -> Tensor:
         return slices.stack(f"{prefix}.{name}", (count, *shape), here, dim, first, last)
 
-    # The columns of gate and up alternate, so those of a part of the inner width are neighbours.
+    # The columns of gate and up alternate, so a part of the inner width is a
+    # range of columns.
     gate_up = stack("gate_up_proj", (hidden, 2 * width), 1, 2 * start, 2 * stop)
     down = stack("down_proj", (width, hidden), 0, start, stop)
     if not experts.has_product_biases:
@@ -60,7 +61,7 @@ def load_joined_products(
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
     """Return the same products from tensors [experts, out, in] without biases, in which all rows of
-    gate come before those of up.
+    gate come before the rows of up.
 
     Raises:
         ConfigError: the deployment converts matrices to int8.

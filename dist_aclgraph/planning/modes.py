@@ -19,7 +19,8 @@ class GraphSupport:
 
     Attributes:
         attention_updates: for which batches captured attention accepts new lengths: "any", or
-            "uniform" if all requests must have the same number of tokens (MLA).
+            "uniform" if all requests must have the same number of tokens (latent, sparse and
+            linear attention).
         is_encoder_decoder: whether the model reads an encoder's states.
         shares_context: whether ranks split prompts or share the cache of a request.
     """
@@ -53,7 +54,7 @@ _RULES: tuple[_Rule, ...] = (
         ("FULL",),
         lambda s: s.attention_updates == "uniform",
         "FULL_AND_PIECEWISE",
-        "a captured attention of this model takes new lengths for uniform batches only",
+        "captured attention of this model takes requests of equal lengths only",
     ),
     _Rule(
         ("FULL",),

@@ -423,7 +423,8 @@ class RankScheduler:
         return found
 
     def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> list[Request]:
-        """Let requests wait for their grammars; return those that lose their rows.
+        """Let requests wait for their grammars; return the requests that lose
+        their rows.
 
         A request that the oldest step sampled without a mask is taken out of all steps in flight,
         and does not run while a rank compiles its grammar. Other requests run meanwhile. If the
@@ -664,10 +665,8 @@ class RankScheduler:
         victims: list[Request] = []
         while lack.num_blocks > self.pool.num_free:
             victim = max(rows.requests, key=lambda request: request.order)
-            self._release([victim])
-            victims.append(victim)
+            victims += self._preempt([victim])
             lack = self._missing_blocks()
-        self.num_preemptions += len(victims)
         short, missing = lack
         blocks: list[int] = []
         owners = map(rows.requests.__getitem__, np.repeat(short, missing).tolist())

@@ -320,7 +320,7 @@ class Scheduler:
                 failed.append(request)
             else:
                 request.is_suspect = True
-                insort(self.waiting, request, key=_order)
+                self._wait_again([request])
         self.num_non_finite += len(failed)
         return failed
 

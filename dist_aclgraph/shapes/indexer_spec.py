@@ -82,7 +82,7 @@ def _layers(config: ModelConfig) -> frozenset[int]:
             f"{config.path}: the kinds of indexers are {', '.join(kinds):.80}; they must be full "
             f"or shared for each of {num_layers} layers, and full for the first layer"
         )
-    # A next-token module begins with a choice of its own.
+    # The layer of a next-token module has an indexer.
     drafts = range(num_layers, num_layers + config.num_draft_layers)
     return frozenset((*(i for i, kind in enumerate(kinds) if kind == "full"), *drafts))
 

@@ -143,7 +143,9 @@ class SimulatedGroup:
                     num_blocks,
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.shares_prefixes,
-                    checkpoints=make_checkpoints(config) if deployment.facts.linear else None,
+                    checkpoints=make_checkpoints(
+                        config, has_state=deployment.facts.linear is not None
+                    ),
                 )
                 for _ in range(deployment.layout.within_group.dp)
             ],

@@ -221,7 +221,8 @@ def test_chunk_refuses(rule, changes):
     assert CHUNK in str(error.value) and rule in str(error.value)
 
 
-# Values of tensors on the device: CANN does not check them. Each case stops a device of its own.
+# Values of tensors on the device: CANN does not check them. Each case needs its own device, because
+# it stops the device.
 BAD_VALUES = [
     ("num_accepted_tokens[0] is 0, not 1 to 3", [3, 1], [1, 2, 3, 4], [0, 1], -1.0),
     ("num_accepted_tokens[1] is 2, not 1 to 1", [3, 1], [1, 2, 3, 4], [1, 2], -1.0),

@@ -116,7 +116,7 @@ def test_two_requests_that_start_from_one_checkpoint_diverge(npu: Any, hybrid: P
     runner = make_runner(npu, hybrid, 4)
     sequences = Sequences(runner, [prefix, *prompts])
     sequences.step(None, [0, 0, 32, 0], started=(sequences.start(0),), kept=pack_ints([0, 3]))
-    # The blocks of the prefix are those of the first request.
+    # All requests use the first request's blocks for the prefix.
     starts = [
         msgspec.structs.replace(sequences.start(row), block_ids=pack_ints([1, 4 * row + 2]))
         for row in (1, 2)

@@ -35,7 +35,7 @@ MADE = (
     "DeepseekV2ForCausalLM",
 )
 CONTEXT, ORIGINAL = 256, 64
-# Ends of the names of the matrices of layers; MiniMax names those of experts by numbers.
+# Suffixes of the names of layers' matrices; MiniMax numbers the matrices of an expert.
 MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 BLOCK = 128  # rows and columns of a matrix that share an FP8 scale
 Keys = dict[str, Any]

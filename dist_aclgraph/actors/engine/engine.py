@@ -167,7 +167,7 @@ class Engine:
                     Shards.from_config(config).tokens_per_block,
                     prefix_cache=config.shares_prefixes,
                     counts_shared=settings.counts_shared_blocks,
-                    checkpoints=make_checkpoints(config) if settings.has_state else None,
+                    checkpoints=make_checkpoints(config, has_state=settings.has_state),
                 )
                 for _ in range(layout.dp)
             ],

@@ -14,11 +14,7 @@ from dist_aclgraph.shapes.families.kimi import read_kimi_k25
 from dist_aclgraph.shapes.families.llama import read_llama
 from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
-from dist_aclgraph.shapes.families.qwen3_next import (
-    read_qwen3_5,
-    read_qwen3_5_with_images,
-    read_qwen3_next,
-)
+from dist_aclgraph.shapes.families.qwen3_next import read_beside_images, read_qwen3_next
 from dist_aclgraph.shapes.families.sparse_latent import read_sparse_latent
 from dist_aclgraph.shapes.model_config import ModelConfig, read_model_config
 from dist_aclgraph.shapes.model_spec import ModelSpec
@@ -36,10 +32,10 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "GptOssForCausalLM": read_gpt_oss,
     "Qwen3NextForCausalLM": read_qwen3_next,
-    "Qwen3_5ForCausalLM": read_qwen3_5,
-    "Qwen3_5MoeForCausalLM": read_qwen3_5,
-    "Qwen3_5ForConditionalGeneration": read_qwen3_5_with_images,
-    "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_with_images,
+    "Qwen3_5ForCausalLM": read_qwen3_next,
+    "Qwen3_5MoeForCausalLM": read_qwen3_next,
+    "Qwen3_5ForConditionalGeneration": read_beside_images,
+    "Qwen3_5MoeForConditionalGeneration": read_beside_images,
     "DeepseekV32ForCausalLM": read_sparse_latent,
     "GlmMoeDsaForCausalLM": read_sparse_latent,
 }

@@ -35,13 +35,14 @@ def read_decoder(
         experts=experts,
         num_draft_layers=num_draft_layers,
     )
+    has_mlps = experts is None or not experts.layers.issuperset(range(facts.num_layers))
     rotary_dim = None
     if rotated_part is not None:
         rotary_dim = read_rotary_dim(config, facts.head_dim, rotated_part)
     rope_dim = latent.rope_dim if latent else rotary_dim or facts.head_dim
     return ModelSpec(
         **vars(facts),
-        intermediate_size=config.integer("intermediate_size", 1 if experts else None),
+        intermediate_size=config.integer("intermediate_size", None if has_mlps else 1),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         has_qkv_bias=False,

@@ -19,7 +19,7 @@ def read_qwen3(config: ModelConfig) -> ModelSpec:
 
 
 def read_qwen3_moe(config: ModelConfig) -> ModelSpec:
-    return _with_norms(config, read_decoder(config, experts=_experts(config)))
+    return _with_norms(config, read_decoder(config, experts=read_qwen_experts(config)))
 
 
 def _with_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
@@ -27,16 +27,28 @@ def _with_norms(config: ModelConfig, spec: ModelSpec) -> ModelSpec:
     return replace(spec, has_qkv_bias=has_bias, has_output_bias=has_bias, has_qk_norm=True)
 
 
-def _experts(config: ModelConfig) -> ExpertSpec:
+def read_qwen_experts(
+    config: ModelConfig, *, num_drafts: int = 0, renormalizes: bool = False
+) -> ExpertSpec:
+    """Return the experts of Qwen's families, without shared experts.
+
+    Args:
+        num_drafts: number of next-token modules, whose layers come after the decoder's layers.
+        renormalizes: whether the weights of a token's experts sum to one if config.json does not
+            say it.
+
+    Raises:
+        ModelError: a key is missing, or has an impossible value.
+    """
     step = config.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
-    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS) + num_drafts
     layers = (i for i in range(num_layers) if (i + 1) % step == 0)
     key = "num_experts" if config.has("num_experts") else "num_local_experts"
     experts = ExpertSpec(
         num_experts=config.integer(key, most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
         width=config.integer("moe_intermediate_size"),
-        renormalizes=config.flag("norm_topk_prob", False),
+        renormalizes=config.flag("norm_topk_prob", renormalizes),
         layers=frozenset(layers) - frozenset(config.integers("mlp_only_layers")),
     )
     return checked_experts(config, experts)

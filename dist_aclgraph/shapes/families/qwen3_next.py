@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5: three layers of linear attention before each layer of full attention,
-whose results have gates. Norms add one to their weights.
+"""Qwen3-Next and Qwen3.5: linear attention in most layers; full attention with gated results in the
+others. Norms add one to their weights.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dist_aclgraph.shapes.families.decoder import read_decoder
-from dist_aclgraph.shapes.families.experts import checked_experts
-from dist_aclgraph.shapes.model_config import MAX_EXPERTS, MAX_LAYERS, ModelConfig
+from dist_aclgraph.shapes.families.qwen import read_qwen_experts
+from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 
 ROTATED_PART = 0.25  # if config.json does not say it
@@ -19,34 +19,13 @@ OTHER_PARTS = ("model.visual.",)
 
 
 def read_qwen3_next(config: ModelConfig) -> ModelSpec:
-    step = config.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
-    return _read(config, step=step)
-
-
-def read_qwen3_5(config: ModelConfig) -> ModelSpec:
-    return _read(config)
-
-
-def read_qwen3_5_with_images(config: ModelConfig) -> ModelSpec:
-    """Read the text part of a checkpoint that also has an encoder of images."""
-    spec = _read(config)
-    names = replace(spec.names, changes=(*spec.names.changes, TEXT_NAME), ignored=OTHER_PARTS)
-    return replace(spec, names=names)
-
-
-def _read(config: ModelConfig, *, step: int = 1) -> ModelSpec:
-    """Return the shape of either family.
-
-    Args:
-        step: every ``step``-th layer has experts, if the model has experts.
-    """
     if config.has("attention_bias"):
         raise config.unsupported("attention_bias is true; it is not supported beside gates")
-    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
-    num_drafts = config.num_draft_layers
-    experts = _experts(config, num_layers + num_drafts, step) if config.has("num_experts") else None
     spec = read_decoder(
-        config, experts=experts, rotated_part=ROTATED_PART, num_draft_layers=num_drafts
+        config,
+        experts=_experts(config) if config.has("num_experts") else None,
+        rotated_part=ROTATED_PART,
+        num_draft_layers=config.num_draft_layers,
     )
     if spec.linear is None:
         raise config.unsupported("no layer has linear attention; such a model is not supported")
@@ -55,8 +34,15 @@ def _read(config: ModelConfig, *, step: int = 1) -> ModelSpec:
         has_qk_norm=True,
         has_output_gate=True,
         norm_adds_one=True,
-        names=WeightNames(changes=(SHARED_NAME, *_module_names(num_layers))),
+        names=WeightNames(changes=(SHARED_NAME, *_module_names(spec.num_layers))),
     )
+
+
+def read_beside_images(config: ModelConfig) -> ModelSpec:
+    """Read the text part of a checkpoint that also has an encoder of images."""
+    spec = read_qwen3_next(config)
+    names = replace(spec.names, changes=(*spec.names.changes, TEXT_NAME), ignored=OTHER_PARTS)
+    return replace(spec, names=names)
 
 
 def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
@@ -71,17 +57,12 @@ def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _experts(config: ModelConfig, num_layers: int, step: int) -> ExpertSpec:
-    layers = (i for i in range(num_layers) if (i + 1) % step == 0)
+def _experts(config: ModelConfig) -> ExpertSpec:
+    experts = read_qwen_experts(config, num_drafts=config.num_draft_layers, renormalizes=True)
     shared = config.integer("shared_expert_intermediate_size", 0, least=0)
-    experts = ExpertSpec(
-        num_experts=config.integer("num_experts", most=MAX_EXPERTS),
-        top_k=config.integer("num_experts_per_tok", most=MAX_EXPERTS),
-        width=config.integer("moe_intermediate_size"),
-        renormalizes=config.flag("norm_topk_prob", True),
-        layers=frozenset(layers) - frozenset(config.integers("mlp_only_layers")),
+    return replace(
+        experts,
         num_shared=1 if shared else 0,
         shared_width=shared or None,
         gates_shared=shared > 0,
     )
-    return checked_experts(config, experts)

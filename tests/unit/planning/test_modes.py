@@ -89,8 +89,8 @@ def test_mla_takes_decode_batches_whole_and_mixed_ones_in_pieces() -> None:
     assert normalise_mode("FULL", mla) == (
         "FULL_AND_PIECEWISE",
         (
-            "graph.mode is FULL_AND_PIECEWISE instead of FULL: a captured attention of this model "
-            "takes new lengths for uniform batches only",
+            "graph.mode is FULL_AND_PIECEWISE instead of FULL: captured attention of this model "
+            "takes requests of equal lengths only",
         ),
     )
 

@@ -164,6 +164,13 @@ def test_the_newer_names_of_rope_mean_the_same(tmp_path: Path) -> None:
     assert read(tmp_path, config, rope_parameters=newer).rope == read(tmp_path, V3).rope
 
 
+def test_only_a_model_without_dense_layers_needs_no_width_of_them(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="lacks the key intermediate_size"):
+        read(tmp_path, V3, intermediate_size=None)
+
+    assert read(tmp_path, V3, intermediate_size=None, first_k_dense_replace=0).experts is not None
+
+
 def test_every_second_layer_may_have_experts(tmp_path: Path) -> None:
     experts = read(tmp_path, V3, moe_layer_freq=2).experts
 
