@@ -16,7 +16,7 @@ from tests.parity.conftest import LENGTHS, NUM_TOKENS, remember
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
-PHASE_S = 80.0  # time limit until the plan fits the new traffic
+PHASE_S = 200.0  # time limit until the plan fits the new traffic
 # The number of requests at the same time, and the buckets that may be chosen for this number.
 PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
@@ -41,6 +41,7 @@ def run_wave(service: Serving, reference: Any, name: str, size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [
@@ -62,8 +63,11 @@ def test_three_plan_versions_under_load_change_no_token(
         scheduler={"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 512},
         graph={
             "rebucket_s": 0.3,
-            "rebucket_min_steps": 20,
-            "traffic_half_life_s": 3.0,
+            # A busy machine makes few steps in a second, and times them so roughly that a plan
+            # seems to save little. The test is about changes of the plan, not about their gain.
+            "rebucket_min_steps": 8,
+            "rebucket_gain": 0.001,
+            "traffic_half_life_s": 30.0,
             "lazy": "off",
         },
         # The streams that torch_npu and HCCL leave free are enough for a few buckets.
