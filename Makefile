@@ -96,7 +96,7 @@ lint: setup-dev ## Check style and types
 	$(BIN)/mypy
 
 DEMO ?= tiny_qwen3
-demo-model: setup-bench ## Train a demo model again, half an hour on one core; DEMO=tiny_deepseek or tiny_agent
+demo-model: setup-bench ## Train a demo model again, half an hour on one core; DEMO=NAME for models/make_NAME.py
 	$(BIN)/python models/make_$(DEMO).py
 
 bench-decode: setup-bench emulator ## Compare decoding with transformers, and measure the host time by stage

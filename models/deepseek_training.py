@@ -74,17 +74,28 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """[rows, length, hidden]; ``turn`` is e^(i angle), [length, rope / 2] complex."""
+        q, k, v = self.heads(x, self.q_a_layernorm(self.q_a_proj(x)), turn)
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.shape.qk_head_dim**-0.5
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor, latent: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, [rows, heads, length, dim].
+
+        Args:
+            latent: [rows, length, q_lora_rank], the normalised latents of queries.
+        """
         s = self.shape
         heads = (x.shape[0], x.shape[1], s.num_attention_heads, -1)
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(heads).transpose(1, 2)
+        q = self.q_b_proj(latent).view(heads).transpose(1, 2)
         q_nope, q_rope = q.split([s.qk_nope_head_dim, s.qk_rope_head_dim], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([s.kv_lora_rank, s.qk_rope_head_dim], -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(heads).transpose(1, 2)
         k_nope, v = kv.split([s.qk_nope_head_dim, s.v_head_dim], -1)
         k_rope = rotate(k_rope.unsqueeze(1), turn).expand(-1, s.num_attention_heads, -1, -1)
         q, k = torch.cat([q_nope, rotate(q_rope, turn)], -1), torch.cat([k_nope, k_rope], -1)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=s.qk_head_dim**-0.5)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return q, k, v
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:

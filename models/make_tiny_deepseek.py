@@ -12,9 +12,12 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-# Training runs on the CPU. torch and transformers must not load torch_npu, which needs CANN.
+# torch and transformers must not load torch_npu, which needs CANN.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 sys.modules["torch_npu"] = None  # type: ignore[assignment]
 
@@ -25,17 +28,27 @@ import transformers
 from deepseek_training import DeepSeek, Shape, checkpoint_tensors, load_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 NEXT_TOKEN_WEIGHT = 0.3  # weight of the module's loss in the sum
+V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 
 
-def save(model: DeepSeek, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
+def save(
+    model: DeepSeek,
+    tokenizer: tokenizers.Tokenizer,
+    out: Path,
+    names: Mapping[str, Any] = V3,
+) -> None:
+    """Write a checkpoint.
+
+    Args:
+        names: what config.json says about the family.
+    """
     save_file(checkpoint_tensors(model), out / "model.safetensors", {"format": "pt"})
     tiny_chat.save_tokenizer(tokenizer, out)
     config = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+        **names,
         **dataclasses.asdict(model.shape),
         "num_key_value_heads": model.shape.num_attention_heads,
         "num_nextn_predict_layers": 1,
@@ -62,8 +75,17 @@ def save(model: DeepSeek, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
 
 def generator(out: Path, batches: tiny_chat.Batches) -> tiny_chat.Generate:
     """Return a function that gives greedy answers of transformers with the saved weights."""
-    model = DeepseekV3ForCausalLM.from_pretrained(out.resolve(), dtype=torch.float32).eval()
-    return tiny_chat.generator(model, batches)
+    model = AutoModelForCausalLM.from_pretrained(out.resolve(), dtype=torch.float32).eval()
+    return tiny_chat.generator(model.to(torch.get_default_device()), batches)
+
+
+def loss_of(model: DeepSeek, ids: Tensor, weights: Tensor) -> Tensor:
+    """Return the loss of the next tokens, and of the tokens after them."""
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        logits, further = model(ids)
+    loss = tiny_chat.weighted_loss(logits[:, :-1], ids[:, 1:], weights[:, 1:])
+    next_token = tiny_chat.weighted_loss(further[:, :-1], ids[:, 2:], weights[:, 2:])
+    return loss + NEXT_TOKEN_WEIGHT * next_token
 
 
 @torch.no_grad()
@@ -86,6 +108,13 @@ def acceptance(
     return f"{right}/{total}"
 
 
+def evaluate(model: DeepSeek, out: Path, batches: tiny_chat.Batches, count: int) -> None:
+    """Print the share of exact answers for each skill, and the share of accepted drafts."""
+    generate = generator(out, batches)
+    print(tiny_chat.evaluate(generate, batches, count), flush=True)
+    print("drafts accepted:", acceptance(model, generate, batches, PROMPTS), flush=True)
+
+
 def main() -> None:
     args = tiny_chat.start(__doc__, "tiny-deepseek")
     transformers.logging.set_verbosity_error()  # it does not know next-token modules
@@ -104,26 +133,14 @@ def main() -> None:
         stages.append((tiny_chat.POLISH, 1.5e-3))
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
 
-    def loss_of(ids: Tensor, weights: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits, further = model(ids)
-        loss = tiny_chat.weighted_loss(logits[:, :-1], ids[:, 1:], weights[:, 1:])
-        next_token = tiny_chat.weighted_loss(further[:, :-1], ids[:, 2:], weights[:, 2:])
-        return loss + NEXT_TOKEN_WEIGHT * next_token
-
     for schedule, rate in stages:
         progress = tiny_chat.train(
-            model, loss_of, batches, schedule, peak_rate=rate, scale=args.scale
+            model, partial(loss_of, model), batches, schedule, peak_rate=rate, scale=args.scale
         )
         for _ in progress:
             save(model, tokenizer, args.out)
-            generate = generator(args.out, batches)
-            print("saved", tiny_chat.evaluate(generate, batches, 10), flush=True)
-            print("drafts", acceptance(model, generate, batches, PROMPTS), flush=True)
-    generate = generator(args.out, batches)
-    for kind, result in tiny_chat.evaluate(generate, batches, 100).items():
-        print(f"{kind}: {result}")
-    print("drafts accepted:", acceptance(model, generate, batches, PROMPTS))
+            evaluate(model, args.out, batches, 10)
+    evaluate(model, args.out, batches, 100)
 
 
 PROMPTS = [

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# Training runs on the CPU. torch and transformers must not load torch_npu, which needs CANN.
+# torch and transformers must not load torch_npu, which needs CANN.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 sys.modules["torch_npu"] = None  # type: ignore[assignment]
 
@@ -64,6 +64,7 @@ def make(doc: str | None, name: str, new_model: Callable[[int], PreTrainedModel]
     if args.evaluate or args.polish:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.out / "tokenizer.json"))
         model = AutoModelForCausalLM.from_pretrained(args.out.resolve(), dtype=torch.float32)
+        model.to(args.device)
         batches = tiny_chat.Batches(tokenizer, seed=1)
     else:
         tokenizer = tiny_chat.train_tokenizer()

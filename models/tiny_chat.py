@@ -51,16 +51,21 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # token ids and their weights, [rows,
 
 
 def start(doc: str | None, name: str) -> argparse.Namespace:
-    """Read a script's arguments, seed torch and make the directory that the model goes to."""
+    """Read a script's arguments, seed torch and make the directory that the model goes to.
+
+    New tensors and models are on the device that the arguments name.
+    """
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / name)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="torch's name of the device that trains")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the training steps")
     parser.add_argument("--evaluate", action="store_true", help="measure the model in --out")
     parser.add_argument("--polish", action="store_true", help="only the last stage, on --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    torch.set_default_device(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 
