@@ -53,7 +53,11 @@ class LoopWorker:
 
     @ray.method(concurrency_group="control")
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
-        return end_process(os.pidfd_open(pid), timeout_s)
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:  # Ray has already reaped it; a real worker opens it at its start
+            return True
+        return end_process(handle, timeout_s)
 
     @ray.method(concurrency_group="control")
     def dismiss(self) -> None:
@@ -76,7 +80,7 @@ def make_group(checkpoint: Path) -> Iterator[MakeGroup]:
 
     def make(*fails: dict[str, Exception]) -> LockstepGroup:
         tp = len(fails)
-        config = make_deployment_config(checkpoint, parallel={"tp": tp}, timeouts={"link_s": 5.0})
+        config = make_deployment_config(checkpoint, parallel={"tp": tp}, timeouts={"link_s": 60.0})
         workers = [actor.remote(each) for each in fails]
         started.extend(workers)
         pids = ray.get([worker.ping.remote() for worker in workers], timeout=60)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from tests.checkpoints import (
     add_next_token_module,
@@ -67,11 +68,15 @@ def models(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     return model
 
 
+def config_of(model: Model, **options: Any) -> Config:
+    """Return a deployment with few graphs, because capturing graphs of pieces takes long."""
+    graph = {"max_tokens": 40, **options.pop("graph", {})}
+    kv = {"block_size": 16, "num_blocks": 80}
+    return make_deployment_config(model.directory, **{"kv": kv, "graph": graph, **options})
+
+
 def answers_of(model: Model, **options: Any) -> list[Answer]:
-    config = make_deployment_config(
-        model.directory, **{"kv": {"block_size": 16, "num_blocks": 80}, **options}
-    )
-    with lockstep(config) as group:
+    with lockstep(config_of(model, **options)) as group:
         return group.generate(model.prompts, greedy_params(NUM_TOKENS))
 
 
@@ -125,7 +130,7 @@ def test_drafts_change_no_token(models: Any, architecture: str, mode: str, in_fl
 
 def test_a_cached_prefix_has_its_index_keys(models: Any) -> None:
     model = models(V32)
-    config = make_deployment_config(model.directory, kv={"block_size": 16, "num_blocks": 160})
+    config = config_of(model, kv={"block_size": 16, "num_blocks": 160})
     tail = make_prompts((20,), seed=7)[0]
     prompts = [model.prompts[-1] + tail[:n] for n in (0, 1, 20)]
 
@@ -196,12 +201,7 @@ def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
     prompts = model.prompts[2:6]
     found = {}
     for mode in ("NONE", "FULL_DECODE_ONLY"):
-        config = make_deployment_config(
-            model.directory,
-            kv={"block_size": 16, "num_blocks": 80},
-            graph={"mode": mode, **({"sizes": (4,)} if mode != "NONE" else {})},
-        )
-        with lockstep(config) as group:
+        with lockstep(config_of(model, graph={"mode": mode, "max_tokens": 4})) as group:
             answers = group.generate(prompts, greedy_params(NUM_TOKENS, logprobs=5))
         found[mode] = [[row.logprobs for row in answer.logprobs] for answer in answers]
 
@@ -212,8 +212,8 @@ def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
 def test_a_strict_device_takes_every_call(models: Any, architecture: str, dtype: str) -> None:
     # The indexer chooses all keys, because rounded scores would choose other keys.
     model = models(architecture, index_topk=512)
-    config = make_deployment_config(
-        model.directory,
+    config = config_of(
+        model,
         dtype=dtype,
         parallel={"tp": 2},
         speculative={"num_tokens": 1},

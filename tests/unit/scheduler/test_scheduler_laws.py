@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
@@ -27,6 +27,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import ExchangeKind
+from tests.laws import examples
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker, next_token
 from tests.unit.scheduler.requests import EOS, submit
@@ -368,7 +369,7 @@ class World:
                 assert (self.got[name], self.reasons[name]) == (tokens, reason)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(400)
 @given(arrivals, shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_every_request_gets_its_tokens_and_every_block_comes_back(
     plan_of_arrivals, shape, seed, resumes_at
@@ -376,7 +377,7 @@ def test_every_request_gets_its_tokens_and_every_block_comes_back(
     play(plan_of_arrivals, shape, seed, resumes_at)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(400)
 @given(arrivals, stateful_shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_every_token_runs_once_through_the_state_of_its_request(
     plan_of_arrivals, shape, seed, resumes_at
@@ -385,7 +386,7 @@ def test_every_token_runs_once_through_the_state_of_its_request(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@examples(400)
 @given(arrivals, exact_shapes, st.integers(0, 1000), st.sets(st.integers(0, 40), max_size=6))
 def test_shapes_of_steps_depend_on_single_requests_where_tokens_are_replayed(
     plan_of_arrivals, shape, seed, resumes_at
