@@ -127,7 +127,7 @@ bench-load: setup-bench emulator ## Compare loading 4 GiB of weights on four ran
 SEED ?= 1
 FAULTS ?= 12
 SHAPE ?= replicas
-chaos: setup-dev emulator ## Inject faults into a service: SEED=1 FAULTS=12 SHAPE=replicas, experts or streams
+chaos: setup-dev emulator ## Inject faults into a service: SEED=1 FAULTS=12 SHAPE=replicas (or others)
 	$(BIN)/python -m tools.chaos --seed $(SEED) --faults $(FAULTS) --shape $(SHAPE)
 
 MINUTES ?= 120

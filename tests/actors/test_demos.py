@@ -1,4 +1,4 @@
-"""The demo with shared contexts gives the same outputs as the demo without shared contexts."""
+"""The demos count; the demo with shared contexts answers like the demo without shared contexts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.deployments import greedy_params
 from tests.lockstep import lockstep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9"
 QUESTIONS = {
-    "Count from 3 to 9.": 8,
+    COUNT: 8,
     "Tell me a story about a fox in the forest.": 53,
 }  # prompts, with numbers of output tokens
 
@@ -38,4 +39,9 @@ def test_ranks_that_share_contexts_answer_as_others_do() -> None:
     shared = answers("tiny-deepseek-cp")
 
     assert shared == answers("tiny-deepseek")
-    assert shared[0] == "3 4 5 6 7 8 9"
+    assert shared[0] == COUNTED
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-deepseek-v32"])
+def test_a_demo_counts(name: str) -> None:
+    assert answers(name)[0] == COUNTED
