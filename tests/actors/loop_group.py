@@ -47,7 +47,7 @@ from tests.deployments import Answer, greedy_params
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeWorker
 
-TOKEN, EPOCH, WAIT_S, STEP_S = "secret", 1, 10.0, 60.0
+TOKEN, EPOCH, WAIT_S, STEP_S = "secret", 1, 60.0, 60.0
 NUM_BLOCKS, BLOCK = 32, 16
 NODE = "node"
 VOCAB = 1000  # higher than all token ids of tests

@@ -13,7 +13,7 @@ import zmq
 from dist_aclgraph.actors.wire.addresses import Place
 from dist_aclgraph.actors.wire.remote_steps import TOPIC, RemoteEngine, RemotePeers
 
-HOST, WAIT_S = "127.0.0.1", 3.0
+HOST, WAIT_S = "127.0.0.1", 60.0
 
 
 Connect = Callable[[], RemoteEngine]

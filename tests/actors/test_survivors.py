@@ -98,7 +98,7 @@ def make_group(checkpoint: Path) -> Iterator[MakeGroup]:
 
 def lives(worker: Any) -> bool:
     try:
-        ray.get(worker.ping.remote(), timeout=20)
+        ray.get(worker.ping.remote(), timeout=60)
     except RayError:
         return False
     return True
