@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run quick test test-more test-all test-clients test-cluster test-versions lint demo-model bench-decode bench-tp8 bench-moe bench-context bench-load \
-	bench-hybrid bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos soak setup setup-bench setup-clients \
+	bench-hybrid bench-messages bench-overlap bench-overload bench-scale bench-serve bench-simulate bench-start bench-step bench-structured chaos perf-gate soak setup setup-bench setup-clients \
 	setup-dev emulator python
 
 help: ## Show the targets
@@ -142,6 +142,9 @@ bench-step: setup-bench emulator ## Measure the host's work in a decode step, pa
 
 bench-hybrid: setup-bench emulator ## Compare a hybrid, a sparse and a dense model of equal width
 	$(BIN)/python -m benchmarks.hybrid
+
+perf-gate: setup-bench emulator ## Compare launches, updates, uploads and modelled time of steps with known numbers
+	$(BIN)/python -m benchmarks.perf_gate
 
 bench-structured: setup-bench emulator ## Compare decode steps with and without constrained requests
 	$(BIN)/python -m benchmarks.structured

@@ -151,13 +151,13 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        if _has_work(func, tree_leaves((args, kwargs)), tree_leaves(outputs)):
+        if has_work(func, tree_leaves((args, kwargs)), tree_leaves(outputs)):
             self.count += 1
             self.num_updates += _name(func).startswith(UPDATED)
         return outputs
 
 
-def _has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
+def has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
     """Whether an operator writes to existing memory, or fills new memory."""
     name = _name(func)
     if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):

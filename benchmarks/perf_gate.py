@@ -1,0 +1,181 @@
+"""``make perf-gate``: what a decode step asks of the device, compared with numbers in this folder.
+
+Six models decode in one process on the emulator, with modelled time. A step's launches, updates,
+uploads, downloads, synchronizes and modelled time do not depend on the speed of the machine. If a
+number is worse than in ``perf_gate.yaml`` by more than its tolerance, the gate fails and names the
+model and the number. ``--write`` writes the numbers, so that a review of a change shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+import yaml
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.command import run_command
+from benchmarks.hybrid import EQUAL, HEADS, MODELS
+from benchmarks.one_rank import OneRank, has_work
+from benchmarks.report import Table
+from benchmarks.step import WAYS, make_rank, make_scheduler, run_steps
+from dist_aclgraph.config import Config
+from dist_aclgraph.device import emulator
+from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.errors import DistAclGraphError
+
+NUMBERS = Path(__file__).with_name("perf_gate.yaml")
+LAYERS, BATCH, WARM_UP, STEPS = 4, 8, 24, 40
+# The largest growth of a number that is no failure. Counts are averages over the steps; a count of
+# the first or last step may fall outside of the measurement.
+COUNT_TOLERANCE = 0.25  # per step
+TIME, TIME_TOLERANCE = "modelled busy us", 0.01  # a share of the time
+COUNTERS = {
+    "updates": "task_updates",
+    "synchronizes": "host_syncs",
+    "device waits for the host": "external_waits",
+}
+EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+LATENT = {k: v for k, v in MODELS["sparse"].items() if not k.startswith("index_")}
+
+
+class Case(NamedTuple):
+    """A model and a way of sampling.
+
+    Attributes:
+        model: keys of config.json beside those of ``EQUAL``.
+        sampling: name of one of the ways of ``benchmarks.step``.
+    """
+
+    model: Mapping[str, Any]
+    sampling: str = "greedy"
+
+
+CASES = {
+    "dense": Case(MODELS["dense"]),
+    "dense, random": Case(MODELS["dense"], "random"),
+    "experts": Case({"architectures": ["Qwen3MoeForCausalLM"], **HEADS, **EXPERTS}),
+    "latent": Case({**LATENT, "architectures": ["DeepseekV2ForCausalLM"]}),
+    "hybrid": Case(MODELS["hybrid"]),
+    "sparse": Case(MODELS["sparse"]),
+}
+Row = dict[str, float]
+
+
+class HostCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts calls of torch that cause work on the device: launches, uploads and downloads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = {"launches outside of graphs": 0, "uploads": 0, "downloads": 0}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        inputs, made = tree_leaves((args, kwargs)), tree_leaves(outputs)
+        reads, writes = (
+            {x.device.type for x in leaves if hasattr(x, "device")} for leaves in (inputs, made)
+        )
+        if "npu" in reads | writes and has_work(func, inputs, made):
+            self.counts[_kind(reads, writes)] += 1
+        return outputs
+
+
+def _kind(reads: set[str], writes: set[str]) -> str:
+    if "cpu" in writes:
+        return "downloads"
+    return "uploads" if "cpu" in reads else "launches outside of graphs"
+
+
+def main(
+    write: Annotated[bool, typer.Option("--write", help="Write the numbers to the file.")] = False,
+    only: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}; all if empty.")] = "",
+) -> None:
+    """Count, print, and compare with the file."""
+    console, names = Console(width=150), [only] if only else list(CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: count_case(Path(folder), CASES[name]) for name in names}
+    console.print(table_of(found).for_terminal())
+    known: dict[str, Row] = yaml.safe_load(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    if write:
+        NUMBERS.write_text(yaml.safe_dump({**known, **found}, sort_keys=False))
+        return
+    worse = growths(known, found)
+    if worse:
+        raise DistAclGraphError("a step got more expensive: " + "; ".join(worse))
+    console.print("No number is worse than in the file.")
+
+
+def count_case(folder: Path, case: Case) -> Row:
+    """Return the numbers of one decode step of ``BATCH`` requests: averages over ``STEPS``."""
+    path = Path(tempfile.mkdtemp(dir=folder))
+    shape = {**EQUAL, **case.model, "num_hidden_layers": LAYERS}
+    (path / "config.json").write_text(json.dumps(shape))
+    rank, runner, config = make_rank(path, (BATCH,), kernels="timed", weights="dummy")
+    in_graph = rank.count_launches(config, BATCH).count
+    return {"launches in graphs": float(in_graph), **count_steps(rank, runner, config, case)}
+
+
+def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) -> Row:
+    """Run steps that decode; return all numbers that steps cause outside of captures."""
+    steps = WARM_UP + STEPS
+    ways = [WAYS[case.sampling]] * BATCH
+    scheduler = make_scheduler(config, BATCH, (BATCH,), 2 * steps, ways)
+    for _ in run_steps(rank.npu, runner, scheduler, WARM_UP):
+        pass
+    rank.npu.synchronize()
+    calls, before = HostCalls(), emulator.counters()
+    with calls:
+        for _ in run_steps(rank.npu, runner, scheduler, STEPS):
+            pass
+    while runner.is_busy:
+        runner.finish()
+    rank.npu.synchronize()
+    after = emulator.counters()
+    totals = {
+        **calls.counts,
+        **{name: after[key] - before[key] for name, key in COUNTERS.items()},
+        TIME: (after["modelled_busy_ns"] - before["modelled_busy_ns"]) / 1e3,
+    }
+    return {name: round(total / STEPS, 2) for name, total in totals.items()}
+
+
+def growths(known: Mapping[str, Row], found: Mapping[str, Row]) -> list[str]:
+    """Return a phrase for each number that is worse than the known number."""
+    return [
+        f"{name}: {what} {value:g}, {known[name][what]:g} in {NUMBERS.name}"
+        for name, row in found.items()
+        for what, value in row.items()
+        if value > _limit(what, known[name][what])
+    ]
+
+
+def _limit(what: str, known: float) -> float:
+    return known * (1 + TIME_TOLERANCE) if what == TIME else known + COUNT_TOLERANCE
+
+
+def table_of(found: Mapping[str, Row]) -> Table:
+    headings = list(next(iter(found.values())))
+    lines = [[name, *(f"{row[what]:g}" for what in headings)] for name, row in found.items()]
+    return Table(f"A decode step of {BATCH} requests, {LAYERS} layers", ["", *headings], lines)
+
+
+if __name__ == "__main__":
+    run_command(main)
