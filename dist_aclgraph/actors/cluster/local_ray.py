@@ -57,7 +57,7 @@ NPUS_OF_A_NODE = 8
 OBJECT_STORE_BYTES = 100 << 20
 RAYLET = "raylet"
 # The text is a part of Ray's error message.
-START_ATTEMPTS, TOO_SLOW = 3, "timed out during startup"
+START_ATTEMPTS, TOO_SLOW = 5, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S, ASK_S, RETRY_S = 10.0, 5.0, 1.0
 # Ray's nodes wait a minute for a control store that is being started again.
