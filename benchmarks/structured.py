@@ -9,6 +9,9 @@ is generated. The figures say nothing about an NPU.
 
 The bench also lets requests with large schemas arrive while other requests decode. It compares the
 steps while these schemas are new with the steps while they are compiled already.
+
+The last part is the ingress: its CPU time for the text of a token, with and without a reader of
+calls.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from benchmarks.command import numbers, report_bench, run_command
 from benchmarks.overlap import MEMORY_MB, qwen3
 from benchmarks.report import Report, Table
 from benchmarks.step import make_rank, make_scheduler, run_steps
+from benchmarks.structured_text import measure_text, text_table
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.engine.matchers import Matchers
@@ -121,7 +125,13 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
         {"constrained": number, "us": _percentile(times, 50), "p99": _percentile(times, 99)}
         for number, times in each.items()
     ]
-    return {"note": NOTE, "rows": rows, "arriving": arriving, "compiling": compiling}
+    return {
+        "note": NOTE,
+        "rows": rows,
+        "arriving": arriving,
+        "compiling": compiling,
+        "text": measure_text(tokenizer),
+    }
 
 
 def measure_arrivals(
@@ -197,6 +207,7 @@ def report(results: dict[str, Any]) -> Report:
                 ["requests", "us, p50", "p99"],
                 arriving,
             ),
+            text_table(results["text"]),
             Table(f"{NUM_SCHEMAS} schemas, {VOCAB} tokens", ["what", "us"], compiling),
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any
 
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
@@ -105,7 +106,8 @@ class _Text:
         self._newline = ""
         if self._trims and piece.endswith("\n"):
             piece, self._newline = piece[:-1], "\n"
-        self._scanner.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+        # This is the function of ``json.dumps``, which makes an encoder for each call.
+        self._scanner.arguments(encode_basestring(piece)[1:-1])
 
     def end(self, *, is_whole: bool) -> None:
         if is_whole:
