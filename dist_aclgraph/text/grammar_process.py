@@ -29,7 +29,10 @@ from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
 
-SLOW_S = 0.005  # CPU time of the first mask of a grammar whose masks workers compute aside
+# CPU time of the first two masks of a grammar whose masks workers compute aside. In a fork the first
+# mask takes several milliseconds for every grammar, because the fork copies the vocabulary.
+SLOW_S = 0.05
+SLOW_CHARS = 1 << 15  # also that of a grammar made of a schema with at least so many characters
 
 
 def make_grammar(source: dict[str, Any]) -> str:
@@ -87,8 +90,11 @@ def compile_source(
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         if len(allowed) and not matcher.is_error():
             matcher.try_consume_tokens([int(allowed[0])])
+            llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+        took_s = time.thread_time() - begin_s
         if not matcher.is_error():
-            is_slow = source["kind"] == "grammar" or time.thread_time() - begin_s > SLOW_S
+            is_large = source["kind"] == "json" and len(grammar) >= SLOW_CHARS
+            is_slow = source["kind"] == "grammar" or is_large or took_s > SLOW_S
             return {"grammar": grammar, "slow": "yes" if is_slow else ""}
     return {"error": _part_of(source, matcher.get_error()) + reason_of(matcher.get_error())}
 
