@@ -29,8 +29,8 @@ from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
 
-# CPU time of the first two masks of a grammar whose masks workers compute aside. In a fork the first
-# mask takes several milliseconds for every grammar, because the fork copies the vocabulary.
+# CPU time of the first two masks of a grammar whose masks workers compute aside. In a fork, the
+# first mask takes several milliseconds for every grammar, because the fork copies the vocabulary.
 SLOW_S = 0.05
 SLOW_CHARS = 1 << 15  # also that of a grammar made of a schema with at least so many characters
 
