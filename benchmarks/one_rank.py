@@ -83,6 +83,7 @@ class OneRank:
             ),
             device=self.npu.device,
             max_len=self._max_len,
+            drafts=config.speculative.num_tokens > 0,
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:

@@ -147,7 +147,8 @@ def make_rank(
         }
     )
     rank = OneRank(config)
-    graphs = [BatchDescriptor(size, size, 1, "FULL") for size in sizes]
+    queries = 1 + config.speculative.num_tokens
+    graphs = [BatchDescriptor(size * queries, size, queries, "FULL") for size in sizes]
     runner = rank.make_runner(config, graphs, NUM_BLOCKS)
     for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
         runner.warm_up(graph)
@@ -172,15 +173,23 @@ def make_scheduler(
         samplings: for each request, fields of its row beside its seed.
         pool: the blocks; None means an empty cache.
     """
+    num_drafts = config.speculative.num_tokens
+    buckets = tuple(size * (1 + num_drafts) for size in sizes)
     plan = GraphPlan(
         version=1,
         mode="FULL_DECODE_ONLY",
-        families=(GraphFamily(run_mode="FULL", query_len=1, buckets=sizes),),
+        families=(GraphFamily(run_mode="FULL", query_len=1 + num_drafts, buckets=buckets),),
         max_num_seqs=config.scheduler.max_num_seqs,
         budget_model="legacy-last",
     )
     pools = [pool or BlockPool(NUM_BLOCKS, config.kv.block_size)]
-    scheduler = Scheduler(config.scheduler, pools, GraphDispatcher(plan), max_model_len=MAX_LEN)
+    scheduler = Scheduler(
+        config.scheduler,
+        pools,
+        GraphDispatcher(plan),
+        max_model_len=MAX_LEN,
+        num_drafts=num_drafts,
+    )
     for index in range(batch):
         prompt = np.arange(PROMPT_TOKENS, dtype=np.int32) + index
         sampling = RowSampling(num_prompt_tokens=PROMPT_TOKENS, seed=index, **samplings[index])

@@ -3,12 +3,16 @@
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
 each step, some of the requests have a grammar: a typical JSON schema. The bench measures several
 numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``) with
-the shapes of Qwen3-8B and without weights; it computes nothing, so the tokens are arbitrary.
-Instead of these tokens, the bench gives the matchers the tokens of a valid answer. The vocabulary
+the shapes of Qwen3-8B, and of a dense DeepSeek of this size with one draft, and without weights; it
+computes nothing, so the tokens are arbitrary. Instead of these tokens and drafts, the bench gives
+the matchers the tokens of a valid answer. The vocabulary
 is generated. The figures say nothing about an NPU.
 
 The bench also lets requests with large schemas arrive while other requests decode. It compares the
 steps while these schemas are new with the steps while they are compiled already.
+
+The last part is the ingress: its CPU time for the text of a token, with and without a reader of
+calls.
 """
 
 from __future__ import annotations
@@ -27,15 +31,19 @@ import tokenizers
 import typer
 
 from benchmarks.command import numbers, report_bench, run_command
-from benchmarks.overlap import MEMORY_MB, qwen3
+from benchmarks.overlap import MEMORY_MB, dense_deepseek, qwen3
 from benchmarks.report import Report, Table
 from benchmarks.step import make_rank, make_scheduler, run_steps
+from benchmarks.structured_text import measure_text, text_table
 from dist_aclgraph.config import Config
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.matchers import Matchers
+from dist_aclgraph.engine.matchers import Masks, Matchers
 from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.engine.sampling_places import StepPlaces
+from dist_aclgraph.ints import IntArray
 from dist_aclgraph.sampling import Structure, StructuredOutputs
 from dist_aclgraph.scheduler.request import Request
+from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammars import make_limits, open_tokenizer, vocabulary_of
 from dist_aclgraph.text.tokenizer import Tokenizer
@@ -83,45 +91,75 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
     """Return the times of steps by number of constrained requests, and the times of compiling a
     grammar and of computing a mask.
     """
-    config = qwen3(hidden=4096, layers=36, heads=32, ffn=12288)
-    (folder / "config.json").write_text(json.dumps(config))
+    models = [
+        {**config, "vocab_size": VOCAB}
+        for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())
+    ]
+    (folder / "config.json").write_text(json.dumps(models[0]))
     write_tokenizer(folder)
     tokenizer = Tokenizer(folder)
     compiling = measure_compiling(tokenizer)
-    rank, runner, found_config = make_rank(
-        folder,
-        (BATCH,),
-        steps_in_flight=2,
-        kernels="timed",
-        memory_mb=MEMORY_MB,
-        weights="dummy",
-    )
-    # The device samples arbitrary tokens, which no grammar allows. So the matchers read the tokens
-    # of a valid answer.
-    runner._matchers = _Scripted.of(runner._matchers, valid_answer(tokenizer, steps + 3 * WARM_UP))
+    arriving: list[dict[str, Any]] = []
+    rows = []
+    for num_drafts, model in enumerate(models):
+        (folder / "config.json").write_text(json.dumps(model))
+        rank, runner, found_config = make_rank(
+            folder,
+            (BATCH,),
+            steps_in_flight=2,
+            kernels="timed",
+            memory_mb=MEMORY_MB,
+            weights="dummy",
+            speculative={"num_tokens": num_drafts},
+        )
+        # The device samples arbitrary tokens, which no grammar allows. So the matchers read the
+        # tokens of a valid answer.
+        answer = valid_answer(tokenizer, (1 + num_drafts) * (steps + 3 * WARM_UP))
+        runner._matchers = _Scripted.of(runner._matchers, answer)
+        for number, times in measure_steps(rank.npu, runner, found_config, constrained, steps):
+            rows.append(
+                {
+                    "drafts": num_drafts,
+                    "constrained": number,
+                    "us": _percentile(times, 50),
+                    "p99": _percentile(times, 99),
+                }
+            )
+        if not num_drafts:
+            arriving = measure_arrivals(rank.npu, runner, found_config, steps)
+        runner.close()
+    return {
+        "note": NOTE,
+        "rows": rows,
+        "arriving": arriving,
+        "compiling": compiling,
+        "text": measure_text(tokenizer),
+    }
+
+
+def measure_steps(
+    npu: Npu, runner: ModelRunner, config: Config, constrained: Sequence[int], steps: int
+) -> Iterator[tuple[int, list[float]]]:
+    """Yield the microseconds of steps for each number of constrained requests; the numbers take
+    turns.
+    """
     each: dict[int, list[float]] = {number: [] for number in constrained}
     for _ in range(ROUNDS):
         for number in constrained:
             measured = -(-steps // ROUNDS)
             scheduler = make_scheduler(
-                found_config, BATCH, (BATCH,), measured + 2 * WARM_UP, sampling_of(number)
+                config, BATCH, (BATCH,), 2 * (measured + 2 * WARM_UP), sampling_of(number)
             )
             found: list[float] = []
             begin_s = time.perf_counter()
-            for step in run_steps(rank.npu, runner, scheduler, measured + WARM_UP):
+            for step in run_steps(npu, runner, scheduler, measured + WARM_UP):
                 found.append((time.perf_counter() - begin_s) * 1e6)
                 begin_s = time.perf_counter()
                 assert step
             each[number] += found[WARM_UP:]
             while runner.is_busy:
                 scheduler.update([runner.finish()])
-    arriving = measure_arrivals(rank.npu, runner, found_config, steps)
-    runner.close()
-    rows = [
-        {"constrained": number, "us": _percentile(times, 50), "p99": _percentile(times, 99)}
-        for number, times in each.items()
-    ]
-    return {"note": NOTE, "rows": rows, "arriving": arriving, "compiling": compiling}
+    yield from each.items()
 
 
 def measure_arrivals(
@@ -173,13 +211,14 @@ def _arriving(index: int, grammar: str) -> Request:
 
 def report(results: dict[str, Any]) -> Report:
     """Return a table of steps, and one of compiling and masks."""
-    free = next((row["us"] for row in results["rows"] if not row["constrained"]), None)
+    free = {row["drafts"]: row["us"] for row in results["rows"] if not row["constrained"]}
     lines = [
         [
             f"{row['constrained']} of {BATCH} constrained",
+            f"{row['drafts']}",
             f"{row['us']:.0f}",
             f"{row['p99']:.0f}",
-            f"{row['us'] / free:.3f}" if free else "",
+            f"{row['us'] / free[row['drafts']]:.3f}" if row["drafts"] in free else "",
         ]
         for row in results["rows"]
     ]
@@ -191,12 +230,15 @@ def report(results: dict[str, Any]) -> Report:
     return Report(
         "Steps with constrained requests",
         [
-            Table("Time of a step", ["requests", "us, p50", "p99", "ratio of p50"], lines),
+            Table(
+                "Time of a step", ["requests", "drafts", "us, p50", "p99", "ratio of p50"], lines
+            ),
             Table(
                 f"Time of a step while {ARRIVALS} requests arrive, schemas of {KEYS} keys",
                 ["requests", "us, p50", "p99"],
                 arriving,
             ),
+            text_table(results["text"]),
             Table(f"{NUM_SCHEMAS} schemas, {VOCAB} tokens", ["what", "us"], compiling),
         ],
     )
@@ -218,6 +260,17 @@ class _Scripted(Matchers):
         super()._tokens(row, begin, end)  # called only for its time
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
+
+    def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
+        """Compute the masks of all places: the drafts are the next tokens of the answer."""
+        if drafts is not None:
+            drafts = drafts.copy()
+            firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
+            for row, first in zip(step.sampled_rows.tolist(), firsts, strict=True):
+                if row in self._rows:
+                    at = first - self._rows[row].begin
+                    drafts[row] = self.answer[at : at + drafts.shape[1]]
+        return super().masks(step, known, drafts)
 
 
 def sampling_of(constrained: int) -> list[dict[str, Any]]:

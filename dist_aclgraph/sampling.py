@@ -106,6 +106,7 @@ class Structure:
 
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
+        is_slow: whether computing the tokens that the grammar allows may take longer than a step.
         salt: compiled grammars are shared only between requests with the same salt.
         end_ids: tokens that end the output; they are forbidden in reasoning before a grammar.
         think_begin, think_end: tokens around the reasoning, to which the grammar does not apply; -1
@@ -116,6 +117,7 @@ class Structure:
     """
 
     grammar: str = ""
+    is_slow: bool = False
     salt: str = ""
     end_ids: tuple[int, ...] = ()
     think_begin: int = -1

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import llguidance
 
 from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
 
+T = TypeVar("T")
 # Maximum number of characters of all grammars that are kept for further requests. We measured that
 # a compiled grammar needs up to 500 bytes for each of its characters.
 MAX_KEPT_CHARS = 1 << 19
@@ -32,6 +34,9 @@ class Grammars:
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._tokenizer = self._thread.submit(lambda: open_tokenizer(read_vocabulary()))
+        self._slow = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-masks")
+        self._executor = llguidance.LLExecutor(1)
+        self._second: tuple[llguidance.LLMatcher, int] | None = None  # see ``consume``
         self._kept: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
         self._num_chars = 0  # characters of all grammars in ``_kept``
 
@@ -51,6 +56,24 @@ class Grammars:
         self._num_chars += len(grammar)
         self._forget_oldest(key)
         return coming
+
+    def submit_slow(self, work: Callable[[list[int]], T], output: list[int]) -> Future[T]:
+        """Do work that may take seconds on a thread, after earlier such work."""
+        return self._slow.submit(work, output)
+
+    def consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
+        """Add an allowed token to a matcher, without Python's lock; return whether this succeeded.
+
+        The library releases the lock only if it adds tokens to several matchers. So a second
+        matcher, whose result is not used, gets a token, too.
+        """
+        if self._second is None:
+            tokenizer = self._tokenizer.result()
+            second = llguidance.LLMatcher(tokenizer, 'start: "a"', log_level=0)
+            self._second = second, tokenizer.tokenize_str("a")[0]
+        added, _ = self._executor.consume_token_par([(matcher, token), self._second])
+        self._second[0].reset()
+        return added
 
     def _forget_oldest(self, newest: tuple[str, str]) -> None:
         """Limit the kept grammars. A grammar that is not compiled yet stays, because a request

@@ -13,22 +13,21 @@ ended.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import llguidance
 import numpy as np
 import torch
 from torch import Tensor
 
+from dist_aclgraph.engine.grammar_row import NO_MATCH, NotReadyError, Row, allow
 from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.engine.permitted import ALL, BITS, FORBIDS_ALL, Permitted, set_bit
+from dist_aclgraph.engine.permitted import ALL, BITS, FORBIDS_ALL, Permitted
 from dist_aclgraph.engine.sampling_places import StepPlaces
+from dist_aclgraph.engine.slow_row import SlowRow
 from dist_aclgraph.engine.token_counts import ToDevice
 from dist_aclgraph.ints import IntArray
-from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammars import Vocabulary
@@ -61,147 +60,12 @@ class GrammarReport(NamedTuple):
     compiling: list[int]
 
 
-class _NotCompiledError(Exception):
-    """A mask needs a grammar that is not compiled yet."""
-
-
 @dataclass
 class _Tail:
     """Tokens that a step has sampled, and that the engine has not sent back yet."""
 
     begin: int  # position of the first token
     tokens: list[int]
-
-
-class _Row:
-    """The state of one row with a grammar or a limit of reasoning.
-
-    Attributes:
-        num_seen: number of tokens of the output that the state includes.
-    """
-
-    def __init__(
-        self,
-        sampling: RowSampling,
-        matcher: Future[llguidance.LLMatcher] | None,
-        end_words: IntArray,
-        permitted: Permitted | None,
-    ) -> None:
-        assert sampling.structure is not None
-        self.structure: Structure = sampling.structure
-        self.begin = sampling.num_prompt_tokens
-        self.free_from = sampling.min_tokens
-        self._coming = matcher
-        self._matcher: llguidance.LLMatcher | None = None
-        self.permitted = permitted
-        self._end_words = end_words  # the bits of tokens that end an output
-        self._ends = frozenset(self.structure.end_ids)
-        self.num_seen = 0
-        self._num_consumed = 0
-        self._is_over = False  # whether the last consumed token has ended the output
-        self._opens = False  # whether the first token of the output begins reasoning
-        self._answer: int | None = None  # number of tokens before the answer
-        self._rewind_phase()
-
-    @property
-    def error(self) -> str:
-        """The reason why the matcher has failed; empty if it has not failed."""
-        matcher = None if self.is_compiling else self._ready()
-        return matcher.get_error() if matcher is not None and matcher.is_error() else ""
-
-    @property
-    def is_compiling(self) -> bool:
-        return self._coming is not None and not self._coming.done()
-
-    def _ready(self) -> llguidance.LLMatcher | None:
-        """Return the row's own matcher; None if it has no grammar.
-
-        Raises:
-            _NotCompiledError: the grammar is not compiled yet.
-        """
-        if self.is_compiling:
-            raise _NotCompiledError
-        if self._coming is not None:
-            self._matcher, self._coming = self._coming.result().deep_copy(), None
-        return self._matcher
-
-    def _rewind_phase(self) -> None:
-        structure = self.structure
-        if structure.think_end < 0:
-            self._answer = 0
-        elif self._answer is not None and self.num_seen < self._answer:
-            self._answer = None
-        if self.num_seen == 0:
-            self._opens = False
-
-    @property
-    def _is_thinking(self) -> bool:
-        return self._answer is None and (self.structure.is_thinking or self._opens)
-
-    def go_back(self, num_tokens: int) -> None:
-        """Forget all tokens after the first ``num_tokens`` of the output."""
-        if num_tokens >= self.num_seen:
-            return
-        answer, self.num_seen = self._answer, num_tokens
-        if self._matcher is not None and answer is not None:
-            too_many = self._num_consumed - max(0, num_tokens - answer)
-            if too_many > 0:
-                self._matcher.rollback(too_many)
-                self._num_consumed -= too_many
-                self._is_over = False
-        self._rewind_phase()
-
-    def add(self, token: int) -> bool:
-        """Add the next token of the output; return false, and add nothing, if it is forbidden."""
-        structure = self.structure
-        if self._answer is None:
-            if self._is_thinking:
-                if token == structure.think_end:
-                    self._answer = self.num_seen + 1
-                self.num_seen += 1
-                return True
-            if token == structure.think_begin:
-                self._opens = True
-                self.num_seen += 1
-                return True
-            self._answer = self.num_seen
-        matcher = self._ready()
-        if matcher is not None and not self._is_over:
-            if matcher.try_consume_tokens([token]) != 1:
-                return False
-            self._num_consumed += 1
-            self._is_over = token in self._ends
-        self.num_seen += 1
-        return True
-
-    def fill(self, words: IntArray) -> None:
-        """Write the mask of the next token into ``words``, [num_words]."""
-        structure = self.structure
-        if self._is_thinking:
-            begin = 0 if structure.is_thinking else 1
-            words[:] = ALL
-            if 0 <= structure.max_thought <= self.num_seen - begin:
-                words[:] = 0
-                _allow(words, structure.think_end)
-            elif structure.grammar:
-                words &= ~self._end_words
-            return
-        matcher = self._ready()
-        if matcher is None or self._is_over:
-            words[:] = ALL
-            return
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._answer is None:
-            _allow(words, structure.think_begin)
-        if self.num_seen < self.free_from:
-            without_ends = words & ~self._end_words
-            if without_ends.any():
-                words[:] = without_ends
-
-
-def _allow(words: IntArray, token: int) -> None:
-    if token >= 0:
-        set_bit(words, token)
 
 
 class Matchers:
@@ -224,7 +88,7 @@ class Matchers:
         self._grammars = Grammars(read_vocabulary)
         self._num_words = -(-vocab_size // BITS)
         self._num_places = num_places
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         self._tails: dict[int, _Tail] = {}
         # The samples of the last step whose matchers have failed, with the reasons; and the samples
         # whose grammars were not compiled yet.
@@ -238,7 +102,7 @@ class Matchers:
         """Begin to track a row in which a request begins or resumes."""
         self._asked = None
         self._tails.pop(row, None)
-        self._rows.pop(row, None)
+        old = self._rows.pop(row, None)
         structure = sampling.structure
         if structure is None:
             return
@@ -247,9 +111,15 @@ class Matchers:
             matcher = self._grammars.compile(structure.grammar, structure.salt)
         ends = np.zeros(self._num_words, np.int32)
         for token in structure.end_ids:
-            _allow(ends, token)
+            allow(ends, token)
         permitted = Permitted.of_row(sampling, self._num_words)
-        self._rows[row] = _Row(sampling, matcher, ends, permitted)
+        if not structure.is_slow:
+            self._rows[row] = Row(sampling, matcher, ends, permitted)
+        elif isinstance(old, SlowRow) and old.can_continue(sampling):
+            old.permitted = permitted
+            self._rows[row] = old
+        else:
+            self._rows[row] = SlowRow(sampling, matcher, ends, permitted, self._grammars)
 
     @property
     def is_empty(self) -> bool:
@@ -298,7 +168,7 @@ class Matchers:
             own = words[at * size : (at + 1) * size]
             try:
                 error = self._fill(row, firsts[sample], drafted, own)
-            except _NotCompiledError:
+            except NotReadyError:
                 self._unmasked.append(sample)
                 own[:] = ALL
                 continue
@@ -306,6 +176,8 @@ class Matchers:
                 self._failed[sample] = error
                 own[:] = ALL
                 continue
+            if complaint := self._rows[row].complaint:
+                self._failed[sample] = complaint
             own[num_logits:] = own[num_logits - 1]  # The last place is repeated.
         if not wanted:
             return None
@@ -330,11 +202,17 @@ class Matchers:
         """
         row = self._rows[row_id]
         target = first - row.begin
-        row.go_back(target)
-        for token in self._tokens(row_id, row.begin + row.num_seen, first):
-            if not row.add(token):
-                return row.error or "the output does not match the grammar"
-        row.fill(words[0])
+        if isinstance(row, SlowRow):
+            if error := row.fill_aside(self._tokens(row_id, row.begin, first), words[0]):
+                return error
+            words[1:] = words[0]
+            drafts = []  # no draft is accepted
+        else:
+            row.go_back(target)
+            for token in self._tokens(row_id, row.begin + row.num_seen, first):
+                if not row.add(token):
+                    return row.error or NO_MATCH
+            row.fill(words[0])
         if row.permitted is not None:
             begin = max(row.begin, first - row.permitted.longest)
             if not row.permitted.leaves_any(words[0], self._tokens(row_id, begin, first)):

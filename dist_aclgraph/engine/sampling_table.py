@@ -97,8 +97,12 @@ class SamplingTable:
         self.has_embeddings = bool(self._settings["embeds"].any())
         self.is_plain[row] = sampling.is_plain
         self.has_penalties[row] = sampling.has_penalties
-        may_forbid_all = sampling.structure is not None and (sampling.allowed or sampling.biased)
-        self.may_draft[row] = not (sampling.has_penalties or sampling.bad_words or may_forbid_all)
+        structure = sampling.structure
+        may_forbid_all = structure is not None and (sampling.allowed or sampling.biased)
+        is_slow = structure is not None and structure.is_slow  # only the first place has a mask
+        self.may_draft[row] = not (
+            sampling.has_penalties or sampling.bad_words or may_forbid_all or is_slow
+        )
         self.is_all_plain, self.all_may_draft = (
             bool(self.is_plain.all()),
             bool(self.may_draft.all()),

@@ -20,7 +20,7 @@ from dist_aclgraph.formats import (
     pythonic,
     qwen3_coder,
 )
-from dist_aclgraph.formats.lark import ANY_OBJECT, ANY_TEXT, Lark, behind_text, choice_of
+from dist_aclgraph.formats.lark import ANY_OBJECT, Lark, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -96,10 +96,7 @@ class AnswerFormat:
                 return form
             return StructuredOutputs(lark=lark.grammar(gpt_oss.lark_final(lark, lark.form(form))))
         module = FORMATS[self.name]
-        # If no token marks the beginning of calls, calls cannot be distinguished from text.
-        begins = bool(module.MARKERS) and lark.is_token(module.MARKERS[0])
-        may_check = begins and not self.has_channels and any(name in strict for name in tools)
-        if form is None and not is_required and not may_check:
+        if form is None and not is_required and not any(name in strict for name in tools):
             return None
         each = []
         for name, schema in tools.items():
@@ -110,14 +107,13 @@ class AnswerFormat:
         calls = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)
         if is_required:
             start = calls
-        elif form is not None:
-            content = lark.form(form)
+        elif form is None and module.BEGINS:
+            start = lark.text_or_calls(each, calls, module.BEGINS, several=is_parallel)
+        else:
+            content = module.lark_text(lark) if form is None else lark.form(form)
             if self.has_channels:
                 content = gpt_oss.lark_final(lark, content)
             start = f"{content} | {calls}"
-        else:
-            text, called = lark.rule(ANY_TEXT), behind_text(calls)
-            start = f"({called}){'*' if is_parallel else '?'} {text}"
         return StructuredOutputs(lark=lark.grammar(start))
 
     def is_thinking(self, prompt: str, *, continues: bool) -> bool:

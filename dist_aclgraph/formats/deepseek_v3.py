@@ -19,6 +19,7 @@ from dist_aclgraph.formats.tools import Tools
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, END_CALL, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 MARKERS = (CALLS, END_CALLS, CALL, END_CALL, SEPARATOR)
+BEGINS = (CALLS, CALL)
 FENCE = "```"
 
 

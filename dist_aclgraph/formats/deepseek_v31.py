@@ -13,7 +13,7 @@ from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 
-MARKERS = deepseek_v3.MARKERS
+MARKERS, BEGINS = deepseek_v3.MARKERS, deepseek_v3.BEGINS
 
 
 def fits(template: str) -> bool:

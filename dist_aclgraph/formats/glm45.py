@@ -21,7 +21,10 @@ from dist_aclgraph.formats.typed_values import Arguments
 BEGIN, END = "<tool_call>", "</tool_call>"
 KEY, END_KEY = "<arg_key>", "</arg_key>"
 VALUE, END_VALUE = "<arg_value>", "</arg_value>"
+BEGINS = (BEGIN,)
 MARKERS = (BEGIN, END, KEY, END_KEY, VALUE, END_VALUE)
+
+ENDS = (END_VALUE, END)
 
 
 def fits(template: str) -> bool:
@@ -72,7 +75,7 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     parts = [lark.text(f"{BEGIN}{name}\n")]
     for key, value, is_required in properties_of(schema):
         head = lark.text(f"{KEY}{key}{END_KEY}\n{VALUE}")
-        part = f"{head} {lark.parameter(value, schema, END_VALUE + chr(10))}"
+        part = f"{head} {lark.parameter(value, schema, END_VALUE + chr(10), ENDS)}"
         parts.append(part if is_required else f"({part})?")
     return " ".join([*parts, lark.text(END)])
 

@@ -20,6 +20,7 @@ from dist_aclgraph.formats.tools import Tools
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
+BEGINS = ()  # the channel of a message says whether it is a call
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:/-]+)")
 
 
@@ -61,6 +62,10 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
     """Return an expression for one call; the token that ends the call also ends the answer."""
     return f"{lark_thought(lark)} {call}"
+
+
+def lark_text(lark: Lark) -> str:
+    return lark.rule(ANY_TEXT)
 
 
 def lark_thought(lark: Lark) -> str:

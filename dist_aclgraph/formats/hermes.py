@@ -13,6 +13,7 @@ from dist_aclgraph.formats.tools import Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 MARKERS = (BEGIN, END)
+BEGINS = (BEGIN,)
 
 
 def fits(template: str) -> bool:

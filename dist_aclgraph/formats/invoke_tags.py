@@ -100,11 +100,12 @@ def lark_call(
         says_type: whether an attribute of each parameter tells whether it is a string.
     """
     parts = [lark.text(f'{tags.invoke[0]} name="{name}">\n')]
+    end = tags.parameter[1]
     for key, value, is_required in properties_of(schema):
         is_text = types_of(value, schema) == {"string"}
         kind = f' string="{"true" if is_text else "false"}"' if says_type else ""
         head = lark.text(f'{tags.parameter[0]} name="{key}"{kind}>')
-        part = f"{head} {lark.parameter(value, schema, tags.parameter[1] + chr(10))}"
+        part = f"{head} {lark.parameter(value, schema, end + chr(10), [end])}"
         parts.append(part if is_required else f"({part})?")
     return " ".join([*parts, lark.text(tags.invoke[1] + "\n")])
 

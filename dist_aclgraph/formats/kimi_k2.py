@@ -17,6 +17,7 @@ from dist_aclgraph.formats.tools import Tools
 SECTION, END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, END_CALL = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
+BEGINS = (SECTION, CALL)
 MARKERS = (SECTION, END_SECTION, CALL, END_CALL, ARGUMENTS)
 
 

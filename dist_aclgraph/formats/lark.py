@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
@@ -18,7 +18,9 @@ from dist_aclgraph.sampling import StructuredOutputs
 
 ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
-ANY_TEXT = r"/(.|\n)*/"
+ANY = r"(.|\n)*"
+ANY_TEXT = f"/{ANY}/"
+SPACE = r"[\s\x1c-\x1f]"  # as Python's ``\s``
 _ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)  # an escaped character, "/", a line's end
 
 
@@ -32,6 +34,7 @@ class Lark:
     def __init__(self, token_ids: Mapping[str, int]) -> None:
         self._token_ids = token_ids
         self._rules: list[str] = []
+        self._terminals: dict[str, str] = {}  # names by pattern
         markers = sorted(token_ids, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, markers)) + ")") if markers else None
 
@@ -52,6 +55,13 @@ class Lark:
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {expression}")
         return name
+
+    def _terminal(self, pattern: str) -> str:
+        """Add a terminal, unless the grammar has it; return its name."""
+        if pattern not in self._terminals:
+            self._terminals[pattern] = name = f"T{len(self._terminals)}"
+            self._rules.append(f"{name}: {pattern}")
+        return self._terminals[pattern]
 
     def part(self, name: str) -> None:
         """Name the purpose of the following rules; errors in these rules contain this name."""
@@ -86,22 +96,96 @@ class Lark:
             "structured_outputs",
         )
 
-    def until(self, pattern: str, end: str) -> str:
-        """Return an expression for a text that matches ``pattern``, followed by ``end``."""
-        parts = [end] if self._split is None else self._split.split(end)
-        if len(parts) == 1:
-            return self.rule(f"/{_escaped(pattern)}/", f"[suffix={_quoted(end)}]")
-        first, rest = parts[0], end[len(parts[0]) :]
-        return f"/({_escaped(pattern)}){_escaped(re.escape(first))}/ {self.text(rest)}"
+    def until(self, pattern: str, end: str, excluded: Sequence[str]) -> str:
+        """Return an expression for a text that matches ``pattern``, followed by ``end``.
 
-    def parameter(self, schema: Mapping[str, Any], root: Mapping[str, Any], end: str) -> str:
-        """Return an expression for a value of this schema, followed by the text ``end``."""
+        Args:
+            excluded: the first text contains none of these texts.
+        """
+        first, rest = self._cut(end)
+        inner = f"/{_escaped(pattern)}/"
+        if texts := self._spelled(excluded):
+            inner = f"({inner} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/)"
+        # The pattern matches as much as possible. So it needs the text that ends it.
+        name = self._terminal(f"{inner} {_quoted(first)}" if first else inner)
+        return f"{name} {self.text(rest)}" if rest else name
+
+    def text_or_calls(
+        self, each: Sequence[str], calls: str, begins: Sequence[str], *, several: bool
+    ) -> str:
+        """Return an expression for text in which a call may begin at any place.
+
+        The text contains no text with which the reader begins a call. So each call follows the
+        grammar.
+
+        Args:
+            each: expressions for one call of each tool.
+            calls: the expression for all calls.
+            begins: the texts with which the reader begins a call.
+        """
+        if calls[0] in '"<':  # the expression for all calls begins with a marker
+            each = [calls]
+        text = self.until(ANY, "", begins)
+        called = choice_of([self._behind_text(text, call, begins) for call in each])
+        return f"({called}){'*' if several else '?'} {text}"
+
+    def _behind_text(self, text: str, call: str, begins: Sequence[str]) -> str:
+        found = re.match(r'("(?:[^"\\]|\\.)*") ', call)
+        if found is None:
+            return f"{text} {call}"
+        # The text and the begin of the call are one terminal, which all tools share.
+        head = json.loads(found.group(1))
+        begin = begins[0] if head.startswith(begins[0]) else head
+        rest = f"{_quoted(head[len(begin) :])} " if head != begin else ""
+        return f"{self.until(ANY, begin, begins)} {rest}{call[found.end() :]}"
+
+    def text_unless(self, opens: str, tag: str) -> str:
+        """Return an expression for text whose first character is not ``opens``, and that does not
+        begin with ``tag``; white space may precede both.
+        """
+        sign = f"/{SPACE}*([^\\s\\x1c-\\x1f\\{opens}](.|\\n)*)?/"
+        if texts := self._spelled([tag]):
+            sign = f"{sign} & ~/{SPACE}*({_any_of(texts)})(.|\\n)*/"
+        return self._terminal(sign)
+
+    def _cut(self, text: str) -> tuple[str, str]:
+        """Return the parts of a text before and from its first marker."""
+        first = text if self._split is None else self._split.split(text)[0]
+        return first, text[len(first) :]
+
+    def _spelled(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts that contain no marker token, so that other tokens can spell them."""
+        return [text for text in texts if not self._cut(text)[1]]
+
+    def parameter(
+        self,
+        schema: Mapping[str, Any],
+        root: Mapping[str, Any],
+        end: str,
+        ends: Sequence[str],
+    ) -> str:
+        """Return an expression for a value of this schema, followed by the text ``end``.
+
+        Args:
+            ends: the texts at which the reader ends a value that is a string.
+
+        Raises:
+            InvalidParameterError: the format cannot write any of the schema's strings.
+        """
         if types_of(schema, root) == {"string"}:
             schema = resolve(schema, root)
             values = schema.get("enum", [schema["const"]] if "const" in schema else None)
             if isinstance(values, list):
-                return f"{choice_of([self.text(str(value)) for value in values])} {self.text(end)}"
-            return self.until(_pattern_of(schema), end)
+                found = self._spelled(ends)
+                kept = [str(value) for value in values if not any(e in str(value) for e in found)]
+                if not kept:
+                    raise InvalidParameterError(
+                        f"tools: the model's format of calls cannot write the string "
+                        f"{values[:1]}, because it ends at {found}",
+                        "tools",
+                    )
+                return f"{choice_of([_quoted(value) for value in kept])} {self.text(end)}"
+            return self.until(_pattern_of(schema), end, ends)
         return f"{self.json(taken_out(schema, root))} {self.text(end)}"
 
     def grammar(self, start: str) -> str:
@@ -129,19 +213,6 @@ def in_lines(call: str, *, several: bool) -> str:
 
 def choice_of(expressions: list[str]) -> str:
     return expressions[0] if len(expressions) == 1 else "(" + " | ".join(expressions) + ")"
-
-
-def behind_text(expression: str) -> str:
-    """Return an expression for any text that is followed by ``expression``.
-
-    The pattern of the text matches as much as possible. So if ``expression`` begins with a quoted
-    text, this quoted text becomes a part of the pattern.
-    """
-    found = re.match(r'("(?:[^"\\]|\\.)*") ', expression)
-    if found is None:
-        return f"{ANY_TEXT} {expression}"
-    first = _escaped(re.escape(json.loads(found.group(1))))
-    return f"/(.|\\n)*{first}/ {expression[found.end() :]}"
 
 
 def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -189,6 +260,10 @@ def _escaped(pattern: str) -> str:
         return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(sign, sign)
 
     return _ESCAPED.sub(write, pattern)
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    return "|".join(_escaped(re.escape(text)) for text in texts)
 
 
 def _quoted(text: str) -> str:

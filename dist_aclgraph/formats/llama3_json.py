@@ -17,6 +17,7 @@ from dist_aclgraph.formats.tools import Tools
 
 TAG = "<|python_tag|>"
 MARKERS = (TAG,)
+BEGINS = ()  # only the first character of an answer can begin a call
 HEADER = "<|start_header_id|>"  # in every template of Llama 3
 
 
@@ -53,4 +54,9 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
-    return f'{call} ("; " {call})*' if several else call
+    tag = f"({lark.text(TAG)})? " if lark.is_token(TAG) else ""
+    return f'{tag}{call} ("; " {call})*' if several else f"{tag}{call}"
+
+
+def lark_text(lark: Lark) -> str:
+    return lark.text_unless("{", TAG)

@@ -18,6 +18,7 @@ from dist_aclgraph.formats.tools import Tools
 
 TAGS = ("<|python_start|>", "<|python_end|>")
 MARKERS = TAGS
+BEGINS = ()  # only the first character of an answer can begin a call
 MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -150,4 +151,9 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:
     inner = f'{call} (", " {call})*' if several else call
-    return f'"[" {inner} "]"'
+    begin, end = (f"({lark.text(tag)})?" if lark.is_token(tag) else "" for tag in TAGS)
+    return f'{begin} "[" {inner} "]" {end}'
+
+
+def lark_text(lark: Lark) -> str:
+    return lark.text_unless("[", TAGS[0])

@@ -22,6 +22,7 @@ from dist_aclgraph.formats.typed_values import Arguments
 BEGIN, END = "<tool_call>", "</tool_call>"
 MARKERS = (BEGIN, END)
 FUNCTION, END_FUNCTION = "<function=", "</function>"
+BEGINS = (BEGIN, FUNCTION)
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 # Models may forget the end tag of a parameter. So a line that begins like the next part also ends
 # the parameter.
@@ -84,7 +85,7 @@ def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     parts = [lark.text(f"{BEGIN}\n{FUNCTION}{name}>\n")]
     for key, value, is_required in properties_of(schema):
         head = lark.text(f"{PARAMETER}{key}>\n")
-        part = f"{head} {lark.parameter(value, schema, chr(10) + END_PARAMETER + chr(10))}"
+        part = f"{head} {lark.parameter(value, schema, chr(10) + END_PARAMETER + chr(10), ENDS)}"
         parts.append(part if is_required else f"({part})?")
     return " ".join([*parts, lark.text(f"{END_FUNCTION}\n{END}")])
 

@@ -90,6 +90,15 @@ class Scanner:
         """Return a text with its marker tokens as the model's vocabulary writes them."""
         return text if text.isascii() else text.translate(self._texts)
 
+    def has_marker(self, text: str) -> bool:
+        """Return whether a text contains a marker token in its coded form."""
+        return self.shown(text) != text
+
+    def unread(self, text: str) -> None:
+        """Put text back that was read; it is read again."""
+        self._text = text + self._text[self._at :]
+        self._at = 0
+
     def keep(self) -> None:
         """Keep all text that is read after this call, until ``give_back`` or ``let_go`` is
         called.

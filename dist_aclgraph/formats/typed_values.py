@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any
 
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner
 
 MAX_DEPTH = 8  # maximum depth of a schema in which types are searched
+_QUOTES = re.compile(r'\\.|"', re.DOTALL)
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -45,14 +48,35 @@ class Arguments:
             end = yield from self._scanner.copy_until(ends, text.add, in_call=True)
             text.end(is_whole=end is not None)
             return end
-        pieces: list[str] = []
-        end = yield from self._scanner.copy_until(ends, pieces.append, in_call=True)
-        raw = self._scanner.shown("".join(pieces))
+        raw, end = yield from self._read_raw(ends)
         value = as_json(raw.removesuffix("\n") if trims else raw, types)
         # A value that is cut off may have become a string only because its end is missing.
         if end is not None or not value.startswith('"'):
             self._scanner.arguments(value)
         return end
+
+    def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
+        """Return the text of a value that is not only a string, and the end after it.
+
+        A string within JSON may contain an end. If such a string never ends, the value ends at the
+        first end.
+        """
+        first, end = yield from self._scanner.read_until(ends)
+        pieces, last = [first], end
+        is_string = first.lstrip()[:1] in ("{", "[", '"') and _ends_in_string(first)
+        num_chars = len(first)
+        while is_string and last is not None and not self._scanner.has_marker(last):
+            text, following = yield from self._scanner.read_until(ends)
+            pieces += [last, text]
+            num_chars += len(last) + len(text)
+            is_string = _ends_in_string(last + text, is_string=True)
+            last = following
+            if num_chars > MAX_HELD_CHARS:
+                break
+        if is_string and len(pieces) > 1:
+            self._scanner.unread("".join(pieces[2:]) + (last or ""))
+            pieces, last = [first], end
+        return self._scanner.shown("".join(pieces)), last
 
     def end(self) -> None:
         self._scanner.arguments("{}" if self._is_empty else "}")
@@ -82,11 +106,22 @@ class _Text:
         self._newline = ""
         if self._trims and piece.endswith("\n"):
             piece, self._newline = piece[:-1], "\n"
-        self._scanner.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+        # This is the function of ``json.dumps``, which makes an encoder for each call.
+        self._scanner.arguments(encode_basestring(piece)[1:-1])
 
     def end(self, *, is_whole: bool) -> None:
         if is_whole:
             self._scanner.arguments('"')
+
+
+def _ends_in_string(text: str, *, is_string: bool = False) -> bool:
+    """Return whether a text of JSON ends within a string.
+
+    Args:
+        is_string: whether the text begins within a string.
+    """
+    quotes = sum(found == '"' for found in _QUOTES.findall(text))
+    return is_string != bool(quotes % 2)
 
 
 def as_json(text: str, types: frozenset[str] | set[str]) -> str:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import resource
 import signal
 import sys
+import time
 from typing import Any
 
 if __name__ == "__main__":
@@ -26,10 +26,13 @@ import llguidance.numpy
 import numpy as np
 
 from dist_aclgraph.formats.one_of import is_any_of
+from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
 
-MAX_ERROR_CHARS = 500
-_LINE = re.compile(r"(?:at )?(\d+)\(\d+\): ")  # where an error is
+# CPU time of the first two masks of a grammar whose masks workers compute aside. In a fork, the
+# first mask takes several milliseconds for every grammar, because the fork copies the vocabulary.
+SLOW_S = 0.05
+SLOW_CHARS = 1 << 15  # also that of a grammar made of a schema with at least so many characters
 
 
 def make_grammar(source: dict[str, Any]) -> str:
@@ -69,43 +72,41 @@ def compile_source(
     tokenizer: llguidance.LLTokenizer,
     limits: llguidance.LLParserLimits,
 ) -> dict[str, str]:
-    """Return the ``grammar`` of a source, or the ``error`` that is in the source."""
+    """Return the ``grammar`` of a source, or the ``error`` that is in the source.
+
+    ``slow`` is not empty if masks may take long. All grammars that clients write may have such
+    masks, because the time depends on the text of the answer.
+    """
     try:
         grammar = make_grammar(source)
     except Exception as e:  # the library raises ValueError, and for some sources other errors
-        return {"error": _reason(str(e))}
+        return {"error": reason_of(str(e))}
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         # Computing the mask of the first token may take longer than compiling.
         words = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
+        begin_s = time.thread_time()
         llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         if len(allowed) and not matcher.is_error():
             matcher.try_consume_tokens([int(allowed[0])])
+            llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
+        took_s = time.thread_time() - begin_s
         if not matcher.is_error():
-            return {"grammar": grammar}
-    return {"error": _part_of(source, matcher.get_error()) + _reason(matcher.get_error())}
+            is_large = source["kind"] == "json" and len(grammar) >= SLOW_CHARS
+            is_slow = source["kind"] == "grammar" or is_large or took_s > SLOW_S
+            return {"grammar": grammar, "slow": "yes" if is_slow else ""}
+    return {"error": _part_of(source, matcher.get_error()) + reason_of(matcher.get_error())}
 
 
 def _part_of(source: dict[str, Any], message: str) -> str:
     """Return the part of a tool grammar in which an error is; empty if the part is not known."""
-    found = _LINE.match(message)
+    found = LINE.match(message)
     if source["kind"] != "lark" or found is None:
         return ""
     before = source["text"].split("\n")[: int(found.group(1))]
     parts = [line.removeprefix("// ") for line in before if line.startswith("// ")]
     return f"{parts[-1]}: " if parts else ""
-
-
-def _reason(message: str) -> str:
-    """Return the line of a message that contains the reason; for errors of patterns, this is the
-    last line.
-    """
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if not said and lines:
-        lines = [_LINE.sub("", lines[0]).removeprefix("failed to compile JSON schema: ")]
-    return f"{(said or lines or ['it cannot be compiled'])[0]:.{MAX_ERROR_CHARS}}"
 
 
 def _compile_in_fork(

@@ -56,8 +56,10 @@ class GrammarCompiler:
         self._known: OrderedDict[_Key, dict[str, str]] = OrderedDict()
         self._num_chars = 0  # characters of all items in ``_known``
 
-    def compile(self, source: StructuredOutputs, salt: str = "", param: str = "") -> str:
-        """Return the grammar of a source.
+    def compile(
+        self, source: StructuredOutputs, salt: str = "", param: str = ""
+    ) -> tuple[str, bool]:
+        """Return the grammar of a source, and whether its masks may be slow.
 
         Args:
             salt: results are shared only between requests with the same salt.
@@ -86,7 +88,7 @@ class GrammarCompiler:
             name = param or "structured_outputs"
             what = NAMES_OF_KINDS.get(source.kind, source.kind)
             raise InvalidParameterError(f"{name}: {what} cannot be used: {reply['error']}", name)
-        return reply["grammar"]
+        return reply["grammar"], bool(reply["slow"])
 
     def knows(self, source: StructuredOutputs, salt: str = "") -> bool:
         """Return whether ``compile`` has the result already."""
@@ -173,8 +175,8 @@ def with_structure(
             f"{name}: the end of this model's reasoning is not one token; turn its reasoning off",
             name,
         )
-    grammar = "" if source is None else compiler.compile(source, salt, param)
-    structure = Structure(grammar=grammar, salt=salt)
+    grammar, is_slow = ("", False) if source is None else compiler.compile(source, salt, param)
+    structure = Structure(grammar=grammar, is_slow=is_slow, salt=salt)
     if thinking is not None:
         structure = replace(
             structure,

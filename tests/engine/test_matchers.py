@@ -40,8 +40,13 @@ class Row:
         )
         batch: Any = self._batch
         self.matchers = Matchers(batch, lambda: VOCABULARY, TOKENIZER.vocab_size, k + 1)
-        sampling = RowSampling(num_prompt_tokens=PROMPT, structure=structure, min_tokens=min_tokens)
-        self.matchers.begin(0, sampling)
+        self._sampling = RowSampling(
+            num_prompt_tokens=PROMPT, structure=structure, min_tokens=min_tokens
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        self.matchers.begin(0, self._sampling)
         while self.matchers.take_report().compiling:
             time.sleep(0.001)
 
@@ -70,6 +75,10 @@ class Row:
         known: Any = SimpleNamespace(samples=np.zeros(self._k + 1, np.intp))
         table = np.array([[*drafts, *[0] * (self._k - len(drafts))]]) if self._k else None
         masks = self.matchers.masks(step, known, table)
+        while self.matchers.take_report().unmasked:  # the row begins again, with all its tokens
+            self._batch.num_tokens[0] = first
+            self.begin()
+            masks = self.matchers.masks(step, known, table)
         assert masks is not None
         assert masks.places.tolist() == list(range(self._k + 1))
         bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
@@ -84,10 +93,10 @@ def fresh_mask(grammar: str, output: list[int]) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8)[0], bitorder="little")[: TOKENIZER.vocab_size] > 0
 
 
-@given(st.data(), st.sampled_from(sorted(GRAMMARS)), st.integers(0, 3))
-def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k):
+@given(st.data(), st.sampled_from(sorted(GRAMMARS)), st.integers(0, 3), st.booleans())
+def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k, is_slow):
     grammar = GRAMMARS[name]
-    row = Row(Structure(grammar=grammar, end_ids=ENDS), k)
+    row = Row(Structure(grammar=grammar, end_ids=ENDS, is_slow=is_slow), k)
     for _ in range(data.draw(st.integers(1, 12))):
         if set(ENDS) & set(row.output):
             break
@@ -96,7 +105,7 @@ def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k):
             allowed = np.flatnonzero(fresh_mask(grammar, row.output + drafts)).tolist()
             drafts.append(data.draw(st.sampled_from(allowed)))
         found = row.masks(drafts)
-        for place in range(len(drafts) + 1):
+        for place in range(1 if is_slow else len(drafts) + 1):
             if set(ENDS) & set(drafts[:place]):
                 continue
             assert (found[place] == fresh_mask(grammar, row.output + drafts[:place])).all()
@@ -112,6 +121,15 @@ def test_masks_are_those_of_a_matcher_that_read_the_output(data, name, k):
             if not set(ENDS) & set(accepted):
                 allowed = np.flatnonzero(fresh_mask(grammar, row.output)).tolist()
                 row.output = [*row.output, data.draw(st.sampled_from(allowed))]
+
+
+def test_a_row_with_a_slow_grammar_serves_another_request():
+    row = Row(Structure(grammar=GRAMMARS["regex"], end_ids=ENDS, is_slow=True), 0)
+    for text in ("abab", "ba", "abb, 1", ""):
+        row.output = LL.tokenize_str(text)
+        row.num_known = len(row.output)
+        row.begin()
+        assert (row.masks()[0] == fresh_mask(GRAMMARS["regex"], row.output)).all()
 
 
 def test_reasoning_is_free_but_has_no_end_token():

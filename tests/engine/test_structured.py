@@ -17,8 +17,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dist_aclgraph.engine import slow_row
 from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.model_runner import ModelRunner
+from dist_aclgraph.engine.slow_row import SlowRow
 from dist_aclgraph.errors import GrammarError
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan
@@ -81,6 +83,12 @@ SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
     ("json", STRUCTURED["json"] | RANDOM | {"repetition_penalty": 1.2}),
     ("regex", STRUCTURED["regex"] | RANDOM | {"top_p": 0.9, "min_tokens": 3}),
     ("choice", STRUCTURED["choice"] | {"logprobs": 2}),
+    (
+        "json",
+        STRUCTURED["json"]
+        | {"structure": thought(grammar=GRAMMARS["json"], is_slow=True, max_thought=2)}
+        | RANDOM,
+    ),
     ("regex", STRUCTURED["regex"] | {"structure": thought(grammar=GRAMMARS["regex"])} | RANDOM),
     (
         "json",
@@ -234,7 +242,7 @@ def test_free_requests_run_while_grammars_are_compiled(
         "logit_bias": {letter: 20.0},
         **RANDOM,
     }
-    samplings = [SAMPLINGS[0][1], SAMPLINGS[4][1], SAMPLINGS[7][1], counted]
+    samplings = [SAMPLINGS[0][1], SAMPLINGS[4][1], SAMPLINGS[-1][1], counted]
 
     late = play_late(make_scheduler(GraphDispatcher(plan), k), runner, samplings, gate)
     compiled = play_late(make_scheduler(GraphDispatcher(plan), k), runner, samplings, gate)
@@ -260,6 +268,80 @@ def test_a_request_alone_gets_its_answer_when_its_grammar_is_compiled(
         tokens += [token for delta in turn(scheduler, runner) for token in delta.tokens]
 
     assert TOKENIZER.decode(tokens[:-1]) in CHOICES
+
+
+# Any of these rules can begin at any letter, and can contain any other.
+MANY = "\n".join(
+    f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
+    for i in range(99)
+)
+AMBIGUOUS = llguidance.grammar_from("lark", f'start: "[" "[" "[" r0\n{MANY}')
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 1e9])
+@pytest.mark.parametrize("place", range(4))
+def test_an_ambiguous_grammar_ends_its_request_and_no_other(
+    runners: Any, place: int, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_row, "MAX_MASK_S", limit_s)
+    k, plan, runner = runners[place]
+    scheduler = make_scheduler(GraphDispatcher(plan), k)
+    bad = Structure(grammar=AMBIGUOUS if limit_s else GRAMMARS["json"], is_slow=True)
+    for name, structure in (("bad", bad), ("good", None)):
+        params = SamplingParams(max_tokens=30, temperature=0.0, structure=structure)
+        scheduler.add(submit(name, [1, 2, 3], params))
+    failed, got = [], []
+    while scheduler.has_work or runner.is_busy:
+        outputs = turn(scheduler, runner)
+        failed += outputs.failed
+        got += [token for delta in outputs for token in delta.tokens if delta.request_id == "good"]
+
+    ((request, error),) = failed
+    assert request.request_id == "bad"
+    assert str(error).startswith("the grammar of the answer failed: it is too ambiguous")
+    assert len(got) == 30
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_free_requests_run_while_a_mask_is_computed(
+    runners: Any, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, plan, runner = runners[place]
+    structure = replace(STRUCTURED["regex"]["structure"], is_slow=True, salt="slow")
+    samplings = [SAMPLINGS[0][1], STRUCTURED["regex"] | RANDOM | {"structure": structure}]
+    expected = play_all(make_scheduler(GraphDispatcher(plan), k), runner, samplings)
+    gate, compute = threading.Event(), SlowRow._compute
+
+    def compute_late(row: SlowRow, output: list[int]) -> tuple[Any, str]:
+        assert len(output) < 3 or gate.wait(60), "a step waits for a mask"
+        return compute(row, output)
+
+    monkeypatch.setattr(SlowRow, "_compute", compute_late)
+    found = play_all(make_scheduler(GraphDispatcher(plan), k), runner, samplings, gate)
+
+    assert found == expected
+    assert gate.is_set()
+
+
+def play_all(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    samplings: Sequence[dict[str, Any]],
+    gate: threading.Event | None = None,
+) -> dict[str, list[int]]:
+    """Return the tokens of each request; set the gate when the first request has 40 tokens."""
+    got: dict[str, list[int]] = {}
+    for index, sampling in enumerate(samplings):
+        params = SamplingParams(max_tokens=60, **{"temperature": 0.0, **sampling})
+        scheduler.add(submit(str(index), [5 + index, 6, 7], params))
+        got[str(index)] = []
+    while scheduler.has_work or runner.is_busy:
+        for delta in turn(scheduler, runner):
+            got[delta.request_id] += delta.tokens
+        if gate is not None and len(got["0"]) >= 40 and not gate.is_set():
+            assert len(got["1"]) <= 3
+            gate.set()
+    return got
 
 
 def ids_of(text: str) -> tuple[int, ...]:

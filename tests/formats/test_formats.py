@@ -233,6 +233,19 @@ def test_the_schema_gives_a_text_its_type(name, value, expected):
     assert json.loads(found.calls[0][1]) == {name: expected}
 
 
+def test_json_with_a_string_that_never_ends_ends_at_the_first_tag():
+    form = make_format("qwen3_coder", has_tokens=False)
+    text = (
+        '<tool_call>\n<function=find>\n<parameter=more>\n{"a": "x\n</parameter>\n'
+        "<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>"
+    )
+
+    ((_, arguments, is_whole),) = read(form, text, (3,)).calls
+
+    assert is_whole
+    assert json.loads(arguments) == {"more": '{"a": "x', "n": 5}
+
+
 def test_only_given_tools_are_called_where_no_marker_says_so():
     for name, text in (
         ("llama3_json", '{"name": "other", "parameters": {}} is JSON'),

@@ -4,6 +4,7 @@ again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from tests.engine.test_structured import DEMO, END, STRUCTURED, TOKENIZER, VALID
 from tests.lockstep import lockstep
 from tests.slow import slow
 
-PROMPTS = ["Hello", "json: ", "1 2 3", "Count from 3 to 9.", "a b c", "x"]
-KINDS = ["json", "regex", "", "choice", "json", "thought"]
+PROMPTS = ["Hello", "json: ", "1 2 3", "Count from 3 to 9.", "a b c", "x", "y"]
+KINDS = ["json", "regex", "", "choice", "json", "thought", "slow"]
 BASE: dict[str, Any] = {"scheduler": {"steps_in_flight": 2}, "graph": {"mode": "FULL_DECODE_ONLY"}}
 
 
 def params_of(kind: str, seed: int) -> SamplingParams:
     settings: dict[str, Any] = {"max_tokens": 48, "temperature": 0.8, "seed": seed}
+    if kind == "slow":
+        structure = replace(STRUCTURED["regex"]["structure"], is_slow=True)
+        return SamplingParams(**settings | STRUCTURED["regex"] | {"structure": structure})
     if kind == "thought":
         grammar = STRUCTURED["regex"]["structure"].grammar
         structure = thought(grammar=grammar, is_thinking=True, max_thought=4)
@@ -63,4 +67,4 @@ def test_ranks_get_the_tokens_of_one_rank(alone: list[list[int]], changes: dict[
             structure = params_of(kind, 0).structure
             assert structure is not None
             text = TOKENIZER.decode(answer_of(structure, tokens)[:-1])
-            assert VALID["regex" if kind == "thought" else kind](text)
+            assert VALID["regex" if kind in ("thought", "slow") else kind](text)

@@ -19,6 +19,10 @@ from tests.serve.tooled import MODEL
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 LETTERS = "abcdefghijklmnopqrstu"  # 21 ** 3 texts of three letters
+AMBIGUOUS = "start: r0\n" + "\n".join(
+    f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
+    for i in range(99)
+)
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 
@@ -97,6 +101,7 @@ def test_completions_take_forms_too(service):
         ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
         ({"guided_json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
         ({"guided_choice": ["".join(each) for each in product(LETTERS, repeat=3)]}, "items"),
+        ({"guided_grammar": AMBIGUOUS}, "it is too ambiguous"),
         ({"thinking_tokens": -1}, "thinking_tokens"),
     ],
 )

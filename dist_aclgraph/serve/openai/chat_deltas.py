@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from dist_aclgraph.formats.events import (
@@ -15,7 +15,7 @@ from dist_aclgraph.formats.events import (
 )
 
 
-def delta_of(events: Iterable[Event], name: str) -> dict[str, Any]:
+def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
     """Return what the events add to a message, as the ``delta`` of a chunk.
 
     A call has its id, its type and its name only in the delta in which it begins; a field without a
@@ -24,6 +24,13 @@ def delta_of(events: Iterable[Event], name: str) -> dict[str, Any]:
     Args:
         name: the name of the answer, from which ids of calls are made.
     """
+    if len(events) == 1:  # most tokens have one event
+        (event,) = events
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, CallArguments):
+            function = {"arguments": event.text}
+            return {"tool_calls": [{"index": event.index, "function": function}]}
     content, reasoning = "", ""
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -40,8 +47,8 @@ def delta_of(events: Iterable[Event], name: str) -> dict[str, Any]:
             }
         elif isinstance(event, CallArguments):
             call = calls.setdefault(event.index, {"index": event.index, "function": {}})
-            function = call["function"]
-            function["arguments"] = function.get("arguments", "") + event.text
+            call["function"].setdefault("arguments", "")
+            call["function"]["arguments"] += event.text
     delta: dict[str, Any] = {}
     if reasoning:
         delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -52,7 +59,7 @@ def delta_of(events: Iterable[Event], name: str) -> dict[str, Any]:
     return delta
 
 
-def message_of(events: Iterable[Event], name: str) -> dict[str, Any]:
+def message_of(events: Sequence[Event], name: str) -> dict[str, Any]:
     """Return the message of an answer that is not streamed."""
     delta = delta_of(events, name)
     calls = delta.pop("tool_calls", [])

@@ -1,0 +1,112 @@
+"""The ingress's CPU time for the text of a token, with and without a reader of calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.report import Table
+from dist_aclgraph.formats.choice import FORMATS, AnswerFormat
+from dist_aclgraph.formats.scanner import Reader
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.serve.openai.chat_deltas import delta_of
+from dist_aclgraph.text.output import OutputText
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+SENTENCE = "The train to the north leaves at 9:45, and it has a restaurant (with 30 seats). "
+TOOLS: dict[str, Any] = {
+    "find": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+}
+ROUNDS = 25
+_json = msgspec.json.Encoder()
+
+
+def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any]]:
+    """Return for each format the CPU time of a token in microseconds: of content without a reader,
+    of content with a reader, and of a call's arguments.
+
+    The time includes the conversion of the token to text, the reader, and the JSON of the chunk.
+    It does not include the messages of the engine and of HTTP, which a reader does not change.
+    """
+    content = tokenizer.encode(SENTENCE * sentences, add_special_tokens=False)
+    rows = []
+    for name in FORMATS:
+        form = AnswerFormat(name, None, {})
+        head = "<|channel|>final<|message|>" if form.has_channels else ""
+        said = tokenizer.encode(head, add_special_tokens=False) + content
+        called = tokenizer.encode(_call(name, SENTENCE * sentences), add_special_tokens=False)
+
+        def reader(form: AnswerFormat = form) -> Reader | None:
+            return form.reader(TOOLS, is_thinking=False)
+
+        each: list[tuple[list[int], Callable[[], Reader | None]]] = [
+            (content, lambda: None),
+            (said, reader),
+            (called, reader),
+        ]
+        # The variants take turns, and the fastest turn counts.
+        found = [[_us(tokenizer, ids, make) for ids, make in each] for _ in range(ROUNDS)]
+        free, text, call = np.min(np.array(found), axis=0).tolist()
+        rows.append({"format": name, "free": free, "content": text, "call": call})
+    return rows
+
+
+def text_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of the times, and of the time that a reader adds."""
+    return Table(
+        "CPU time of the ingress for the text of a token, without messages and HTTP",
+        ["format", "no reader, us", "content, us", "added", "arguments, us", "added"],
+        [
+            [
+                row["format"],
+                f"{row['free']:.1f}",
+                *(
+                    cell
+                    for name in ("content", "call")
+                    for cell in (f"{row[name]:.1f}", f"{row[name] - row['free']:.1f}")
+                ),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _us(tokenizer: Tokenizer, ids: Sequence[int], make: Callable[[], Reader | None]) -> float:
+    output = OutputText(tokenizer, [], SamplingParams(max_tokens=len(ids) + 1), make())
+    begin_s = time.thread_time()
+    for token in ids:
+        piece = output.add_tokens([token], (), None)
+        delta = {"content": piece.text} if piece.text else {}
+        if piece.events:
+            delta = delta_of(piece.events, "name")
+        _json.encode({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
+    return (time.thread_time() - begin_s) * 1e6 / len(ids)
+
+
+def _call(name: str, text: str) -> str:
+    """Return a call whose argument is a text, as a format writes it."""
+    value = json.dumps({"text": text})
+    return {
+        "gpt_oss": f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{value}",
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0"
+        f"<|tool_call_argument_begin|>{value}<|tool_call_end|>",
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="find">\n'
+        f'<parameter name="text">{text}</parameter>\n</invoke>',
+        "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find">\n'
+        f'<｜DSML｜parameter name="text" string="true">{text}</｜DSML｜parameter>\n',
+        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n"
+        f"```json\n{value}\n```<｜tool▁call▁end｜>",
+        "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>"
+        f"{value}<｜tool▁call▁end｜>",
+        "glm45": f"<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>{text}</arg_value>\n",
+        "qwen3_coder": "<tool_call>\n<function=find>\n<parameter=text>\n"
+        f"{text}\n</parameter>\n</function>\n</tool_call>",
+        "hermes": f'<tool_call>\n{{"name": "find", "arguments": {value}}}\n</tool_call>',
+        "pythonic": f"[find(text={json.dumps(text)})]",
+        "llama3_json": f'{{"name": "find", "parameters": {value}}}',
+    }[name]

@@ -1,0 +1,161 @@
+"""The state of one row with a grammar or a limit of reasoning."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import llguidance
+
+from dist_aclgraph.engine.permitted import ALL, Permitted, set_bit
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.sampling import Structure
+from dist_aclgraph.steps.step import RowSampling
+from dist_aclgraph.text.grammar_errors import reason_of
+
+NO_MATCH = "the output does not match the grammar"
+
+
+class NotReadyError(Exception):
+    """A mask needs a grammar that is not compiled yet, or is itself not computed yet."""
+
+
+class Row:
+    """The state of one row with a grammar or a limit of reasoning.
+
+    Attributes:
+        num_seen: number of tokens of the output that the state includes.
+        complaint: why the request must end, although its masks are right; empty if it continues.
+    """
+
+    complaint = ""
+
+    def __init__(
+        self,
+        sampling: RowSampling,
+        matcher: Future[llguidance.LLMatcher] | None,
+        end_words: IntArray,
+        permitted: Permitted | None,
+    ) -> None:
+        assert sampling.structure is not None
+        self.structure: Structure = sampling.structure
+        self.begin = sampling.num_prompt_tokens
+        self.free_from = sampling.min_tokens
+        self._coming = matcher
+        self._matcher: llguidance.LLMatcher | None = None
+        self.permitted = permitted
+        self._end_words = end_words  # the bits of tokens that end an output
+        self._ends = frozenset(self.structure.end_ids)
+        self.num_seen = 0
+        self._num_consumed = 0
+        self._is_over = False  # whether the last consumed token has ended the output
+        self._opens = False  # whether the first token of the output begins reasoning
+        self._answer: int | None = None  # number of tokens before the answer
+        self._rewind_phase()
+
+    @property
+    def error(self) -> str:
+        """The reason why the matcher has failed; empty if it has not failed."""
+        matcher = self._ready() if self._is_compiled else None
+        return reason_of(matcher.get_error()) if matcher is not None and matcher.is_error() else ""
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the row must wait."""
+        return not self._is_compiled
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self._coming is None or self._coming.done()
+
+    def _ready(self) -> llguidance.LLMatcher | None:
+        """Return the row's own matcher; None if it has no grammar.
+
+        Raises:
+            NotReadyError: the grammar is not compiled yet.
+        """
+        if not self._is_compiled:
+            raise NotReadyError
+        if self._coming is not None:
+            self._matcher, self._coming = self._coming.result().deep_copy(), None
+        return self._matcher
+
+    def _rewind_phase(self) -> None:
+        structure = self.structure
+        if structure.think_end < 0:
+            self._answer = 0
+        elif self._answer is not None and self.num_seen < self._answer:
+            self._answer = None
+        if self.num_seen == 0:
+            self._opens = False
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._answer is None and (self.structure.is_thinking or self._opens)
+
+    def go_back(self, num_tokens: int) -> None:
+        """Forget all tokens after the first ``num_tokens`` of the output."""
+        if num_tokens >= self.num_seen:
+            return
+        answer, self.num_seen = self._answer, num_tokens
+        if self._matcher is not None and answer is not None:
+            too_many = self._num_consumed - max(0, num_tokens - answer)
+            if too_many > 0:
+                self._matcher.rollback(too_many)
+                self._num_consumed -= too_many
+                self._is_over = False
+        self._rewind_phase()
+
+    def add(self, token: int) -> bool:
+        """Add the next token of the output; return false, and add nothing, if it is forbidden."""
+        structure = self.structure
+        if self._answer is None:
+            if self._is_thinking:
+                if token == structure.think_end:
+                    self._answer = self.num_seen + 1
+                self.num_seen += 1
+                return True
+            if token == structure.think_begin:
+                self._opens = True
+                self.num_seen += 1
+                return True
+            self._answer = self.num_seen
+        matcher = self._ready()
+        if matcher is not None and not self._is_over:
+            if not self._consume(matcher, token):
+                return False
+            self._num_consumed += 1
+            self._is_over = token in self._ends
+        self.num_seen += 1
+        return True
+
+    def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
+        return matcher.try_consume_tokens([token]) == 1
+
+    def fill(self, words: IntArray) -> None:
+        """Write the mask of the next token into ``words``, [num_words]."""
+        structure = self.structure
+        if self._is_thinking:
+            begin = 0 if structure.is_thinking else 1
+            words[:] = ALL
+            if 0 <= structure.max_thought <= self.num_seen - begin:
+                words[:] = 0
+                allow(words, structure.think_end)
+            elif structure.grammar:
+                words &= ~self._end_words
+            return
+        matcher = self._ready()
+        if matcher is None or self._is_over:
+            words[:] = ALL
+            return
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._answer is None:
+            allow(words, structure.think_begin)
+        if self.num_seen < self.free_from:
+            without_ends = words & ~self._end_words
+            if without_ends.any():
+                words[:] = without_ends
+
+
+def allow(words: IntArray, token: int) -> None:
+    if token >= 0:
+        set_bit(words, token)

@@ -1,0 +1,113 @@
+"""A row whose masks may take long: a thread computes them, and the row waits for its mask.
+
+The time to compute a mask has no useful limit: the library limits its work only after each row of
+its parser, and in an ambiguous grammar one such row may take seconds. So a step waits for the mask
+only briefly. Then the request gets no token, as if its grammar was not compiled yet, and the other
+requests run.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDoneError
+
+import llguidance
+import numpy as np
+
+from dist_aclgraph.engine.grammar_row import NO_MATCH, NotReadyError, Row
+from dist_aclgraph.engine.grammars import Grammars
+from dist_aclgraph.engine.permitted import ALL, BITS, Permitted
+from dist_aclgraph.ints import IntArray
+from dist_aclgraph.steps.step import RowSampling
+from dist_aclgraph.text.grammar_errors import TOO_AMBIGUOUS
+
+PATIENCE_S = 0.005  # seconds that a step waits for a mask
+MAX_MASK_S = 1.0  # CPU time of one mask; a request whose mask takes longer ends
+
+
+class SlowRow(Row):
+    """A row whose masks are computed on a thread. Only this thread uses the matcher."""
+
+    def __init__(
+        self,
+        sampling: RowSampling,
+        matcher: Future[llguidance.LLMatcher] | None,
+        end_words: IntArray,
+        permitted: Permitted | None,
+        grammars: Grammars,
+    ) -> None:
+        super().__init__(sampling, matcher, end_words, permitted)
+        self._grammars = grammars
+        self._output: list[int] = []  # the output that ``_mask`` belongs to
+        self._mask: Future[tuple[IntArray, str]] | None = None
+        self._read: list[int] = []  # the tokens that the state includes
+        self._num_words = len(end_words)
+
+    @property
+    def is_compiling(self) -> bool:
+        return super().is_compiling or (self._mask is not None and not self._mask.done())
+
+    @property
+    def error(self) -> str:
+        return ""  # ``fill_aside`` returns the error of the mask
+
+    def can_continue(self, sampling: RowSampling) -> bool:
+        """Return whether the row may serve this request: either the request that had to wait, or
+        another one with the same grammar.
+        """
+        is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
+        mask = self._mask
+        has_failed = mask is not None and mask.done() and bool(mask.result()[1])
+        is_good = not (has_failed or self.complaint)
+        return is_same and is_good and self.free_from == sampling.min_tokens
+
+    def fill_aside(self, output: list[int], words: IntArray) -> str:
+        """Write the mask of the token after ``output``; return the reason if the matcher has
+        failed, otherwise "".
+
+        Args:
+            words: [num_words].
+
+        Raises:
+            NotReadyError: the mask is not computed yet.
+        """
+        if self._mask is None or self._output != output:
+            if self.is_compiling:
+                raise NotReadyError
+            self._output = output
+            self._mask = self._grammars.submit_slow(self._compute, output)
+        try:
+            found, error = self._mask.result(PATIENCE_S)
+        except NotDoneError:
+            raise NotReadyError from None
+        words[:] = found
+        return error
+
+    def _compute(self, output: list[int]) -> tuple[IntArray, str]:
+        """Bring the state to an output; return the next mask and the reason of a failure."""
+        words: IntArray = np.full(self._num_words, ALL)
+        pairs = enumerate(zip(self._read, output, strict=False))
+        shorter = min(len(self._read), len(output))
+        num_same = next((i for i, (old, new) in pairs if old != new), shorter)
+        self.go_back(num_same)
+        del self._read[num_same:]
+        for token in [*output[num_same:], None]:
+            begin_s = time.thread_time()
+            self.fill(words)
+            if token is not None:
+                is_allowed = words[token // BITS] >> (token % BITS) & 1
+                if super().error or not is_allowed or not self.add(token):
+                    break
+                self._read.append(token)
+            took_s = time.thread_time() - begin_s
+            if took_s > MAX_MASK_S:
+                self.complaint = f"{TOO_AMBIGUOUS} (one token took {took_s:.1f} s)"
+        else:
+            return words, super().error
+        return words, super().error or NO_MATCH
+
+    def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
+        if matcher.is_stopped():  # then only the end can follow
+            return super()._consume(matcher, token)
+        return self._grammars.consume(matcher, token)
