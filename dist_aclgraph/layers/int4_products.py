@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.layers.local_experts import multiply_groups
-
-GROUP = 256  # of npu_quant_matmul: number of inputs with a common scale
+from dist_aclgraph.shapes.int4_formats import INT8_GROUP
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class W4A8Linear:
             offset=self.sums,
             pertoken_scale=row_scale[:, None],
             output_dtype=x.dtype,
-            group_sizes=[0, 0, GROUP],
+            group_sizes=[0, 0, INT8_GROUP],
         )
         if self.bias is not None:
             y = y + self.bias

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.layers.int4_products import (
-    GROUP,
     W4A8GroupedProduct,
     W4A8Linear,
     W4A16GroupedProduct,
@@ -18,9 +17,7 @@ from dist_aclgraph.layers.int4_products import (
 from dist_aclgraph.layers.linear import Product
 from dist_aclgraph.layers.local_experts import ExpertProduct
 from dist_aclgraph.models.int4_weights import Int4Pairs
-from dist_aclgraph.shapes.int4_formats import Int4Format
-
-EXPERT_INPUTS = 64  # npu_grouped_matmul with int8 rows takes a multiple of this number of inputs
+from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, Int4Format
 
 
 class SharedZeros:
@@ -96,8 +93,8 @@ class Int4Weights:
         if not self._form.quantises_rows:
             wide = bias.float() if bias is not None and self._dtype == torch.bfloat16 else bias
             return W4A16Linear(weight, self._place(scale.to(self._dtype)), wide)
-        self._require(self._num_inputs, GROUP, "inputs")
-        groups = self._num_inputs // GROUP
+        self._require(self._num_inputs, INT8_GROUP, "inputs")
+        groups = self._num_inputs // INT8_GROUP
         scale = scale.expand(groups, -1) if len(scale) == 1 else scale
         return W4A8Linear(weight, self._place(_prepared(scale)), self._place(self._sums[0]), bias)
 

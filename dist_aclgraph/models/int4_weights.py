@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dist_aclgraph.errors import ConfigError, MissingTensorError, UnsupportedModelError
-from dist_aclgraph.shapes.int4_formats import Int4Format
+from dist_aclgraph.shapes.int4_formats import SMALLEST_GROUP, Int4Format
 
-SMALLEST_GROUP = 32  # of npu_weight_quant_batchmatmul
 OFFSETS = ("weight_offset", "weight_offset_second", "weight_zero_point")
 
 
@@ -189,8 +188,8 @@ class StoredInt4:
         group = self._form.group
         assert group is not None
         fine = math.gcd(group, start, stop)
-        least = group if self._form.quantises_rows else min(group, SMALLEST_GROUP)
-        if fine < least:
+        least = group if self._form.quantises_rows else SMALLEST_GROUP
+        if fine % least:
             raise ConfigError(
                 f"inputs {start} to {stop} of {self._module} are on one rank; its scales are for "
                 f"groups of {group} inputs, which can be divided at multiples of {least} only: "

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.errors import UnsupportedModelError
-from dist_aclgraph.shapes.int4_formats import DESCRIPTION, INT8_GROUP, W4A8, W4A16, group_of
+from dist_aclgraph.shapes.int4_formats import (
+    DESCRIPTION,
+    INT8_GROUP,
+    SMALLEST_GROUP,
+    W4A8,
+    W4A16,
+    group_of,
+)
 from dist_aclgraph.shapes.json_files import read_json_object
 from dist_aclgraph.shapes.model_config import ModelConfig
 
@@ -21,7 +28,6 @@ INT8_INPUTS = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
 # Formats of compressed-tensors: eight values of four bits in an int32; a value in each byte.
 PACKED, BYTES = "pack-quantized", "int-quantized"
 IN_ORDER = (None, "static", "weight")  # values of actorder that keep inputs in their order
-GROUP_FACTOR = 32  # of npu_weight_quant_batchmatmul
 MXFP4_REMEDY = (
     "load the model in transformers with Mxfp4Config(dequantize=True), save it in bfloat16, and "
     "serve the saved checkpoint"
@@ -29,8 +35,8 @@ MXFP4_REMEDY = (
 SUPPORTED = (
     "supported: compressed-tensors with symmetric int8 weights by channel and dynamic int8 "
     "activations by token, or with symmetric int4 weights by channel or group, in groups of a "
-    f"multiple of {GROUP_FACTOR} or, with dynamic int8 activations by token, of {INT8_GROUP}; fp8 "
-    "in blocks of 128 x 128 with dynamic activations; "
+    f"multiple of {SMALLEST_GROUP} or, with dynamic int8 activations by token, of {INT8_GROUP}; "
+    "fp8 in blocks of 128 x 128 with dynamic activations; "
     f"{', '.join(DESCRIBED[:-1])} and {DESCRIBED[-1]} in {DESCRIPTION}, with the same groups"
 )
 
@@ -106,7 +112,7 @@ def _takes(group: int | None, *, has_int8_rows: bool) -> bool:
     """Return whether the operators take groups of this size; None means no groups."""
     if group is None:
         return True
-    return group == INT8_GROUP if has_int8_rows else group % GROUP_FACTOR == 0
+    return group == INT8_GROUP if has_int8_rows else group % SMALLEST_GROUP == 0
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

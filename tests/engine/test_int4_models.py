@@ -14,6 +14,7 @@ from dist_aclgraph.comm.groups import ONE_RANK
 from dist_aclgraph.device.npu import Npu
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.decoder import Decoder
+from dist_aclgraph.models.dummy_weights import DummyCheckpoint
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.int4_formats import read_int4_formats
 from dist_aclgraph.shapes.model_config import read_model_config
@@ -183,6 +184,27 @@ def test_logits_with_int8_rows_are_those_of_the_same_values_in_int8(
     # Both multiply the same integers exactly; only float32 sums are rounded differently, which
     # seldom changes a result in bfloat16.
     assert relative_error(got, want) < 0.005
+
+
+@pytest.mark.parametrize("name", ["Kimi K2", "ModelSlim by outputs"])
+def test_weights_without_files_have_the_types_and_shapes_of_a_checkpoint(
+    npu: Any, sources: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    architecture, writer_of, how = {**INT8_ROWS, "Kimi K2": FLOAT_ROWS["Kimi K2"]}[name]
+    quantised, _ = rewrite(sources[architecture], tmp_path, writer_of, **how)
+    spec = read_model_spec(quantised)
+    dummy = DummyCheckpoint(
+        torch.bfloat16,
+        device=npu.device,
+        quantises=False,
+        int4=read_int4_formats(read_model_config(quantised)),
+    )
+
+    made = Decoder(spec, ONE_RANK, dummy, device=npu.device, max_len=MAX_LEN)
+
+    assert [(t.dtype, t.shape) for t in tensors_of(made)] == [
+        (t.dtype, t.shape) for t in tensors_of(load(npu, quantised))
+    ]
 
 
 @pytest.mark.parametrize("name", ["Kimi K2", "all of latent attention"])

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.errors import ModelError
+from dist_aclgraph.config import make_config
+from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.int4_formats import Int4Format, read_int4_formats
 from dist_aclgraph.shapes.model_config import read_model_config
+from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.unit.shapes.test_model_spec import V3
 from tests.unit.shapes.test_quantised_formats import INPUTS, INT4, WEIGHTS, compressed, packed
@@ -104,6 +106,33 @@ def test_only_parts_with_four_bits_become_smaller(tmp_path: Path, layout: dict[s
 
 
 V3_SPARSE = V3["num_hidden_layers"] - V3["first_k_dense_replace"]
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "parallel", "refused"),
+    [
+        (32, "W4A16", {"tp": 8}, ""),
+        (32, "W4A16", {"tp": 128}, "16 on each rank; this must be a multiple of 32"),
+        (0, "W4A16", {"tp": 128}, ""),
+        (256, "W4A8_DYNAMIC", {"tp": 8}, ""),
+        (256, "W4A8_DYNAMIC", {"tp": 16}, "128 on each rank; this must be a multiple of 256"),
+        (0, "W4A8_DYNAMIC", {"tp": 16}, ""),
+        (0, "W4A8_DYNAMIC", {"tp": 64}, r"a multiple of 64: .* parallel\.tp, or set parallel\.ep"),
+        (256, "W4A8_DYNAMIC", {"tp": 128, "ep": 128}, ""),
+    ],
+)
+def test_parts_of_ranks_that_no_operator_takes_are_refused(
+    tmp_path: Path, group: int, kind: str, parallel: dict[str, int], refused: str
+) -> None:
+    name = "model.layers.3.mlp.experts.0.down_proj.weight"
+    write(tmp_path, None, {"group_size": group, name: kind})
+    config = make_config({"model": str(tmp_path), "parallel": parallel})
+
+    if not refused:
+        assert read_servable_spec(config).int4
+        return
+    with pytest.raises(ConfigError, match=f"experts .* inner width of 2048, .*{refused}"):
+        read_servable_spec(config)
 
 
 def test_layers_that_a_tool_kept_in_floats_are_counted_in_floats(tmp_path: Path) -> None:
