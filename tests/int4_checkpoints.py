@@ -19,18 +19,19 @@ Tensors = dict[str, Tensor]
 Writer = Callable[[str, Tensor, Tensor], Tensors]  # of a module's values and scales
 
 
-def quantise(weight: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
+def quantise(weight: Tensor, group: int | None, most: int = 7) -> tuple[Tensor, Tensor]:
     """Return the nearest values of four bits, and scales that bfloat16 represents.
 
     Args:
         weight: [out, in].
+        most: largest value; 127 for int8.
 
     Returns:
         [out, in] int8 and [out, groups] float32.
     """
     grouped = weight.float().unflatten(1, (-1, group or weight.shape[1]))
-    scales = (grouped.abs().amax(2) / 7).bfloat16().float()
-    values = (grouped / scales[:, :, None]).round().clamp(-8, 7)
+    scales = (grouped.abs().amax(2) / most).bfloat16().float()
+    values = (grouped / scales[:, :, None]).round().clamp(-most - 1, most)
     return values.flatten(1).to(torch.int8), scales
 
 
@@ -117,6 +118,7 @@ def rewrite(
     config: Mapping[str, Any] | None = None,
     description: Mapping[str, Any] | None = None,
     kind: str = "",
+    others: str = "FLOAT",
 ) -> tuple[Path, Path]:
     """Write a checkpoint again: with values of four bits, and with the same weights in bfloat16.
 
@@ -125,19 +127,24 @@ def rewrite(
         config: keys of config.json.
         description: other keys of ModelSlim's description; None writes no description.
         kind: ModelSlim's type of the matrices.
+        others: ModelSlim's type of the other matrices of products; ``W8A8_DYNAMIC`` writes them in
+            int8.
     """
     quantised, floats = target / "quantised", target / "floats"
     stored: Tensors = {}
     plain: Tensors = {}
     kinds: dict[str, str] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        how = writer_of(name.removesuffix(".weight")) if tensor.dim() == 2 else None
-        kinds[name] = kind if how else "FLOAT"
-        if how is None:
+        module = name.removesuffix(".weight")
+        how = writer_of(module) if tensor.dim() == 2 else None
+        is_int8 = not how and others != "FLOAT" and tensor.dim() == 2 and not kept(module)
+        kinds[name] = kind if how else others if is_int8 else "FLOAT"
+        if not how and not is_int8:
             stored[name] = plain[name] = tensor
             continue
-        values, scales = quantise(tensor, how[0])
-        stored |= how[1](name.removesuffix(".weight"), values, scales)
+        group, writer = how or (None, bytes_each)
+        values, scales = quantise(tensor, group, most=127 if is_int8 else 7)
+        stored |= writer(module, values, scales)
         plain[name] = dequantise(values, scales).bfloat16()
     text = json.loads((source / "config.json").read_text())
     for folder, tensors, keys in ((quantised, stored, config or {}), (floats, plain, {})):

@@ -11,6 +11,7 @@ from tests.checkpoints import make_prompts, make_reference
 from tests.deployments import greedy_params, make_deployment_config
 from tests.int4_checkpoints import (
     EXPERTS_ONLY,
+    bytes_each,
     compressed_config,
     kept,
     packed_ints,
@@ -64,6 +65,31 @@ def test_kimi_k2_as_published_gives_the_tokens_of_its_dequantised_weights(
 
     assert [len(tokens) for tokens in want] == [8, 8]
     assert generate(quantised, parallel) == want
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "ep": 2}, slow({"tp": 2})], ids=["whole", "split"])
+def test_modelslim_w4a8_beside_w8a8_gives_the_tokens_of_the_same_values_in_int8(
+    npu: Any, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    source = tmp_path / "source"
+    make_reference("Qwen3MoeForCausalLM", source, **SIZES)
+    made = []
+    for kind, writer in (("W4A8_DYNAMIC", pairs_of_outputs), ("W8A8_DYNAMIC", bytes_each)):
+        (tmp_path / kind).mkdir()
+        quantised, _ = rewrite(
+            source,
+            tmp_path / kind,
+            lambda module, writer=writer: None if kept(module, EXPERTS_ONLY) else (None, writer),
+            description={"version": "1.0.0", "group_size": 0},
+            kind=kind,
+            others="W8A8_DYNAMIC",
+        )
+        made.append(quantised)
+    in_int4, in_int8 = made
+
+    want = generate(in_int8, parallel)
+
+    assert generate(in_int4, parallel) == want
 
 
 def test_modelslim_w4a16_gives_the_tokens_of_its_dequantised_weights(
