@@ -24,7 +24,7 @@ from dist_aclgraph.errors import (
     UnsupportedModelError,
 )
 from dist_aclgraph.models import block_scales, int8_weights
-from dist_aclgraph.models.int4_weights import Int4Pairs, StoredInt4
+from dist_aclgraph.models.int4_weights import Int4Matrix, StoredInt4
 from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import NO_INT4, Int4Format, Int4Formats
 from dist_aclgraph.shapes.model_spec import WeightNames
@@ -183,7 +183,7 @@ class Checkpoint:
         start: int,
         stop: int,
         rearrange: Callable[[Tensor], Tensor] | None,
-    ) -> Int4Pairs:
+    ) -> Int4Matrix:
         """Return ``[start, stop)`` of ``dim`` of an [out, in] matrix of four bits, on the host.
 
         Args:
@@ -200,7 +200,7 @@ class Checkpoint:
         matrix = self._stored_int4(name, shape, form).read(dim, start, stop)
         if rearrange is not None:
             matrix = matrix.rearranged(rearrange)
-        return matrix.in_pairs(has_sums=form.quantises_rows)
+        return matrix.with_sums() if form.quantises_rows else matrix
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
@@ -242,8 +242,8 @@ class Checkpoint:
         """Return the existing elements of ``[start, stop)`` of ``dim``, multiplied by scales."""
         if (form := self._int4_of(name)) is not None:
             stored = self._stored_int4(name, (shape[0], shape[1]), form)
-            matrix = stored.read(dim, min(start, shape[dim]), min(stop, shape[dim]))
-            return matrix.floats().to(dtype).to(self.device)
+            floats = stored.read_floats(dim, min(start, shape[dim]), min(stop, shape[dim]))
+            return floats.to(dtype).to(self.device)
         part = self._cut(name, shape, dim, start, stop)
         if part.dtype == torch.float8_e4m3fn:
             scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[

@@ -16,7 +16,7 @@ from dist_aclgraph.layers.int4_products import (
 )
 from dist_aclgraph.layers.linear import Product
 from dist_aclgraph.layers.local_experts import ExpertProduct
-from dist_aclgraph.models.int4_weights import Int4Pairs
+from dist_aclgraph.models.int4_weights import Int4Matrix
 from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, Int4Format
 
 
@@ -70,7 +70,7 @@ class Int4Weights:
         self._scales: list[Tensor] = []  # [groups, outputs] of each matrix
         self._sums: list[Tensor] = []  # [outputs] of each matrix, if products need them
 
-    def fill(self, index: int, parts: Sequence[Int4Pairs]) -> None:
+    def fill(self, index: int, parts: Sequence[Int4Matrix]) -> None:
         """Write a matrix of the stack; matrices are written in order."""
         assert index == len(self._scales)
         for part in parts:
@@ -79,7 +79,7 @@ class Int4Weights:
         columns = torch.split(self._bytes[index], widths, 1)
         for there, part in zip(columns, parts, strict=True):
             there.copy_(part.pairs.to(there.device).t())
-        self._scales.append(torch.cat([part.scales for part in parts], 1))
+        self._scales.append(torch.cat([part.scales for part in parts]).t())
         if self._form.quantises_rows:
             self._sums.append(torch.cat([part.sums for part in parts if part.sums is not None]))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,21 +32,27 @@ OFFSETS = ("weight_offset", "weight_offset_second", "weight_zero_point")
 
 @dataclass(frozen=True)
 class Int4Matrix:
-    """A part of a matrix, on the host.
+    """A part of a matrix, with two outputs in each byte; ``out`` is even.
 
     Attributes:
-        values: [out, in] int8, between -8 and 7.
+        pairs: [out / 2, in] int8, the first output in the low bits.
         scales: [out, groups] float32; all groups have the same number of inputs.
+        sums: [out] float32: 8 times the sum of each output's weights; None if the product does not
+            need them.
     """
 
-    values: Tensor
+    pairs: Tensor
     scales: Tensor
+    sums: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """Return the values, [out, in] int8."""
+        return torch.stack(_halves(self.pairs), 1).flatten(0, 1)
 
     def floats(self) -> Tensor:
         """Return the matrix in float32, [out, in]."""
-        out, num_inputs = self.values.shape
-        grouped = self.values.float().view(out, self.scales.shape[1], -1)
-        return (grouped * self.scales[:, :, None]).view(out, num_inputs)
+        grouped = self.values().float().view(*self.scales.shape, -1)
+        return (grouped * self.scales[:, :, None]).flatten(1)
 
     def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> Int4Matrix:
         """Return the matrix with its outputs in another order.
@@ -54,29 +60,15 @@ class Int4Matrix:
         Args:
             rearrange: changes the order of columns, [n, out] -> [n, out].
         """
-        values, scales = (rearrange(tensor.t()).t() for tensor in (self.values, self.scales))
-        return Int4Matrix(values.contiguous(), scales)
+        values, scales = (rearrange(tensor.t()).t() for tensor in (self.values(), self.scales))
+        return Int4Matrix(pack_pairs(values.contiguous()), scales)
 
-    def in_pairs(self, *, has_sums: bool) -> Int4Pairs:
-        """Return the matrix with two outputs in each byte."""
-        sums = 8 * self.floats().sum(1) if has_sums else None
-        return Int4Pairs(pack_pairs(self.values), self.scales.t(), sums)
-
-
-@dataclass(frozen=True)
-class Int4Pairs:
-    """A part of a matrix, with two outputs in each byte.
-
-    Attributes:
-        pairs: [out / 2, in] int8, the first output in the low bits.
-        scales: [groups, out] float32.
-        sums: [out] float32: 8 times the sum of each output's weights; None if the product does not
-            need them.
-    """
-
-    pairs: Tensor
-    scales: Tensor
-    sums: Tensor | None
+    def with_sums(self) -> Int4Matrix:
+        """Return the matrix with its sums."""
+        grouped = (len(self.pairs), self.scales.shape[1], -1)
+        sums = [half.view(grouped).sum(2, dtype=torch.int32) for half in _halves(self.pairs)]
+        total = torch.stack(sums, 1).flatten(0, 1) * self.scales
+        return replace(self, sums=8 * total.sum(1))
 
 
 class StoredInt4:
@@ -102,44 +94,70 @@ class StoredInt4:
         self._find, self._has = find, has
 
     def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
-        """Return ``[start, stop)`` of ``dim``; values after the matrix's end are zero.
+        """Return ``[start, stop)`` of ``dim``; values after the matrix's end are zero. A number of
+        outputs that is odd becomes even.
 
         Raises:
-            ConfigError: a part of the inputs does not begin or end where a group does.
+            ConfigError: a part of the inputs does not begin or end where a group does; or a part of
+                the outputs begins at an odd one.
             MissingTensorError: a tensor is missing, or has another shape.
             UnsupportedModelError: the values have offsets.
         """
         self._refuse_offsets()
-        end = self._shape[dim]
-        first, last = min(start, end), min(stop, end)
-        missing, scales = stop - start - (last - first), self._scales()
-        if dim == 0:
-            below = (0, 0, 0, missing)
-            values = pad(self._values(slice(first, last), slice(None)), below)
-            return Int4Matrix(values, pad(scales[first:last], below))
-        values = pad(self._values(slice(None), slice(first, last)), (0, missing))
-        return Int4Matrix(values, self._regrouped(scales, start, stop))
+        scales, (out, num_inputs) = self._scales(), self._shape
+        if dim == 1:
+            first, last = min(start, num_inputs), min(stop, num_inputs)
+            pairs = self._pairs(0, out, first, last)
+            missing = stop - start - (last - first)
+            scales = pad(self._regrouped(scales, start, stop), (0, 0, 0, out % 2))
+            return Int4Matrix(pad(pairs, (0, missing)), scales)
+        if start % 2:
+            raise ConfigError(
+                f"a rank's outputs of {self._module}, which has values of four bits, begin at "
+                f"{start}, an odd number: choose another parallel.tp"
+            )
+        first, last, stop = min(start, out), min(stop, out), stop + stop % 2
+        pairs = self._pairs(first, last, 0, num_inputs)
+        below = (0, 0, 0, (stop - start) // 2 - len(pairs))
+        missing = stop - start - (last - first)
+        return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
-    def _values(self, rows: slice, columns: slice) -> Tensor:
+    def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` in float32, on any places of the matrix.
+
+        Raises:
+            MissingTensorError, UnsupportedModelError: as ``read``.
+        """
+        if dim == 1:
+            return self.read(0, 0, self._shape[0]).floats()[: self._shape[0], start:stop]
+        return self.read(0, start - start % 2, stop).floats()[start % 2 :][: stop - start]
+
+    def _pairs(self, first: int, last: int, left: int, right: int) -> Tensor:
+        """Return outputs [first, last) and inputs [left, right), two outputs in each byte.
+
+        Args:
+            first: an even number.
+        """
         out, num_inputs = self._shape
         if self._has(f"{self._module}.weight_packed"):
             source = self._find(f"{self._module}.weight_packed")
             self._check_shape(source, "weight_packed", [(out, -(-num_inputs // 8))])
-            words: Tensor = source[rows]
-            return (_nibbles(words.contiguous().view(torch.uint8))[:, :num_inputs] - 8)[:, columns]
+            words: Tensor = source[first:last, left // 8 : -(-right // 8)]
+            # A stored value is larger by 8, which is the value in two's complement with another
+            # highest bit.
+            pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
+            return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")
         kinds = [(out, num_inputs), (out // 2, num_inputs), (out, num_inputs // 2)]
         kind = kinds.index(self._check_shape(source, "weight", kinds))
         if kind == 0:
-            values: Tensor = source[rows, columns]
-            return values.contiguous()
+            values: Tensor = source[first:last, left:right]
+            return pack_pairs(values)
         if kind == 1:
-            first, last = rows.start or 0, out if rows.stop is None else rows.stop
-            pairs: Tensor = source[first // 2 : -(-last // 2), columns]
-            both = _nibbles(pairs.t().contiguous().view(torch.uint8)).t()
-            return _signed(both[first % 2 :][: last - first])
-        halves: Tensor = source[rows]
-        return _signed(_nibbles(halves.contiguous().view(torch.uint8))[:, columns])
+            stored: Tensor = source[first // 2 : -(-last // 2), left:right]
+            return stored.contiguous()
+        halves: Tensor = source[first:last, left // 2 : -(-right // 2)]
+        return _turned(halves.contiguous().view(torch.uint8))[:, left % 2 :][:, : right - left]
 
     def _scales(self) -> Tensor:
         """Return the scales of the whole matrix, [out, groups] float32."""
@@ -203,20 +221,36 @@ def pack_pairs(values: Tensor) -> Tensor:
     """Return two outputs in each byte, the first one in the low bits.
 
     Args:
-        values: [out, ...] int8 between -8 and 7; ``out`` is even.
+        values: [out, in] int8 between -8 and 7.
 
     Returns:
-        [out / 2, ...] int8.
+        [out / 2, in] int8; after an odd number of outputs, a zero is added.
     """
-    low, high = (values[i::2].view(torch.uint8) for i in (0, 1))
-    return ((low & 15) | (high << 4)).view(torch.int8)
+    low, high = _two_rows(values)
+    return (low & 15) | (high << 4)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """Return the two halves of each byte, the low one first: [n, bytes] -> [n, 2 * bytes] int8."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(1).view(torch.int8)
+def _halves(pairs: Tensor) -> list[Tensor]:
+    """Return the values in the low bits and in the high bits, with their signs."""
+    return [(pairs << 4) >> 4, pairs >> 4]
 
 
-def _signed(nibbles: Tensor) -> Tensor:
-    """Return the values of bits in two's complement: 8 to 15 become -8 to -1."""
-    return (nibbles ^ 8) - 8
+def _turned(packed: Tensor) -> Tensor:
+    """Return bytes with two outputs each, made of bytes with two inputs each.
+
+    Args:
+        packed: [out, in / 2] uint8, the first input in the low bits.
+
+    Returns:
+        [out / 2, in] int8.
+    """
+    first, second = _two_rows(packed)
+    even = (first & 15) | (second << 4)
+    odd = (first >> 4) | (second & 0xF0)
+    return torch.stack([even, odd], -1).flatten(1).view(torch.int8)
+
+
+def _two_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every first and every second row; a row of zeros is added to an odd number."""
+    rows = pad(rows, (0, 0, 0, len(rows) % 2))
+    return rows[::2], rows[1::2]

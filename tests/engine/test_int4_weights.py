@@ -14,7 +14,7 @@ from dist_aclgraph.comm.groups import ONE_RANK, CommGroup, RankGroups
 from dist_aclgraph.errors import ConfigError, MissingTensorError, UnsupportedModelError
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.models.checkpoint import Checkpoint
-from dist_aclgraph.models.int4_weights import Int4Matrix, pack_pairs
+from dist_aclgraph.models.int4_weights import pack_pairs
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.int4_formats import Int4Format, Int4Formats
 from tests.int4_checkpoints import (
@@ -84,6 +84,34 @@ def test_every_stored_form_is_read_as_the_same_floats(
             checkpoint.read_part("w.weight", SHAPE, 0, start, stop), want[start:stop]
         )
     assert torch.equal(checkpoint.read_part("w.weight", SHAPE, 1, 64, 384), want[:, 64:384])
+
+
+@pytest.mark.parametrize("writer", [packed_ints, bytes_each, pairs_of_inputs, pairs_of_outputs])
+@pytest.mark.parametrize(("start", "stop"), [(21, 61), (4, 600)])
+def test_without_groups_a_part_of_the_inputs_may_begin_anywhere(
+    tmp_path: Path, weight: Tensor, writer: Writer, start: int, stop: int
+) -> None:
+    values, scales = quantise(weight, None)
+    form = Int4Format(quantises_rows=False, group=None)
+    checkpoint = open_checkpoint(tmp_path, writer("w", values, scales), form)
+
+    got = checkpoint.read_int4("w.weight", SHAPE, 1, start, stop, None).floats()
+
+    want = dequantise(values, scales)[:, start:stop]
+    assert torch.equal(got[:, : want.shape[1]], want)
+    assert not got[:, want.shape[1] :].any()
+
+
+@pytest.mark.parametrize("writer", [packed_ints, bytes_each])
+@pytest.mark.parametrize("num_outputs", [1, 7])
+def test_an_odd_number_of_outputs_is_read_as_floats(
+    tmp_path: Path, writer: Writer, num_outputs: int
+) -> None:
+    values, scales = quantise(torch.randn(num_outputs, IN), 32)
+    form = Int4Format(quantises_rows=False, group=32)
+    checkpoint = open_checkpoint(tmp_path, writer("w", values, scales), form, torch.float32)
+
+    assert torch.equal(checkpoint.read("w.weight", (num_outputs, IN)), dequantise(values, scales))
 
 
 def test_a_byte_holds_two_outputs_for_all_pairs_of_values() -> None:
@@ -201,8 +229,7 @@ def test_the_parts_of_all_ranks_make_the_whole_and_zeros(
     parts = []
     for rank in range(size):
         got = checkpoint.read_int4("w.weight", SHAPE, dim, rank * part, (rank + 1) * part, None)
-        nibbles = [(got.pairs << 4) >> 4, got.pairs >> 4]
-        parts.append(Int4Matrix(torch.stack(nibbles, 1).flatten(0, 1), got.scales.t()).floats())
+        parts.append(got.floats())
 
     whole = torch.cat(parts, dim)
     want = dequantise(values, scales).narrow(dim, 0, min(SHAPE[dim], part * size))
