@@ -13,6 +13,7 @@ from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.int4_formats import Int4Format, read_int4_formats
 from dist_aclgraph.shapes.model_config import read_model_config
+from dist_aclgraph.shapes.model_facts import check_model
 from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.unit.shapes.test_model_spec import V3
@@ -133,6 +134,31 @@ def test_parts_of_ranks_that_no_operator_takes_are_refused(
         return
     with pytest.raises(ConfigError, match=f"experts .* inner width of 2048, .*{refused}"):
         read_servable_spec(config)
+
+
+@pytest.mark.parametrize("other", ["W8A8_DYNAMIC", "FLOAT"])
+def test_bytes_that_hold_four_bits_are_not_int8(tmp_path: Path, other: str) -> None:
+    names = {f"{EXPERT}.weight": "W4A16", "model.layers.3.self_attn.o_proj.weight": other}
+    types = {"W4A16": "I8", "W8A8_DYNAMIC": "I8", "FLOAT": "BF16"}
+    header = {
+        name: {"dtype": types[kind], "shape": [0], "data_offsets": [0, 0]}
+        for name, kind in names.items()
+    }
+    text = json.dumps(header).encode()
+    file = write(tmp_path, None, names) / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+
+    facts = read_model_spec(tmp_path)
+
+    assert facts.holds_int4
+    assert facts.holds_int8 == (other == "W8A8_DYNAMIC")
+
+
+def test_float32_is_refused(tmp_path: Path) -> None:
+    config = make_config({"model": str(write(tmp_path, KIMI)), "dtype": "float32"})
+
+    with pytest.raises(ConfigError, match=r"float32 and the checkpoint holds int4; .*bfloat16"):
+        check_model(config, read_model_spec(tmp_path))
 
 
 def test_layers_that_a_tool_kept_in_floats_are_counted_in_floats(tmp_path: Path) -> None:
