@@ -2,12 +2,14 @@
 
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
 slices. A slice is converted (to another dtype, to int8, or to floats) on the device. FP8 is
-converted on the host, because not every chip supports FP8. Weights in FP8 or int8 are multiplied by
-their scales while they are read, except int8 matrices of products that run in int8.
+converted on the host, because not every chip supports FP8; so are values of four bits. Quantised
+weights are multiplied by their scales while they are read, except matrices of products that run in
+int8 or with weights of four bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from dist_aclgraph.errors import (
     UnsupportedModelError,
 )
 from dist_aclgraph.models import block_scales, int8_weights
+from dist_aclgraph.models.int4_weights import Int4Matrix, StoredInt4
 from dist_aclgraph.models.int8_weights import Matrix
+from dist_aclgraph.shapes.int4_formats import NO_INT4, Int4Format, Int4Formats
 from dist_aclgraph.shapes.model_spec import WeightNames
 from dist_aclgraph.shapes.weight_files import is_headless, tensor_files
 
@@ -56,18 +60,21 @@ class Checkpoint:
         device: torch.device = CPU,
         quantises: bool = False,
         names: WeightNames = USUAL_NAMES,
+        int4: Int4Formats = NO_INT4,
     ) -> None:
         """Open a checkpoint.
 
         Args:
             quantises: whether the matrices of products are converted to int8.
             names: how the files name the tensors; callers use the usual names.
+            int4: which matrices have four bits.
         """
         self.dtype = dtype
         self.device = device
         self._directory = Path(directory)
         self.quantises = quantises
         self._names = names
+        self._int4_formats = int4
         self._file_of = tensor_files(self._directory)
         self.has_head = not is_headless(self._file_of)
         self._open: dict[str, Any] = {}
@@ -133,10 +140,10 @@ class Checkpoint:
         Raises:
             MissingTensorError: as ``read``.
         """
-        source = self._slice(name, shape)
-        if source.get_dtype() in SCALED:
+        if self._int4_of(name) or self._slice(name, shape).get_dtype() in SCALED:
             out.copy_(self.read_part(name, shape, dim, start, stop).to(out.device))
             return
+        source = self._slice(name, shape)
         first, last = (start, min(stop, shape[0])) if dim == 0 else (0, shape[0])
         columns = slice(start, stop) if dim == 1 else slice(None)
         there = out.narrow(dim, 0, max(0, min(stop, shape[dim]) - start))
@@ -157,13 +164,43 @@ class Checkpoint:
         gathered = self._room[: piece.nbytes].view(piece.dtype).view(piece.shape)
         return gathered.copy_(piece)
 
-    def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
-        """Return whether ``read_matrix`` would return int8.
+    def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
+        """Return in which form a product gets a matrix: ``dtype``, int8, or four bits.
 
         Raises:
             MissingTensorError: as ``read``.
         """
-        return self.quantises or self._slice(name, shape).get_dtype() == "I8"
+        if (form := self._int4_of(name)) is not None:
+            return form
+        is_int8 = self.quantises or self._slice(name, shape).get_dtype() == "I8"
+        return torch.int8 if is_int8 else self.dtype
+
+    def read_int4(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        dim: int,
+        start: int,
+        stop: int,
+        rearrange: Callable[[Tensor], Tensor] | None,
+    ) -> Int4Matrix:
+        """Return ``[start, stop)`` of ``dim`` of an [out, in] matrix of four bits, on the host.
+
+        Args:
+            rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps it.
+
+        Raises:
+            ConfigError: ``dtype`` is float32; or a part of the inputs crosses a group of scales.
+            MissingTensorError: as ``read``.
+            UnsupportedModelError: the values have offsets.
+        """
+        self._refuse_float32("four-bit", name)
+        form = self._int4_of(name)
+        assert form is not None
+        matrix = self._stored_int4(name, shape, form).read(dim, start, stop)
+        if rearrange is not None:
+            matrix = matrix.rearranged(rearrange)
+        return matrix.with_sums() if form.quantises_rows else matrix
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
@@ -178,14 +215,10 @@ class Checkpoint:
             MissingTensorError: as ``read``.
             UnsupportedModelError: the int8 weight has offsets.
         """
-        is_int8 = self._slice(name, shape).get_dtype() == "I8"
-        if not self.gives_int8(name, shape):
+        if self.form_of(name, shape) != torch.int8:
             return Matrix(self.read_part(name, shape, dim, start, stop).t())
-        if self.dtype == torch.float32:
-            raise ConfigError(
-                f"dtype is float32; products of int8 weights, such as {name} in "
-                f"{self._directory}, give only float16 or bfloat16: set dtype=bfloat16"
-            )
+        self._refuse_float32("int8", name)
+        is_int8 = self._slice(name, shape).get_dtype() == "I8"
         first, last = (start, stop) if dim == 0 else (0, shape[0])
         if is_int8:
             weight = self._cut(name, shape, dim, start, stop).to(self.device)
@@ -207,6 +240,10 @@ class Checkpoint:
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the existing elements of ``[start, stop)`` of ``dim``, multiplied by scales."""
+        if (form := self._int4_of(name)) is not None:
+            stored = self._stored_int4(name, (shape[0], shape[1]), form)
+            floats = stored.read_floats(dim, min(start, shape[dim]), min(stop, shape[dim]))
+            return floats.to(dtype).to(self.device)
         part = self._cut(name, shape, dim, start, stop)
         if part.dtype == torch.float8_e4m3fn:
             scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[
@@ -219,6 +256,26 @@ class Checkpoint:
             scale = self._scales(name, shape[0])
             return int8_weights.dequantise(part, scale[start:stop] if dim == 0 else scale, dtype)
         return part.to(dtype)
+
+    def _int4_of(self, name: str) -> Int4Format | None:
+        form = self._int4_formats.of(self._stored_name(name))
+        if form is None:
+            return None
+        # A pattern for all matrices also matches embeddings and norms, which have no scales.
+        module = name.removesuffix(".weight")
+        has_scales = any(f"{module}.{part}" in self for part in ("weight_scale", "weight_packed"))
+        return form if has_scales else None
+
+    def _stored_int4(self, name: str, shape: tuple[int, int], form: Int4Format) -> StoredInt4:
+        module = name.removesuffix(".weight")
+        return StoredInt4(module, shape, form, self._find, self.__contains__)
+
+    def _refuse_float32(self, what: str, name: str) -> None:
+        if self.dtype == torch.float32:
+            raise ConfigError(
+                f"dtype is float32; products of {what} weights, such as {name} in "
+                f"{self._directory}, give only float16 or bfloat16: set dtype=bfloat16"
+            )
 
     def _cut(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
         """Return the existing elements of ``[start, stop)`` of ``dim``, as stored, on the host."""

@@ -6,10 +6,16 @@ zeros count as device memory, but use no memory of the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from dist_aclgraph.models.checkpoint import USUAL_NAMES
+from dist_aclgraph.models.int4_weights import Int4Matrix
 from dist_aclgraph.models.int8_weights import Matrix
+from dist_aclgraph.shapes.int4_formats import NO_INT4, Int4Format, Int4Formats
+from dist_aclgraph.shapes.model_spec import WeightNames
 
 
 class DummyCheckpoint:
@@ -17,10 +23,20 @@ class DummyCheckpoint:
 
     has_head = True
 
-    def __init__(self, dtype: torch.dtype, *, device: torch.device, quantises: bool) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        quantises: bool,
+        names: WeightNames = USUAL_NAMES,
+        int4: Int4Formats = NO_INT4,
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self.quantises = quantises
+        self._names = names
+        self._int4_formats = int4
 
     def __contains__(self, name: str) -> bool:
         return False  # optional tensors are absent
@@ -51,9 +67,29 @@ class DummyCheckpoint:
         """Fill ``out`` with zeros."""
         out.zero_()
 
-    def gives_int8(self, name: str, shape: tuple[int, int]) -> bool:
-        """Return whether ``read_matrix`` returns int8."""
-        return self.quantises
+    def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
+        """Return in which form a product gets a matrix: ``dtype``, int8, or four bits."""
+        stored = self._int4_formats.of(self._names.stored(name))
+        return stored or (torch.int8 if self.quantises else self.dtype)
+
+    def read_int4(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        dim: int,
+        start: int,
+        stop: int,
+        rearrange: Callable[[Tensor], Tensor] | None,
+    ) -> Int4Matrix:
+        """Return ``[start, stop)`` of ``dim`` of an [out, in] matrix of four bits."""
+        form = self.form_of(name, shape)
+        assert isinstance(form, Int4Format)
+        out, num_inputs = _cut(shape, dim, start, stop)
+        return Int4Matrix(
+            torch.zeros(out // 2, num_inputs, dtype=torch.int8, device=self.device),
+            torch.zeros(out, form.groups_of(num_inputs)),
+            torch.zeros(out) if form.quantises_rows else None,
+        )
 
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from dist_aclgraph.layers.linear import Linear, Product, RowParallelLinear
 from dist_aclgraph.layers.local_experts import ExpertProduct, GroupedProduct
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.dummy_weights import DummyCheckpoint
+from dist_aclgraph.models.int4_products import Int4Weights, SharedZeros
 from dist_aclgraph.models.int8_weights import Matrix
+from dist_aclgraph.shapes.int4_formats import Int4Format
 
 WeightSource = Checkpoint | DummyCheckpoint
 NotePlaced = Callable[[int], None]  # called with the bytes of a weight that is on the device
@@ -68,6 +70,7 @@ class WeightSlices:
         group: tensor parallel ranks among which weights are split.
         experts: how experts are divided among ranks, and how they run.
         note: called with the bytes of each weight after it is on the device.
+        zeros: one tensor for all products of experts that need offsets.
     """
 
     checkpoint: WeightSource
@@ -75,6 +78,7 @@ class WeightSlices:
     device: torch.device
     experts: ExpertSetup
     note: NotePlaced = note_nothing
+    zeros: SharedZeros = field(default_factory=SharedZeros)
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor of this name."""
@@ -138,7 +142,10 @@ class WeightSlices:
 
     def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:
         """Return one product for several matrices, whose outputs are concatenated."""
-        weight, scales = self._read(parts, self._dtype_of(parts))
+        form = self._form_of(parts)
+        if isinstance(form, Int4Format):
+            return self._read_int4([parts], form).linear(bias)
+        weight, scales = self._read(parts, form)
         weight = self.place(weight)
         if not scales:
             return Linear(weight, bias)
@@ -146,8 +153,10 @@ class WeightSlices:
 
     def expert_product(self, experts: Sequence[Sequence[MatrixPart]]) -> ExpertProduct:
         """Return one product for several experts; each expert's matrices are concatenated."""
-        dtype = self._dtype_of(part for parts in experts for part in parts)
-        stack = torch.empty((len(experts), *_sizes(experts[0])), dtype=dtype, device=self.device)
+        form = self._form_of(part for parts in experts for part in parts)
+        if isinstance(form, Int4Format):
+            return self._read_int4(experts, form).grouped(self.zeros)
+        stack = torch.empty((len(experts), *_sizes(experts[0])), dtype=form, device=self.device)
         filled = [self._fill(row, parts) for row, parts in zip(stack, experts, strict=True)]
         weight, scales = self.place(stack), [scale for scales in filled for scale in scales]
         if not scales:
@@ -156,14 +165,30 @@ class WeightSlices:
         scale = torch.cat(scales, 1).to(wanted if wanted == torch.bfloat16 else torch.float32)
         return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
 
-    def _dtype_of(self, parts: Iterable[MatrixPart]) -> torch.dtype:
-        """Return the type in which one operator gets its matrices: int8 if all matrices are int8.
+    def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
+        """Return the form in which one operator gets its matrices: the form of all matrices if it
+        is equal.
 
-        Otherwise the type is floats, because matrices that a checkpoint stores in floats must not
+        Otherwise the form is floats, because matrices that a checkpoint stores in floats must not
         be quantised.
         """
-        are_int8 = all(self.checkpoint.gives_int8(part.name, part.shape) for part in parts)
-        return torch.int8 if are_int8 else self.checkpoint.dtype
+        forms = {self.checkpoint.form_of(part.name, part.shape) for part in parts}
+        return forms.pop() if len(forms) == 1 else self.checkpoint.dtype
+
+    def _read_int4(self, stack: Sequence[Sequence[MatrixPart]], form: Int4Format) -> Int4Weights:
+        """Return one or more concatenations of matrices of four bits."""
+        num_inputs, num_outputs = _sizes(stack[0])
+        weights = Int4Weights(
+            stack[0][0].name,
+            form,
+            (len(stack), num_inputs, num_outputs),
+            self.checkpoint.dtype,
+            self.device,
+            self.place,
+        )
+        for i, parts in enumerate(stack):
+            weights.fill(i, [self.checkpoint.read_int4(*p.where, p.rearrange) for p in parts])
+        return weights
 
     def _read(self, parts: Sequence[MatrixPart], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Return concatenated matrices, [in, all outputs], with scales if they are int8."""

@@ -17,6 +17,7 @@ from dist_aclgraph.shapes.heads import (
     kv_heads_per_rank,
 )
 from dist_aclgraph.shapes.indexer_spec import IndexerSpec, read_indexer_spec
+from dist_aclgraph.shapes.int4_formats import Int4Formats, read_int4_formats
 from dist_aclgraph.shapes.linear_spec import LinearSpec, read_linear_spec
 from dist_aclgraph.shapes.model_config import (
     MAX_CONTEXT,
@@ -78,6 +79,7 @@ class ModelFacts:
         indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
+        holds_int4: whether the checkpoint has matrices of four bits.
         vocab_size: rows of the embedding; all token ids are smaller.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. Else, norms of q and k, if the
@@ -101,6 +103,7 @@ class ModelFacts:
     is_encoder_decoder: bool = False
     weight_bytes: int = 0
     holds_int8: bool = False
+    holds_int4: bool = False
     vocab_size: int = 0
     qk_norm_spans_heads: bool = False
 
@@ -140,11 +143,12 @@ def check_model(config: Config, facts: ModelFacts) -> None:
             cannot be sharded over ``parallel.dcp``; contexts with a sliding window, with linear
             attention or with an indexer are shared; or the dtype is float32 with int8 matrices.
     """
-    if config.dtype == "float32" and (config.quantization or facts.holds_int8):
-        whose = "quantization is w8a8" if config.quantization else "the checkpoint holds int8"
+    if config.dtype == "float32" and (config.quantization or facts.holds_int8 or facts.holds_int4):
+        held = "int4" if facts.holds_int4 else "int8"
+        whose = "quantization is w8a8" if config.quantization else f"the checkpoint holds {held}"
         raise ConfigError(
-            f"dtype is float32 and {whose}; products of int8 weights give float16 or bfloat16 "
-            "only: set dtype=bfloat16"
+            f"dtype is float32 and {whose}; products of quantised weights give float16 or "
+            "bfloat16 only: set dtype=bfloat16"
         )
     heads_per_rank(facts.num_heads, config.parallel.tp, is_latent=facts.mla)
     if not facts.mla:
@@ -196,6 +200,7 @@ def read_model_facts(directory: str | Path) -> ModelFacts:
 def facts_of(config: ModelConfig) -> ModelFacts:
     """Return the facts of a checkpoint; see ``read_model_facts``."""
     files = sorted(config.directory.glob("*.safetensors"))
+    int4 = read_int4_formats(config)
     num_heads = config.integer("num_attention_heads", most=MAX_HEADS)
     hidden_size = config.integer("hidden_size")
     context = read_context_lengths(config)
@@ -216,7 +221,8 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         hidden_size=hidden_size,
         experts=_experts(config),
         weight_bytes=sum(file.stat().st_size for file in files),
-        holds_int8=any(map(_has_int8, files)),
+        holds_int8=any(_has_int8(file, int4) for file in files),
+        holds_int4=bool(int4),
         vocab_size=config.integer("vocab_size", 0, least=0),
         qk_norm_spans_heads=config.architecture in NORMS_OF_ALL_HEADS,
     )
@@ -251,15 +257,18 @@ def _window(config: ModelConfig) -> SlidingWindow | None:
     )
 
 
-def _has_int8(file: Path) -> bool:
-    """Return whether a file contains an int8 tensor; ``check_weight_files`` refuses broken
-    files.
+def _has_int8(file: Path, int4: Int4Formats) -> bool:
+    """Return whether a file contains an int8 tensor that has no values of four bits;
+    ``check_weight_files`` refuses broken files.
     """
     try:
-        tensors = read_header(file).values()
+        tensors = read_header(file).items()
     except ModelError:
         return False
-    return any(isinstance(tensor, dict) and tensor.get("dtype") == "I8" for tensor in tensors)
+    return any(
+        isinstance(tensor, dict) and tensor.get("dtype") == "I8" and int4.of(name) is None
+        for name, tensor in tensors
+    )
 
 
 def _experts(config: ModelConfig) -> ExpertFacts | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dist_aclgraph.shapes.int4_formats import Int4Part
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
@@ -134,6 +135,7 @@ class ModelSpec(ModelFacts):
             attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.
         norm_adds_one: whether the factor of a norm is ``1 + weight``; not in linear attention.
+        int4: parts of the weights whose matrices have four bits.
     """
 
     intermediate_size: int
@@ -151,6 +153,7 @@ class ModelSpec(ModelFacts):
     has_output_gate: bool = False
     norm_adds_one: bool = False
     names: WeightNames = WeightNames()
+    int4: tuple[Int4Part, ...] = ()
 
     @property
     def paged_kind(self) -> LayerKind:

@@ -9,22 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from dist_aclgraph.errors import UnsupportedModelError
+from dist_aclgraph.shapes.int4_formats import (
+    DESCRIPTION,
+    INT8_GROUP,
+    SMALLEST_GROUP,
+    W4A8,
+    W4A16,
+    group_of,
+)
 from dist_aclgraph.shapes.json_files import read_json_object
 from dist_aclgraph.shapes.model_config import ModelConfig
 
-DESCRIPTION = "quant_model_description.json"  # from Ascend's tool: types of all tensors
-DESCRIBED = ("W8A8_DYNAMIC", "FLOAT")
+DESCRIBED = ("W8A8_DYNAMIC", W4A8, W4A16, "FLOAT")
 FP8 = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+INTEGERS = {"type": "int", "symmetric": True}
+INT8_WEIGHTS = {"num_bits": 8, **INTEGERS, "strategy": "channel"}
 INT8_INPUTS = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
+# Formats of compressed-tensors: eight values of four bits in an int32; a value in each byte.
+PACKED, BYTES = "pack-quantized", "int-quantized"
+IN_ORDER = (None, "static", "weight")  # values of actorder that keep inputs in their order
 MXFP4_REMEDY = (
     "load the model in transformers with Mxfp4Config(dequantize=True), save it in bfloat16, and "
     "serve the saved checkpoint"
 )
 SUPPORTED = (
     "supported: compressed-tensors with symmetric int8 weights by channel and dynamic int8 "
-    "activations by token; fp8 in blocks of 128 x 128 with dynamic activations; "
-    f"{' and '.join(DESCRIBED)} in {DESCRIPTION}"
+    "activations by token, or with symmetric int4 weights by channel or group, in groups of a "
+    f"multiple of {SMALLEST_GROUP} or, with dynamic int8 activations by token, of {INT8_GROUP}; "
+    "fp8 in blocks of 128 x 128 with dynamic activations; "
+    f"{', '.join(DESCRIBED[:-1])} and {DESCRIBED[-1]} in {DESCRIPTION}, with the same groups"
 )
 
 
@@ -58,18 +71,48 @@ def _refusal(config: ModelConfig) -> str:
         return _difference(config.raw, FP8)
     if method != "compressed-tensors":
         return f"quant_method {method!r:.80}"
-    if (form := config.text("format", "int-quantized")) != "int-quantized":
-        return f"format {form!r:.80}"
     if config.has("kv_cache_scheme"):
         return "a kv_cache_scheme"
+    usual = config.text("format", BYTES)
     groups = config.part("config_groups") or config.empty_part()
     for name in groups.raw:
         group = groups.part(name) or config.empty_part()
-        for part, wanted in (("weights", INT8_WEIGHTS), ("input_activations", INT8_INPUTS)):
-            difference = _difference((group.part(part) or config.empty_part()).raw, wanted)
-            if difference:
-                return f"{difference} for {part} of {name}"
+        weights, inputs = (
+            (group.part(key) or config.empty_part()).raw for key in ("weights", "input_activations")
+        )
+        if reason := _group_refusal(weights, inputs, group.text("format", usual)):
+            return f"{reason} of {name}"
     return ""
+
+
+def _group_refusal(weights: Mapping[str, Any], inputs: Mapping[str, Any], form: str) -> str:
+    """Return the first key of a group of compressed-tensors that is not supported, or ""."""
+    if form not in (PACKED, BYTES):
+        return f"format {form!r:.80}"
+    is_int4 = weights.get("num_bits") == 4
+    if reason := _difference(weights, INTEGERS if is_int4 else INT8_WEIGHTS):
+        return f"{reason} for weights"
+    if form == PACKED and not is_int4:
+        return f"format {form!r:.80} for weights"
+    if (inputs or not is_int4) and (reason := _difference(inputs, INT8_INPUTS)):
+        return f"{reason} for input_activations"
+    if is_int4 and weights.get("actorder") not in IN_ORDER:
+        return f"actorder {weights['actorder']!r:.80} for weights"
+    return _strategy_refusal(weights, has_int8_rows=bool(inputs)) if is_int4 else ""
+
+
+def _strategy_refusal(weights: Mapping[str, Any], *, has_int8_rows: bool) -> str:
+    strategy, group = weights.get("strategy"), group_of(weights)
+    if strategy not in ("channel", "group") or (strategy == "group") != (group is not None):
+        return f"strategy {strategy!r:.80} with group_size {weights.get('group_size')!r:.80}"
+    return "" if _takes(group, has_int8_rows=has_int8_rows) else f"group_size {group} for weights"
+
+
+def _takes(group: int | None, *, has_int8_rows: bool) -> bool:
+    """Return whether the operators take groups of this size; None means no groups."""
+    if group is None:
+        return True
+    return group == INT8_GROUP if has_int8_rows else group % SMALLEST_GROUP == 0
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -83,6 +126,14 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 def _check_description(path: Path) -> None:
-    for name, kind in read_json_object(path).items():
-        if name.endswith(".weight") and kind not in DESCRIBED:
+    description = read_json_object(path)
+    group = group_of(description)
+    for name, kind in description.items():
+        if not name.endswith(".weight"):
+            continue
+        if kind not in DESCRIBED:
             raise UnsupportedModelError(f"{path} has {name} in {kind}; {SUPPORTED}")
+        if kind in (W4A8, W4A16) and not _takes(group, has_int8_rows=kind == W4A8):
+            raise UnsupportedModelError(
+                f"{path} has {name} in {kind} with group_size {group}; {SUPPORTED}"
+            )

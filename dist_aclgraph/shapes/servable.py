@@ -5,6 +5,7 @@ from __future__ import annotations
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.families import read_model_spec
+from dist_aclgraph.shapes.int4_shares import check_int4_shares
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
@@ -28,4 +29,5 @@ def read_servable_spec(config: Config) -> ModelSpec:
             f"quantization is {config.quantization}; experts with biases, which "
             f"{spec.architecture} has, cannot be converted to int8: leave quantization out"
         )
+    check_int4_shares(spec, parallel)
     return spec

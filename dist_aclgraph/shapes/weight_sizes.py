@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.indexer_spec import IndexerSpec
+from dist_aclgraph.shapes.int4_formats import Int4Part
 from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 NORMS_OF_NEXT_TOKEN = 3  # for the token's embedding, the hidden state and the head
 FLOAT32_BYTES = 4
+EXPERTS = "experts"
 
 
 class WeightPart(NamedTuple):
@@ -45,13 +48,14 @@ def weight_parts(
     Args:
         ep: with 1, every expert is split over the tensor parallel ranks; else a rank has whole
             experts.
-        matrix_bytes: bytes of an element of the layers' matrices, if they are quantised. The
-            scales, one for each output, are not counted.
+        matrix_bytes: bytes of an element of the layers' matrices, if they are quantised to int8.
+            The scales, one for each output, are not counted. Matrices that have four bits in the
+            checkpoint keep them.
         drafts: whether the next-token module is counted; it shares the decoder's embedding and
             head.
         redundant_experts: number of copies beside the experts of all ``ep`` ranks.
     """
-    sizes = element_bytes, matrix_bytes or element_bytes
+    sizes = _Sizes(element_bytes, matrix_bytes or element_bytes, {p.name: p for p in spec.int4})
     indices = range(spec.num_layers + (1 if drafts else 0))
     attention = _latent_attention(spec, spec.latent, tp) if spec.latent else _attention(spec, tp)
     num_linear = 0 if spec.linear is None else len(spec.linear.layers)
@@ -73,10 +77,12 @@ def weight_parts(
     if spec.experts is not None:
         routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
         found += [
-            _part("experts", routed, num_sparse, sizes),
+            _part(EXPERTS, routed, num_sparse, sizes),
             _part("shared experts", shared, num_sparse, sizes),
             _part("routers", router, num_sparse, sizes),
         ]
+        if offsets := _offsets(routed, sizes):
+            found.append(WeightPart("offsets of experts", offsets))
     if drafts:
         hidden = spec.hidden_size
         mix = _Elements(0, 2 * hidden * hidden + NORMS_OF_NEXT_TOKEN * hidden)
@@ -84,11 +90,35 @@ def weight_parts(
     return tuple(part for part in found if part.bytes)
 
 
-def _part(name: str, elements: _Elements, copies: int, sizes: tuple[int, int]) -> WeightPart:
-    element_bytes, matrix_bytes = sizes
-    one = elements.matrices * matrix_bytes + elements.others * element_bytes
-    one += elements.floats * FLOAT32_BYTES
-    return WeightPart(name, copies * one)
+class _Sizes(NamedTuple):
+    """Bytes of an element: of most weights, and of matrices that do not have four bits; then the
+    parts whose matrices have four bits.
+    """
+
+    element: int
+    matrix: int
+    int4: Mapping[str, Int4Part]
+
+
+def _part(name: str, elements: _Elements, copies: int, sizes: _Sizes) -> WeightPart:
+    one = elements.others * sizes.element + elements.floats * FLOAT32_BYTES
+    total, wide = copies * one, copies
+    if (int4 := sizes.int4.get(name)) is not None:
+        narrow = min(copies, int4.num_layers)
+        each = int4.form.bytes_each(has_experts=name == EXPERTS)
+        total, wide = total + round(narrow * elements.matrices * each), copies - narrow
+    return WeightPart(name, total + wide * elements.matrices * sizes.matrix)
+
+
+def _offsets(routed: _Elements, sizes: _Sizes) -> int:
+    """Return the bytes of the zeros that all layers of experts with floats as rows share: as many
+    as the scales of gate and up.
+    """
+    int4 = sizes.int4.get(EXPERTS)
+    if int4 is None or int4.form.quantises_rows or int4.form.group is None:
+        return 0
+    gate_up = 2 * routed.matrices // 3
+    return gate_up // int4.form.group * sizes.element
 
 
 def _vocabulary(spec: ModelSpec, tp: int) -> _Elements:

@@ -17,6 +17,8 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.scheduler.outputs import StepOutputs
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.shapes.families import read_model_spec
+from dist_aclgraph.shapes.int4_formats import read_int4_formats
+from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.steps.step import (
     RankBatch,
     RankPlan,
@@ -60,6 +62,7 @@ def make_runner(
             TORCH_DTYPES[config.dtype],
             quantises=config.quantization == "w8a8",
             names=spec.names,
+            int4=read_int4_formats(read_model_config(directory)),
         ),
         device=npu.device,
         max_len=MAX_LEN,

@@ -33,6 +33,8 @@ from dist_aclgraph.planning.memory import RankMemory
 from dist_aclgraph.planning.modes import GraphSupport, check_partition, normalise_mode
 from dist_aclgraph.planning.plan import CaptureCost
 from dist_aclgraph.planning.way_back import LOSES_KV
+from dist_aclgraph.shapes.int4_formats import read_int4_formats
+from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.servable import read_servable_spec
@@ -247,12 +249,20 @@ class JoinedRank:
         note(0)
         dtype, device = TORCH_DTYPES[config.dtype], self.npu.device
         quantises = config.quantization == "w8a8"
+        int4 = read_int4_formats(read_model_config(config.model))
         checkpoint: WeightSource
         if config.weights == "dummy":
-            checkpoint = DummyCheckpoint(dtype, device=device, quantises=quantises)
+            checkpoint = DummyCheckpoint(
+                dtype, device=device, quantises=quantises, names=spec.names, int4=int4
+            )
         else:
             checkpoint = Checkpoint(
-                config.model, dtype, device=device, quantises=quantises, names=spec.names
+                config.model,
+                dtype,
+                device=device,
+                quantises=quantises,
+                names=spec.names,
+                int4=int4,
             )
             self._log_ignored(checkpoint.count_ignored())
         with _host_threads(1 if self.cores else num_neighbours):

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
@@ -16,6 +17,7 @@ from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from dist_aclgraph.shapes.families.qwen3_next import read_beside_images, read_qwen3_next
 from dist_aclgraph.shapes.families.sparse_latent import read_sparse_latent
+from dist_aclgraph.shapes.int4_formats import find_int4_parts, read_int4_formats
 from dist_aclgraph.shapes.model_config import ModelConfig, read_model_config
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.quantised_formats import check_quantisation
@@ -60,4 +62,6 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
     if (activation := config.text("hidden_act", "silu")) != "silu":
         raise config.unsupported(f"hidden_act {activation} is not supported; only silu")
     check_quantisation(config)
-    return READERS[architecture](config)
+    spec = READERS[architecture](config)
+    parts = find_int4_parts(read_int4_formats(config), spec.names.stored, spec.num_layers)
+    return replace(spec, int4=parts)

@@ -1,9 +1,29 @@
 // GroupedMatmul: one product per expert. The sizes of the groups are in device memory, so they are
 // read when the task runs.
+#include "ops/grouped_matmul.h"
 #include "ops/matmul.h"
 
 using namespace emu;
 using kernels::MatMul;
+
+void emu::check_list(const OptTensor &list, int64_t kind, int64_t groups, bool single) {
+  refuse_unless(list, "group_list must be given where x is one tensor");
+  refuse_unless(list->scalar_type() == at::kLong && list->dim() == 1 && list->is_contiguous(),
+                "group_list must be int64 of rank 1, got ", list->scalar_type(), " ",
+                list->sizes());
+  refuse_unless(list->numel() == groups, "group_list has ", list->numel(), " entries for ", groups,
+                " groups");
+  refuse_unless(kind == 0 || kind == 1, "group_list_type ", kind,
+                " is not emulated (int8 only), 0 and 1 are");
+  demand(kind == 0 || groups > 1, "group_list must not have one entry with group_list_type 1");
+  demand(groups <= (single ? 1024 : 128), groups, " groups, at most ", single ? 1024 : 128);
+}
+
+void emu::refuse_all(std::initializer_list<std::pair<const char *, const Tensors *>> lists) {
+  for (auto &[name, list] : lists)
+    for (const Tensor &t : *list)
+      refuse_unless(t.numel() == 0, name, " is not emulated");
+}
 
 namespace {
 
@@ -29,32 +49,27 @@ kernels::Data shifted(kernels::Data d, int64_t elements) {
   return {static_cast<char *>(d.p) + elements * static_cast<int64_t>(bytes_of(d.type)), d.type};
 }
 
-void check_range(int64_t group, int64_t start, int64_t end, int64_t rows) {
-  TORCH_CHECK(end >= start && end <= rows, "group_list gives group ", group, " the rows ", start,
-              " to ", end, " of ", rows);
+void multiply(const Grouped &g, const MatMul &mm, int64_t group) {
+  if (g.bias[group])
+    multiply_with_bias(mm, *g.bias[group]);
+  else
+    kernels::matmul(mm);
 }
 
 void run(const Grouped &g) {
   AtenScope scope;
-  const int64_t *list = g.list ? g.list->data_ptr<int64_t>() : nullptr;
-  int64_t start = 0;
-  for (size_t i = 0; i < g.products.size(); i++) {
-    MatMul mm = g.products[i];
-    if (list) {
-      int64_t end = g.cumulative ? list[i] : start + list[i];
-      check_range(i, start, end, mm.m);
-      mm.a = shifted(mm.a, start * mm.a_stride);
-      mm.out = shifted(mm.out, start * mm.out_stride);
-      mm.m = end - start;
-      start = end;
-    }
-    if (!mm.m)
-      continue;
-    if (g.bias[i])
-      multiply_with_bias(mm, *g.bias[i]);
-    else
-      kernels::matmul(mm);
-  }
+  if (g.list)
+    return each_group(*g.list, g.cumulative ? 0 : 1, g.products[0].m,
+                      [&](int64_t i, int64_t start, int64_t end) {
+                        MatMul mm = g.products[i];
+                        mm.a = shifted(mm.a, start * mm.a_stride);
+                        mm.out = shifted(mm.out, start * mm.out_stride);
+                        mm.m = end - start;
+                        multiply(g, mm, i);
+                      });
+  for (size_t i = 0; i < g.products.size(); i++)
+    if (g.products[i].m)
+      multiply(g, g.products[i], i);
 }
 
 // Section "约束说明", table 2: the bias has the type of x, or float32 if x is bfloat16.
@@ -95,19 +110,6 @@ void check_shapes(const Tensors &x, const Tensors &weight) {
   }
   demand(x.size() <= 128 && weight.size() <= 128, x.size(), " and ", weight.size(),
          " tensors, at most 128");
-}
-
-void check_list(const OptTensor &list, int64_t kind, int64_t groups, bool single) {
-  refuse_unless(list, "group_list must be given where x is one tensor");
-  refuse_unless(list->scalar_type() == at::kLong && list->dim() == 1 && list->is_contiguous(),
-                "group_list must be int64 of rank 1, got ", list->scalar_type(), " ",
-                list->sizes());
-  refuse_unless(list->numel() == groups, "group_list has ", list->numel(), " entries for ", groups,
-                " groups");
-  refuse_unless(kind == 0 || kind == 1, "group_list_type ", kind,
-                " is not emulated (int8 only), 0 and 1 are");
-  demand(kind == 0 || groups > 1, "group_list must not have one entry with group_list_type 1");
-  demand(groups <= (single ? 1024 : 128), groups, " groups, at most ", single ? 1024 : 128);
 }
 
 // Rules: op-plugin document npu_grouped_matmul, for group_list as a tensor, without quantisation.
@@ -161,14 +163,6 @@ Task bind_grouped(const Tensors &x, const Tensors &weight, const Tensors &bias, 
   return arithmetic([g] { run(g); });
 }
 
-void refuse_all(std::initializer_list<std::pair<const char *, const Tensors *>> lists) {
-  for (auto &[name, list] : lists)
-    for (const Tensor &t : *list)
-      refuse_unless(t.numel() == 0, name, " is not emulated");
-}
-
-bool is_given(const Tensors &list) { return !list.empty() && list[0].numel() > 0; }
-
 // Table 2, rows of per-token quantisation: bfloat16 results need scales in bfloat16, float16
 // results need float32.
 void check_scales(const Tensor &x, const Tensor &weight, const Tensors &scale, const Tensors &rows,
@@ -209,19 +203,12 @@ Task bind_quantised(const Tensors &x, const Tensors &weight, const Tensors &bias
                 right.sizes());
   return arithmetic([=, out = y[0], steps = scale[0], ends = *list] {
     AtenScope scope;
-    const int64_t *counts = ends.data_ptr<int64_t>();
-    int64_t start = 0;
-    for (int64_t i = 0; i < right.size(0); i++) {
-      int64_t end = list_type == 0 ? counts[i] : start + counts[i];
-      check_range(i, start, end, left.size(0));
-      if (end > start) {
-        Tensor sum = at::matmul(left.slice(0, start, end).to(at::kDouble),
-                                right[i].to(at::kDouble));  // exact
-        out.slice(0, start, end)
-            .copy_(sum * steps[i].to(at::kFloat) * rows.slice(0, start, end).unsqueeze(1));
-      }
-      start = end;
-    }
+    each_group(ends, list_type, left.size(0), [&](int64_t i, int64_t start, int64_t end) {
+      Tensor sum = at::matmul(left.slice(0, start, end).to(at::kDouble),
+                              right[i].to(at::kDouble));  // exact
+      out.slice(0, start, end)
+          .copy_(sum * steps[i].to(at::kFloat) * rows.slice(0, start, end).unsqueeze(1));
+    });
   });
 }
 
@@ -230,8 +217,11 @@ Task bind_any(const Tensors &x, const Tensors &weight, const Tensors &bias, cons
           const Tensors &offset, const Tensors &antiquant_scale, const Tensors &antiquant_offset,
           const Tensors &row_scale, const OptTensor &list, int64_t split_item, int64_t group_type,
           int64_t list_type, int64_t activation, const Tensors &y) {
-  refuse_all({{"offset", &offset},
-              {"antiquant_scale", &antiquant_scale},
+  refuse_all({{"offset", &offset}});
+  if (!weight.empty() && weight[0].scalar_type() == at::kInt)
+    return bind_grouped_int4({x, weight, bias, scale, antiquant_scale, antiquant_offset, row_scale,
+                              list, split_item, group_type, list_type, activation, y});
+  refuse_all({{"antiquant_scale", &antiquant_scale},
               {"antiquant_offset", &antiquant_offset}});
   if (!x.empty() && x[0].scalar_type() == at::kChar)
     return bind_quantised(x, weight, bias, scale, row_scale, list, split_item, group_type,
@@ -252,7 +242,8 @@ int64_t grouped_ns(const Tensors &x, const Tensors &weight) {
     groups += t.dim() == 3 ? t.size(0) : 1;
   }
   double used = std::max(std::min(groups, rows), 1.);
-  return product_ns({used, rows / used, double(weight[0].size(-1)), double(x[0].size(1)),
+  double columns = weight[0].size(-1) * (weight[0].scalar_type() == at::kInt ? 8 : 1);
+  return product_ns({used, rows / used, columns, double(x[0].size(1)),
                      x[0].scalar_type(), weight_bytes * used / groups});
 }
 

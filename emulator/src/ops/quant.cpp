@@ -1,5 +1,5 @@
 // int8: quantisation of activations token by token, and products of quantised matrices.
-#include "ops/bind.h"
+#include "ops/int4.h"
 
 using namespace emu;
 
@@ -51,11 +51,14 @@ OP(aclnnDynamicQuantV2,
 
 // Rules: op-plugin document npu_quant_matmul, table 2, int8 with results in bfloat16 (scale float32
 // or bfloat16), float16 (scale and pertoken_scale float32) and int32. The other rows (int8 results,
-// prepared int64 scales, int4) are not emulated. An integer bias is added before the scale.
+// prepared int64 scales, int4 rows) are not emulated; int4.cpp has the rules of
+// int4 weights. An integer bias is added before the scale.
 OP(aclnnQuantMatmulV5,
    [](Tensor a, Tensor b, OptTensor row_scale, OptTensor scale, OptTensor out_scale, OptTensor,
-      OptTensor offset, OptTensor, OptTensor bias, bool turn_a, bool turn_b, int64_t group,
+      OptTensor offset, OptTensor sums, OptTensor bias, bool turn_a, bool turn_b, int64_t group,
       Tensor out) -> TimedTask {
+     if (b.scalar_type() == at::kInt && a.scalar_type() != at::kInt)
+       return bind_int4_weight(a, b, row_scale, scale, sums, bias, group, out);
      refuse_unless(a.scalar_type() == at::kChar && b.scalar_type() == at::kChar,
                    "x1 and x2 must be int8, got ", a.scalar_type(), " and ", b.scalar_type());
      refuse_unless(!turn_a && !turn_b && group == 0 && !(out_scale && out_scale->numel()) && !offset,

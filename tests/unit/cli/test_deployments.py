@@ -35,6 +35,7 @@ QWEN3_5, NEXT, GLM5, V32, K2 = (
     "deepseek-v3.2-tp8-dp4-ep32-w8a8-128k",
     "kimi-k2-tp8-dcp2-dp4-ep32-w8a8",
 )
+K2_THINKING = "kimi-k2-thinking-tp8-dcp2-dp2-ep16-w4a16"
 A2 = {"device.soc": "Ascend910B1", "device.hccl_expansion": "FFTS"}
 A3 = {"device.soc": "Ascend910_9391", "device.hccl_expansion": "AICPU"}
 
@@ -73,7 +74,7 @@ def test_every_deployment_has_a_plan_whose_memory_adds_up(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [V3, R1, QWEN3, SHARED_R1, SHARED_V3, SHARED_QWEN3, QWEN3_5, NEXT, K2]
+    "name", [V3, R1, QWEN3, SHARED_R1, SHARED_V3, SHARED_QWEN3, QWEN3_5, NEXT, K2, K2_THINKING]
 )
 def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> None:
     report = plan(name)
@@ -133,11 +134,12 @@ def test_states_are_a_part_of_the_memory(
 
 
 WEIGHTS = ("embedding and head", "attention", "norms", "dense MLPs", "linear attention", "indexers",
-           "experts", "shared experts", "routers", "mix of the next-token module")  # fmt: skip
+           "experts", "shared experts", "routers", "offsets of experts",
+           "mix of the next-token module")  # fmt: skip
 
 
 @pytest.mark.parametrize("chip", [A2, A3], ids=["A2", "A3"])
-@pytest.mark.parametrize("name", [QWEN3_5, NEXT, GLM5, V32, K2])
+@pytest.mark.parametrize("name", [QWEN3_5, NEXT, GLM5, V32, K2, K2_THINKING])
 def test_the_page_of_large_models_has_the_numbers_of_the_plan(
     name: str, chip: dict[str, Any]
 ) -> None:
@@ -234,6 +236,17 @@ def test_in_bfloat16_a_copy_has_no_room_for_a_long_request(name: str, longest: i
 def test_kimi_k2_does_not_fit_in_bfloat16() -> None:
     with pytest.raises(ConfigError, match=r"weights take 63\.\d\d of them: .*quantization=w8a8"):
         plan(K2, {"quantization": None})
+
+
+def test_experts_of_four_bits_need_half_of_the_npus() -> None:
+    memory = plan(K2_THINKING)["memory"]
+    parts = {part["name"]: part["bytes"] for part in memory["parts"]}
+    # 24 experts on each rank; half a byte and a scale of two bytes for 32 elements.
+    elements = 60 * 24 * 3 * 7168 * 2048
+
+    assert parts["experts"] == elements // 2 + elements // 16
+    with pytest.raises(ConfigError, match=r"weights take 1\d\d\.\d\d of them"):
+        plan(K2_THINKING, {"model": str(CONFIGS / "shapes" / "kimi-k2"), "max_model_len": 131072})
 
 
 def test_a_request_that_the_blocks_do_not_hold_is_refused() -> None:

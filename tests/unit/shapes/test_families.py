@@ -98,6 +98,17 @@ def test_kimi_k2_5_is_a_kimi_k2_with_other_names(tmp_path: Path) -> None:
     assert spec.names.stored("model.norm.weight") == "language_model.model.norm.weight"
 
 
+def test_kimi_k2_5_has_experts_of_four_bits_as_kimi_k2_thinking(tmp_path: Path) -> None:
+    text = json.loads((SHAPES / "kimi-k2-thinking" / "config.json").read_text())
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    parts = {part.name: part for part in read_model_spec(tmp_path).int4}
+
+    assert parts == {p.name: p for p in read_model_spec(SHAPES / "kimi-k2-thinking").int4}
+    assert parts["experts"].form.group == 32
+
+
 def test_names_of_minimax_m2() -> None:
     names = read_model_spec(SHAPES / "minimax-m2").names
     moe = "model.layers.3.block_sparse_moe"

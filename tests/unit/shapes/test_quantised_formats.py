@@ -31,6 +31,8 @@ WEIGHTS: dict[str, Any] = {
     "type": "int",
 }
 INPUTS = WEIGHTS | {"dynamic": True, "observer": None, "strategy": "token"}
+INT4 = WEIGHTS | {"num_bits": 4, "strategy": "group", "group_size": 32}
+INT4_OF_256 = INT4 | {"group_size": 256}
 DESCRIPTION = {
     "model_quant_type": "W8A8_DYNAMIC",
     "version": "1.0.0",
@@ -39,6 +41,8 @@ DESCRIPTION = {
     "model.layers.0.mlp.up_proj.weight_scale": "W8A8_DYNAMIC",
     "model.layers.0.mlp.up_proj.weight_offset": "W8A8_DYNAMIC",
 }
+W4A16 = {"group_size": 128, "model.layers.1.q.weight": "W4A16"}
+W4A8 = {"group_size": 0, "model.layers.1.q.weight": "W4A8_DYNAMIC"}
 
 
 def compressed(
@@ -61,9 +65,29 @@ def write(directory: Path, quantisation: Any, description: str | None = None) ->
         (directory / "quant_model_description.json").write_text(description)
 
 
-@pytest.mark.parametrize("quantisation", [None, {}, FP8, compressed()])
-def test_what_can_be_read_is_read_as_the_model_it_is(tmp_path: Path, quantisation: Any) -> None:
-    write(tmp_path, quantisation, json.dumps(DESCRIPTION))
+def packed(weights: dict[str, Any] = INT4, **changes: Any) -> dict[str, Any]:
+    return compressed(weights, None, **{"format": "pack-quantized"} | changes)
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        None,
+        {},
+        FP8,
+        compressed(),
+        packed(),
+        packed(INT4 | {"actorder": "static"}),
+        compressed(INT4, None),
+        compressed(INT4_OF_256),
+        compressed(WEIGHTS | {"num_bits": 4}),
+    ],
+)
+@pytest.mark.parametrize("described", [{}, W4A16, W4A8, W4A8 | {"group_size": 256}])
+def test_what_can_be_read_is_read_as_the_model_it_is(
+    tmp_path: Path, quantisation: Any, described: dict[str, Any]
+) -> None:
+    write(tmp_path, quantisation, json.dumps(DESCRIPTION | described))
 
     assert read_model_spec(tmp_path).hidden_size == 7168
 
@@ -76,7 +100,15 @@ def test_what_can_be_read_is_read_as_the_model_it_is(tmp_path: Path, quantisatio
         (FP8 | {"weight_block_size": [64, 128]}, "weight_block_size [64, 128]"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme 'static'"),
         (compressed(format="pack-quantized"), "format 'pack-quantized'"),
-        (compressed(WEIGHTS | {"num_bits": 4}), "num_bits 4 for weights of group_0"),
+        (compressed(WEIGHTS | {"num_bits": 3}), "num_bits 3 for weights of group_0"),
+        (compressed(INT4 | {"symmetric": False}, None), "symmetric False for weights"),
+        (packed(INT4 | {"type": "float"}), "type 'float' for weights of group_0"),
+        (packed(INT4 | {"group_size": 48}), "group_size 48 for weights of group_0"),
+        (packed(INT4 | {"strategy": "channel"}), "strategy 'channel' with group_size 32"),
+        (packed(INT4 | {"actorder": "group"}), "actorder 'group' for weights"),
+        (packed(format="marlin-24"), "format 'marlin-24' of group_0"),
+        (compressed(INT4_OF_256 | {"group_size": 128}), "group_size 128 for weights of group_0"),
+        (compressed(INT4_OF_256, INPUTS | {"dynamic": False}), "dynamic False for input_act"),
         (compressed(WEIGHTS | {"type": "float"}), "type 'float' for weights"),
         (compressed(WEIGHTS | {"strategy": "group"}), "strategy 'group' for weights"),
         (compressed(WEIGHTS | {"symmetric": False}), "symmetric False for weights"),
@@ -95,7 +127,7 @@ def test_other_quantisation_is_refused_with_what_is_supported(
         read_model_spec(tmp_path)
 
     assert what in str(error.value)
-    for supported in ("compressed-tensors", "fp8 in blocks of 128 x 128", "W8A8_DYNAMIC and FLOAT"):
+    for supported in ("compressed-tensors", "fp8 in blocks of 128 x 128", "W4A16 and FLOAT in"):
         assert supported in str(error.value)
 
 
@@ -103,6 +135,18 @@ def test_a_described_tensor_of_another_kind_is_named(tmp_path: Path) -> None:
     write(tmp_path, None, json.dumps(DESCRIPTION | {"model.layers.1.q.weight": "W8A8"}))
 
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.q\.weight in W8A8; supp"):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "described", [W4A16 | {"group_size": 48}, W4A8 | {"group_size": 128}], ids=["W4A16", "W4A8"]
+)
+def test_described_groups_that_no_operator_takes_are_refused(
+    tmp_path: Path, described: dict[str, Any]
+) -> None:
+    write(tmp_path, None, json.dumps(DESCRIPTION | described))
+
+    with pytest.raises(UnsupportedModelError, match=rf"W4A.* group_size {described['group_size']}"):
         read_model_spec(tmp_path)
 
 

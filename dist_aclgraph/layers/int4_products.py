@@ -1,0 +1,136 @@
+"""Products with weights of four bits. Eight consecutive outputs are in one int32, the first output
+in the lowest bits.
+
+W4A16: ``npu_weight_quant_batchmatmul``, and ``npu_grouped_matmul`` for experts, convert weights to
+the type of the rows, and then multiply. W4A8: rows become int8, as in ``int8_products``; then
+``npu_quant_matmul`` or ``npu_grouped_matmul`` multiplies. The operators of W4A8 multiply rows from
+which 8 was subtracted, so they need sums of the weights to correct the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_aclgraph.layers.local_experts import multiply_groups
+from dist_aclgraph.shapes.int4_formats import INT8_GROUP
+
+
+@dataclass(frozen=True)
+class W4A16Linear:
+    """``Linear`` with a weight of four bits.
+
+    Attributes:
+        weight: [in, out / 8] int32, contiguous.
+        scale: [groups, out], of the type of the rows.
+        bias: [out] or None; float32 if rows are bfloat16, float16 if they are float16.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
+        groups = self.scale.shape[0]
+        y: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
+            x,
+            self.weight,
+            self.scale,
+            bias=self.bias,
+            # 0 means one scale for all inputs.
+            antiquant_group_size=self.weight.shape[0] // groups if groups > 1 else 0,
+        )
+        return y if out is None else out.copy_(y)
+
+
+@dataclass(frozen=True)
+class W4A16GroupedProduct:
+    """``GroupedProduct`` with weights of four bits.
+
+    Attributes:
+        weight: [num_local, in, out / 8] int32.
+        scale: [num_local, groups, out], of the type of the rows.
+        zeros: the same shape and type, all zero: the offsets, without which the operator refuses
+            weights of four bits. All layers may have one tensor.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zeros: Tensor
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply each expert's rows with its weight: [rows, in] -> [rows, out]."""
+        return multiply_groups(
+            rows,
+            self.weight,
+            counts,
+            antiquant_scale=[self.scale],
+            antiquant_offset=[self.zeros],
+        )
+
+
+@dataclass(frozen=True)
+class W4A8Linear:
+    """``Linear`` with a weight of four bits and rows of int8.
+
+    Attributes:
+        weight: [in, out / 8] int32, contiguous; 256 divides the number of inputs.
+        scale: [in / 256, out] int64, each with the bits of a float32.
+        sums: [out] float32: 8 times the sum of each output's weights.
+        bias: [out] or None; the operator takes none, so it is added afterwards.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    sums: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, in] -> [n, out]. If ``out`` is given, the result is written to it."""
+        npu = torch.ops.npu
+        rows, row_scale = npu.npu_dynamic_quant(x)
+        y: Tensor = npu.npu_quant_matmul(
+            rows,
+            self.weight,
+            self.scale,
+            offset=self.sums,
+            pertoken_scale=row_scale[:, None],
+            output_dtype=x.dtype,
+            group_sizes=[0, 0, INT8_GROUP],
+        )
+        if self.bias is not None:
+            y = y + self.bias
+        return y if out is None else out.copy_(y)
+
+
+@dataclass(frozen=True)
+class W4A8GroupedProduct:
+    """``GroupedProduct`` with weights of four bits and rows of int8.
+
+    Attributes:
+        weight: [num_local, in, out / 8] int32; 64 divides the number of inputs.
+        scale: [num_local, 1 or in / 256, out] int64, each with the bits of a float32.
+        sums: [num_local, out] float32: 8 times the sum of each output's weights.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    sums: Tensor
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply as ``GroupedProduct`` does. Each row, even a row without an expert, is quantised
+        with a separate scale.
+        """
+        quantised, row_scale = torch.ops.npu.npu_dynamic_quant(rows)
+        return multiply_groups(
+            quantised,
+            self.weight,
+            counts,
+            bias=[self.sums],
+            scale=[self.scale],
+            per_token_scale=[row_scale],
+            output_dtype=rows.dtype,
+        )

@@ -1,0 +1,256 @@
+"""Matrices with values of four bits, as ModelSlim and compressed-tensors store them.
+
+Everything here runs on the host, because an NPU has no fast operators on bits. A value is between
+-8 and 7. The stored forms of an [out, in] matrix, which the shapes tell apart:
+
+- ``weight_packed`` [out, in / 8] int32, eight inputs each, the first input in the lowest bits, and
+  8 added to the values (compressed-tensors, pack-quantized);
+- ``weight`` [out, in] int8, one value each (compressed-tensors, int-quantized; older ModelSlim);
+- ``weight`` [out / 2, in] int8, two outputs each, the first output in the low bits (ModelSlim);
+- ``weight`` [out, in / 2] int8, two inputs each (ModelSlim, W4A16 without groups).
+
+Scales are ``weight_scale``, [out, groups] in any shape of this size. ModelSlim's W4A8 with groups
+multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dist_aclgraph.errors import ConfigError, MissingTensorError, UnsupportedModelError
+from dist_aclgraph.shapes.int4_formats import SMALLEST_GROUP, Int4Format
+
+OFFSETS = ("weight_offset", "weight_offset_second", "weight_zero_point")
+
+
+@dataclass(frozen=True)
+class Int4Matrix:
+    """A part of a matrix, with two outputs in each byte; ``out`` is even.
+
+    Attributes:
+        pairs: [out / 2, in] int8, the first output in the low bits.
+        scales: [out, groups] float32; all groups have the same number of inputs.
+        sums: [out] float32: 8 times the sum of each output's weights; None if the product does not
+            need them.
+    """
+
+    pairs: Tensor
+    scales: Tensor
+    sums: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """Return the values, [out, in] int8."""
+        return torch.stack(_halves(self.pairs), 1).flatten(0, 1)
+
+    def floats(self) -> Tensor:
+        """Return the matrix in float32, [out, in]."""
+        grouped = self.values().float().view(*self.scales.shape, -1)
+        return (grouped * self.scales[:, :, None]).flatten(1)
+
+    def rearranged(self, rearrange: Callable[[Tensor], Tensor]) -> Int4Matrix:
+        """Return the matrix with its outputs in another order.
+
+        Args:
+            rearrange: changes the order of columns, [n, out] -> [n, out].
+        """
+        values, scales = (rearrange(tensor.t()).t() for tensor in (self.values(), self.scales))
+        return Int4Matrix(pack_pairs(values.contiguous()), scales)
+
+    def with_sums(self) -> Int4Matrix:
+        """Return the matrix with its sums."""
+        grouped = (len(self.pairs), self.scales.shape[1], -1)
+        sums = [half.view(grouped).sum(2, dtype=torch.int32) for half in _halves(self.pairs)]
+        total = torch.stack(sums, 1).flatten(0, 1) * self.scales
+        return replace(self, sums=8 * total.sum(1))
+
+
+class StoredInt4:
+    """A matrix of four-bit values in a checkpoint."""
+
+    def __init__(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        form: Int4Format,
+        find: Callable[[str], Any],
+        has: Callable[[str], bool],
+    ) -> None:
+        """Describe a matrix; nothing is read.
+
+        Args:
+            module: name of the matrix without ``.weight``.
+            shape: [out, in].
+            find: returns the tensor of a name, as safetensors' slices.
+            has: whether there is a tensor of this name.
+        """
+        self._module, self._shape, self._form = module, shape, form
+        self._find, self._has = find, has
+
+    def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
+        """Return ``[start, stop)`` of ``dim``; values after the matrix's end are zero. A number of
+        outputs that is odd becomes even.
+
+        Raises:
+            ConfigError: a part of the inputs does not begin or end where a group does; or a part of
+                the outputs begins at an odd one.
+            MissingTensorError: a tensor is missing, or has another shape.
+            UnsupportedModelError: the values have offsets.
+        """
+        self._refuse_offsets()
+        scales, (out, num_inputs) = self._scales(), self._shape
+        if dim == 1:
+            first, last = min(start, num_inputs), min(stop, num_inputs)
+            pairs = self._pairs(0, out, first, last)
+            missing = stop - start - (last - first)
+            scales = pad(self._regrouped(scales, start, stop), (0, 0, 0, out % 2))
+            return Int4Matrix(pad(pairs, (0, missing)), scales)
+        if start % 2:
+            raise ConfigError(
+                f"a rank's outputs of {self._module}, which has values of four bits, begin at "
+                f"{start}, an odd number: choose another parallel.tp"
+            )
+        first, last, stop = min(start, out), min(stop, out), stop + stop % 2
+        pairs = self._pairs(first, last, 0, num_inputs)
+        below = (0, 0, 0, (stop - start) // 2 - len(pairs))
+        missing = stop - start - (last - first)
+        return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
+
+    def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
+        """Return ``[start, stop)`` of ``dim`` in float32, on any places of the matrix.
+
+        Raises:
+            MissingTensorError, UnsupportedModelError: as ``read``.
+        """
+        if dim == 1:
+            return self.read(0, 0, self._shape[0]).floats()[: self._shape[0], start:stop]
+        return self.read(0, start - start % 2, stop).floats()[start % 2 :][: stop - start]
+
+    def _pairs(self, first: int, last: int, left: int, right: int) -> Tensor:
+        """Return outputs [first, last) and inputs [left, right), two outputs in each byte.
+
+        Args:
+            first: an even number.
+        """
+        out, num_inputs = self._shape
+        if self._has(f"{self._module}.weight_packed"):
+            source = self._find(f"{self._module}.weight_packed")
+            self._check_shape(source, "weight_packed", [(out, -(-num_inputs // 8))])
+            words: Tensor = source[first:last, left // 8 : -(-right // 8)]
+            # A stored value is larger by 8, which is the value in two's complement with another
+            # highest bit.
+            pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
+            return pairs[:, left % 8 :][:, : right - left]
+        source = self._find(f"{self._module}.weight")
+        kinds = [(out, num_inputs), (out // 2, num_inputs), (out, num_inputs // 2)]
+        kind = kinds.index(self._check_shape(source, "weight", kinds))
+        if kind == 0:
+            values: Tensor = source[first:last, left:right]
+            return pack_pairs(values)
+        if kind == 1:
+            stored: Tensor = source[first // 2 : -(-last // 2), left:right]
+            return stored.contiguous()
+        halves: Tensor = source[first:last, left // 2 : -(-right // 2)]
+        return _turned(halves.contiguous().view(torch.uint8))[:, left % 2 :][:, : right - left]
+
+    def _scales(self) -> Tensor:
+        """Return the scales of the whole matrix, [out, groups] float32."""
+        groups = self._form.groups_of(self._shape[1])
+        if self._has(f"{self._module}.weight_scale_second"):
+            return self._floats("weight_scale", 1) * self._floats("weight_scale_second", groups)
+        return self._floats("weight_scale", groups)
+
+    def _floats(self, suffix: str, groups: int) -> Tensor:
+        source = self._find(f"{self._module}.{suffix}")
+        found, out = tuple(source.get_shape()), self._shape[0]
+        if math.prod(found) != out * groups:
+            raise MissingTensorError(
+                f"tensor {self._module}.{suffix} has shape {found}; {out} outputs with {groups} "
+                "scales each are needed"
+            )
+        whole: Tensor = source[:]
+        return whole.float().view(out, groups)
+
+    def _check_shape(
+        self, source: Any, suffix: str, wanted: list[tuple[int, int]]
+    ) -> tuple[int, int]:
+        found: tuple[int, int] = tuple(source.get_shape())
+        if found not in wanted:
+            raise MissingTensorError(
+                f"tensor {self._module}.{suffix} has shape {found}; {wanted[0]} or a packed form "
+                "of it is needed"
+            )
+        return found
+
+    def _refuse_offsets(self) -> None:
+        for suffix in OFFSETS:
+            name = f"{self._module}.{suffix}"
+            if self._has(name) and self._find(name)[:].any():
+                raise UnsupportedModelError(
+                    f"tensor {name} is not zero everywhere: values of four bits with offsets are "
+                    "not supported; quantise the model symmetrically"
+                )
+
+    def _regrouped(self, scales: Tensor, start: int, stop: int) -> Tensor:
+        """Return the scales of inputs [start, stop); zeros after the matrix's end. If groups cross
+        the part's limits, they are divided into smaller groups with equal scales.
+        """
+        if scales.shape[1] == 1:
+            return scales
+        group = self._form.group
+        assert group is not None
+        fine = math.gcd(group, start, stop)
+        least = group if self._form.quantises_rows else SMALLEST_GROUP
+        if fine % least:
+            raise ConfigError(
+                f"inputs {start} to {stop} of {self._module} are on one rank; its scales are for "
+                f"groups of {group} inputs, which can be divided at multiples of {least} only: "
+                "choose another parallel.tp, or parallel.ep for experts"
+            )
+        part = scales.repeat_interleave(group // fine, 1)[:, start // fine : stop // fine]
+        return pad(part, (0, (stop - start) // fine - part.shape[1]))
+
+
+def pack_pairs(values: Tensor) -> Tensor:
+    """Return two outputs in each byte, the first one in the low bits.
+
+    Args:
+        values: [out, in] int8 between -8 and 7.
+
+    Returns:
+        [out / 2, in] int8; after an odd number of outputs, a zero is added.
+    """
+    low, high = _two_rows(values)
+    return (low & 15) | (high << 4)
+
+
+def _halves(pairs: Tensor) -> list[Tensor]:
+    """Return the values in the low bits and in the high bits, with their signs."""
+    return [(pairs << 4) >> 4, pairs >> 4]
+
+
+def _turned(packed: Tensor) -> Tensor:
+    """Return bytes with two outputs each, made of bytes with two inputs each.
+
+    Args:
+        packed: [out, in / 2] uint8, the first input in the low bits.
+
+    Returns:
+        [out / 2, in] int8.
+    """
+    first, second = _two_rows(packed)
+    even = (first & 15) | (second << 4)
+    odd = (first >> 4) | (second & 0xF0)
+    return torch.stack([even, odd], -1).flatten(1).view(torch.int8)
+
+
+def _two_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every first and every second row; a row of zeros is added to an odd number."""
+    rows = pad(rows, (0, 0, 0, len(rows) % 2))
+    return rows[::2], rows[1::2]

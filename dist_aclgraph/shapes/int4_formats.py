@@ -1,0 +1,203 @@
+"""Matrices in four bits: which matrices of a checkpoint have them, and how they are multiplied.
+
+Two tools write them. ModelSlim lists all tensors with their types in
+``quant_model_description.json``. compressed-tensors describes groups of matrices by patterns in
+config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dist_aclgraph.errors import ModelError
+from dist_aclgraph.shapes.json_files import read_json_object
+from dist_aclgraph.shapes.model_config import ModelConfig
+
+DESCRIPTION = "quant_model_description.json"  # from ModelSlim: types of all tensors
+# The only group of inputs for which the operators take int8 rows (document aclnnGroupedMatmulV5).
+INT8_GROUP = 256
+SMALLEST_GROUP = 32  # of npu_weight_quant_batchmatmul; larger groups are multiples of it
+EXPERT_INPUTS = 64  # npu_grouped_matmul with int8 rows takes a multiple of this number of inputs
+W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
+EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression
+SCALE_BYTES, PREPARED_SCALE_BYTES = 2, 8
+# A matrix of each part of the weights, see ``weight_parts``.
+EXAMPLES = {
+    "attention": "self_attn.o_proj",
+    "linear attention": "linear_attn.out_proj",
+    "indexers": "self_attn.indexer.wq_b",
+    "dense MLPs": "mlp.down_proj",
+    "experts": "mlp.experts.0.down_proj",
+    "shared experts": "mlp.shared_experts.down_proj",
+}
+
+
+@dataclass(frozen=True)
+class Int4Format:
+    """How a matrix of four-bit values is multiplied.
+
+    Attributes:
+        quantises_rows: whether input rows are quantised to int8; else values become floats.
+        group: number of consecutive inputs with a common scale for each output; None: one scale for
+            all inputs.
+    """
+
+    quantises_rows: bool
+    group: int | None
+
+    def groups_of(self, num_inputs: int) -> int:
+        """Return the number of scales that a checkpoint has for each output."""
+        return 1 if self.group is None else -(-num_inputs // self.group)
+
+    def bytes_each(self, *, has_experts: bool) -> float:
+        """Return the bytes of one element, with its share of the scales.
+
+        Scales for all inputs of an output are not counted. Products with int8 rows have a scale of
+        eight bytes for every 256 inputs; those of experts do without if the checkpoint does.
+        """
+        if not self.quantises_rows:
+            return 0.5 + (SCALE_BYTES / self.group if self.group else 0)
+        return 0.5 + (0 if has_experts and not self.group else PREPARED_SCALE_BYTES / INT8_GROUP)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """The matrices of one group of compressed-tensors."""
+
+    patterns: tuple[str, ...]
+    form: Int4Format | None
+
+
+@dataclass(frozen=True)
+class Int4Formats:
+    """The matrices of a checkpoint that have four bits.
+
+    Attributes:
+        described: ModelSlim's matrices, by their stored name without ``.weight``.
+        groups: groups of compressed-tensors; the first group with a matching pattern counts.
+        ignored: patterns of matrices that are in no group.
+    """
+
+    described: Mapping[str, Int4Format]
+    groups: tuple[_Targets, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.described) or any(group.form for group in self.groups)
+
+    def of(self, stored: str) -> Int4Format | None:
+        """Return the format of a matrix; None if it does not have four bits.
+
+        Args:
+            stored: the checkpoint's name of the matrix, which ends in ``.weight``.
+        """
+        module = stored.removesuffix(".weight")
+        if module in self.described:
+            return self.described[module]
+        if not self.groups or module == stored or _matches(module, self.ignored):
+            return None
+        found = (group.form for group in self.groups if _matches(module, group.patterns))
+        return next(found, None)
+
+
+NO_INT4 = Int4Formats({})
+
+
+@dataclass(frozen=True)
+class Int4Part:
+    """Matrices of a part of the weights (``weight_parts``), in the layers that have four bits."""
+
+    name: str
+    form: Int4Format
+    num_layers: int
+
+
+def read_int4_formats(config: ModelConfig) -> Int4Formats:
+    """Return the matrices with four bits, of a checkpoint that ``check_quantisation`` accepts.
+
+    Raises:
+        ModelError: ModelSlim's description cannot be read, or a pattern is no regular expression.
+    """
+    path = config.directory / DESCRIPTION
+    if path.exists():
+        description = read_json_object(path)
+        group = group_of(description)
+        forms = {W4A16: Int4Format(False, group), W4A8: Int4Format(True, group)}
+        return Int4Formats(
+            {
+                name.removesuffix(".weight"): forms[kind]
+                for name, kind in description.items()
+                if name.endswith(".weight") and kind in forms
+            }
+        )
+    quantisation = config.part("quantization_config")
+    if quantisation is None or quantisation.raw.get("quant_method") != "compressed-tensors":
+        return NO_INT4
+    parts = quantisation.part("config_groups") or quantisation.empty_part()
+    groups = [parts.part(name) or parts.empty_part() for name in parts.raw]
+    return Int4Formats(
+        {},
+        tuple(_Targets(_patterns(group, "targets"), _form_of(group.raw)) for group in groups),
+        _patterns(quantisation, "ignore"),
+    )
+
+
+def _patterns(config: ModelConfig, key: str) -> tuple[str, ...]:
+    patterns = config.texts(key)
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix(EXPRESSION))
+        except re.error as e:
+            raise ModelError(
+                f"{config.path}: {key} has {pattern!r:.80}, which is no regular expression: {e}"
+            ) from e
+    return patterns
+
+
+def group_of(description: Mapping[str, Any]) -> int | None:
+    """Return the group size that a description of ModelSlim or of weights has; None without
+    groups.
+    """
+    size = description.get("group_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def find_int4_parts(
+    formats: Int4Formats, stored: Callable[[str], str], num_layers: int
+) -> tuple[Int4Part, ...]:
+    """Return the parts of the weights that have four bits, in some or all layers.
+
+    Args:
+        stored: returns the checkpoint's name of the tensor with a usual name.
+    """
+
+    def formats_of(example: str) -> Sequence[Int4Format]:
+        names = (stored(f"model.layers.{i}.{example}.weight") for i in range(num_layers))
+        return [form for name in names if (form := formats.of(name))]
+
+    if not formats:
+        return ()
+    found = {name: formats_of(example) for name, example in EXAMPLES.items()}
+    return tuple(Int4Part(name, forms[0], len(forms)) for name, forms in found.items() if forms)
+
+
+def _form_of(group: Mapping[str, Any]) -> Int4Format | None:
+    weights = group.get("weights") or {}
+    if weights.get("num_bits") != 4:
+        return None
+    return Int4Format(bool(group.get("input_activations")), group_of(weights))
+
+
+def _matches(module: str, patterns: Sequence[str]) -> bool:
+    """Return whether one of compressed-tensors' patterns matches a name. ``Linear`` is the class of
+    all matrices.
+    """
+    return any(
+        re.match(pattern.removeprefix(EXPRESSION), module)
+        if pattern.startswith(EXPRESSION)
+        else pattern in (module, "Linear")
+        for pattern in patterns
+    )

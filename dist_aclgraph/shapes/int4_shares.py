@@ -1,0 +1,53 @@
+"""Whether the ranks of a layout can share a model's matrices of four bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dist_aclgraph.config.tree import ParallelConfig
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, SMALLEST_GROUP, Int4Format
+from dist_aclgraph.shapes.model_spec import ModelSpec
+
+WORD = 8  # values in an int32, for consecutive outputs
+EXPERTS = "experts"
+
+
+def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Check that the operators take each rank's part of the matrices.
+
+    Raises:
+        ConfigError: they do not; the message names the width, the part and the remedy.
+    """
+    widths = dict(_inner_widths(spec, parallel))
+    for part in spec.int4:
+        if part.name not in widths:
+            continue
+        width, size = widths[part.name]
+        share, factor = -(-width // size), _factor(part.form, has_experts=part.name == EXPERTS)
+        if share % factor:
+            spread = ", or set parallel.ep" if part.name == EXPERTS and size > 1 else ""
+            raise ConfigError(
+                f"parallel.tp is {parallel.tp}, and {part.name} with values of four bits have an "
+                f"inner width of {width}, {share} on each rank; this must be a multiple of "
+                f"{factor}: choose another parallel.tp{spread}"
+            )
+
+
+def _inner_widths(
+    spec: ModelSpec, parallel: ParallelConfig
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the inner width of each part, and the number of ranks that share it."""
+    tp, experts = parallel.tp, spec.experts
+    value_dim = spec.latent.value_dim if spec.latent else spec.head_dim
+    yield "attention", (spec.num_heads * value_dim, tp)
+    yield "dense MLPs", (spec.intermediate_size, tp)
+    if experts is not None:
+        yield EXPERTS, (experts.width, tp if parallel.ep == 1 else 1)
+        yield "shared experts", (experts.width_of_shared, tp)
+
+
+def _factor(form: Int4Format, *, has_experts: bool) -> int:
+    if not form.quantises_rows:
+        return WORD if form.group is None else SMALLEST_GROUP
+    return EXPERT_INPUTS if has_experts and form.group is None else INT8_GROUP

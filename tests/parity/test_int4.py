@@ -1,0 +1,109 @@
+"""Weights of four bits on several ranks: the tokens are those of the same weights in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_prompts, make_reference
+from tests.deployments import greedy_params, make_deployment_config
+from tests.int4_checkpoints import (
+    EXPERTS_ONLY,
+    bytes_each,
+    compressed_config,
+    kept,
+    packed_ints,
+    pairs_of_outputs,
+    rewrite,
+)
+from tests.lockstep import lockstep
+from tests.slow import slow
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "moe_intermediate_size": 128}
+
+
+def generate(
+    directory: Path, parallel: dict[str, int], mode: str = "FULL_DECODE_ONLY"
+) -> list[list[int]]:
+    config = make_deployment_config(
+        directory,
+        dtype="bfloat16",
+        parallel=parallel,
+        graph={"mode": mode},
+        device={"emulator": {"strict": True}},
+    )
+    with lockstep(config) as group:
+        # The requests run one after another, because float products may be rounded differently in
+        # batches of another size.
+        answers = [
+            group.generate([prompt], greedy_params(8), f"alone{i}")[0]
+            for i, prompt in enumerate(make_prompts([5, 150]))
+        ]
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tp": 2, "ep": 2}, slow({"tp": 2}), slow({"tp": 2, "dp": 2, "ep": 4})],
+    ids=["whole experts", "split experts", "whole experts of two groups"],
+)
+def test_kimi_k2_as_published_gives_the_tokens_of_its_dequantised_weights(
+    npu: Any, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    source = tmp_path / "source"
+    make_reference("DeepseekV3ForCausalLM", source, **SIZES)
+    quantised, floats = rewrite(
+        source,
+        tmp_path,
+        lambda module: None if kept(module, EXPERTS_ONLY) else (32, packed_ints),
+        config={"quantization_config": compressed_config(32)},
+    )
+
+    want = generate(floats, parallel)
+
+    assert [len(tokens) for tokens in want] == [8, 8]
+    assert generate(quantised, parallel) == want
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "ep": 2}, slow({"tp": 2})], ids=["whole", "split"])
+def test_modelslim_w4a8_beside_w8a8_gives_the_tokens_of_the_same_values_in_int8(
+    npu: Any, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    source = tmp_path / "source"
+    make_reference("Qwen3MoeForCausalLM", source, **SIZES)
+    made = []
+    for kind, writer in (("W4A8_DYNAMIC", pairs_of_outputs), ("W8A8_DYNAMIC", bytes_each)):
+        (tmp_path / kind).mkdir()
+        quantised, _ = rewrite(
+            source,
+            tmp_path / kind,
+            lambda module, writer=writer: None if kept(module, EXPERTS_ONLY) else (None, writer),
+            description={"version": "1.0.0", "group_size": 0},
+            kind=kind,
+            others="W8A8_DYNAMIC",
+        )
+        made.append(quantised)
+    in_int4, in_int8 = made
+
+    want = generate(in_int8, parallel)
+
+    assert generate(in_int4, parallel) == want
+
+
+def test_modelslim_w4a16_gives_the_tokens_of_its_dequantised_weights(
+    npu: Any, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    make_reference("Qwen3MoeForCausalLM", source, **SIZES, intermediate_size=256)
+    quantised, floats = rewrite(
+        source,
+        tmp_path,
+        lambda module: None if kept(module) else (64, pairs_of_outputs),
+        description={"version": "1.0.0", "group_size": 64},
+        kind="W4A16",
+    )
+    want = generate(floats, {"tp": 2})
+
+    assert generate(quantised, {"tp": 2}) == want
