@@ -29,3 +29,11 @@ def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_reference("Qwen3NextForCausalLM", directory)
     add_next_token_module(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with decays of channels, and with latent attention in the other layers."""
+    directory = tmp_path_factory.mktemp("kimi-linear")
+    make_reference("KimiLinearForCausalLM", directory)
+    return directory
