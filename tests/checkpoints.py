@@ -7,6 +7,7 @@ torch_npu.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,6 +136,20 @@ SPECIAL |= {
     "Qwen3NextForCausalLM": {**HYBRID, "mlp_only_layers": [0]},
     "Qwen3_5ForCausalLM": {key: HYBRID[key] for key in list(HYBRID)[:5]},
     "Qwen3_5MoeForCausalLM": HYBRID,
+    "KimiLinearForCausalLM": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "layer_types": HYBRID["layer_types"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "pad_token_id": None,
+    },
 }
 ARCHITECTURES = tuple(SPECIAL)
 CONFIG_NAMES = {
@@ -171,7 +186,39 @@ def make_reference(architecture: str, directory: Path | None = None, **overrides
     settings = {**USUAL, **{**SPECIAL, **UNRECORDED}[architecture], **overrides}
     name = CONFIG_NAMES.get(architecture, architecture.replace("ForCausalLM", "Config"))
     config = getattr(transformers, name)(**settings)
-    return _seeded(getattr(transformers, architecture), config, directory)
+    model = _seeded(getattr(transformers, architecture), config, directory)
+    if directory is not None and architecture == "KimiLinearForCausalLM":
+        _publish_kimi_linear(directory)
+    return model
+
+
+def _publish_kimi_linear(directory: Path) -> None:
+    """Give a checkpoint of transformers the keys and names that the authors of Kimi Linear use.
+
+    transformers 5.23 has other keys for linear attention, and gives dense layers the prefix of
+    layers with experts.
+    """
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    kinds, dense = config.pop("layer_types"), config.pop("mlp_layer_types").count("dense")
+    config["linear_attn_config"] = {
+        "kda_layers": [i for i, kind in enumerate(kinds, 1) if kind == "linear_attention"],
+        "full_attn_layers": [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"],
+        "num_heads": config.pop("linear_num_heads"),
+        "head_dim": config.pop("linear_head_dim"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    config |= {
+        "first_k_dense_replace": dense,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+    }
+    path.write_text(json.dumps(config))
+    weights = load_file(directory / "model.safetensors")
+    for name in [name for name in weights if re.search(r"block_sparse_moe\.\w+_proj\.", name)]:
+        weights[name.replace("block_sparse_moe", "mlp")] = weights.pop(name)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
 def make_kimi_k25(directory: Path) -> Any:

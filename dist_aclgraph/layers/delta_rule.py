@@ -1,11 +1,12 @@
 """The gated delta rule (arXiv 2412.06464): CANN's operators for bfloat16, and the same rule
-composed of plain operators for other types.
+composed of plain operators for other types, and for decays of single channels.
 
 For each token and value head, with the state S [value_dim, key_dim]:
 
-    S = exp(g) S;  S = S + beta (v - S k) k';  out = S q / sqrt(key_dim)
+    S = S exp(g);  S = S + beta (v - S k) k';  out = S q / sqrt(key_dim)
 
-Neighbouring value heads share a key head.
+Neighbouring value heads share a key head. The decay g is one number, or one number for each
+channel of the key, which is a column of S (Kimi Delta Attention, arXiv 2510.26692).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dist_aclgraph.layers.state_metadata import DirectStates, PromptStates, store
 
 CHUNK_TOKENS = 64  # tokens of a prompt whose updates are computed together; a power of two
+PASS_TOKENS = 1024  # tokens whose chunks are prepared together: fewer launches, but more memory
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class DeltaInputs:
     Attributes:
         q, k: [n, num_key_heads, key_dim], rows of length one.
         v: [n, num_value_heads, value_dim].
-        g: [n, num_value_heads] float32, logarithm of the decay, at most 0.
+        g: [n, num_value_heads] or [n, num_value_heads, key_dim] float32, logarithm of the decay, at
+            most 0.
         beta: [n, num_value_heads], 0 to 1.
     """
 
@@ -70,7 +74,10 @@ class DeltaRule(Protocol):
 
 
 class FusedDeltaRule:
-    """CANN's operators. All inputs, results and states are bfloat16, except ``g``."""
+    """CANN's operators. All inputs, results and states are bfloat16, except ``g``, which has one
+    number for each head: torch_npu 2.13 documents that decays of channels (``gk``) are not
+    supported yet, and has no such operator for prompts.
+    """
 
     state_dtype = torch.bfloat16
 
@@ -106,14 +113,16 @@ class FusedDeltaRule:
 
 
 class PlainDeltaRule:
-    """Plain operators in float32. CANN's operators return bfloat16 only."""
+    """Plain operators in float32, with both forms of ``g``. CANN's operators return bfloat16
+    only.
+    """
 
     state_dtype = torch.float32
 
     def direct(self, inputs: DeltaInputs, states: Tensor, at: DirectStates) -> Tensor:
         q, k, v, g, beta = _in_float32(inputs)
         n, layout = at.num_tokens, at.layout
-        decay, beta = g.exp()[..., None, None], beta[..., None]
+        decay, beta = g.exp()[..., None, :], beta[..., None]
         out = v.new_empty(n + 1, *v.shape[1:])
         state = states.index_select(0, at.sources)
         for i in range(layout.max_tokens):
@@ -137,83 +146,131 @@ class PlainDeltaRule:
         rows = [x.transpose(0, 1) for x in _in_float32(inputs)]  # heads first
         outs, last, start = [], [], 0
         for state, end in zip(states, at.ends, strict=True):
-            out, state = _run_chunks(state, *(x[:, start:end] for x in rows))
+            out, state = _run_part(state, *(x[:, start:end] for x in rows))
             outs.append(out)
             last.append(state)
             start = end
         return torch.cat(outs, 1).transpose(0, 1).to(inputs.v.dtype), torch.stack(last)
 
 
-def rule_for(dtype: torch.dtype) -> DeltaRule:
+def rule_for(dtype: torch.dtype, *, decays_by_channel: bool) -> DeltaRule:
     """Return the rule for activations of this type."""
-    return FusedDeltaRule() if dtype == torch.bfloat16 else PlainDeltaRule()
+    is_fused = dtype == torch.bfloat16 and not decays_by_channel
+    return FusedDeltaRule() if is_fused else PlainDeltaRule()
 
 
 def _in_float32(inputs: DeltaInputs) -> tuple[Tensor, ...]:
-    """Return q, k, v, g and beta for each value head; q is scaled."""
+    """Return q, k, v, g and beta for each value head; q is scaled, and g is [n, heads, 1 or
+    key_dim].
+    """
     group = inputs.v.shape[1] // inputs.q.shape[1]
     q, k = (x.float().repeat_interleave(group, 1) for x in (inputs.q, inputs.k))
-    return q * inputs.scale, k, inputs.v.float(), inputs.g, inputs.beta.float()
+    g = inputs.g if inputs.g.dim() == 3 else inputs.g[..., None]
+    return q * inputs.scale, k, inputs.v.float(), g, inputs.beta.float()
 
 
-def _run_chunks(
+def _run_part(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule over one part of a prompt, chunk by chunk.
-
-    Within a chunk, the change that each token makes to the state depends on the changes of the
-    tokens before it. A triangular system describes all changes of the chunk; its solution is linear
-    in the state before the chunk.
+    """Run the rule over one part of a prompt.
 
     Args:
         state: [heads, value_dim, key_dim].
         q, k, v: [heads, n, dim].
-        g, beta: [heads, n].
+        g: [heads, n, 1 or key_dim].
+        beta: [heads, n].
 
     Returns:
         [heads, n, value_dim], and the state after the last token.
     """
     outs = []
-    for start in range(0, q.shape[1], CHUNK_TOKENS):
-        rows = slice(start, start + CHUNK_TOKENS)
-        out, state = _run_chunk(state, *(x[:, rows] for x in (q, k, v, g, beta)))
+    for start in range(0, q.shape[1], PASS_TOKENS):
+        rows = slice(start, start + PASS_TOKENS)
+        out, state = _run_chunks(state, *(x[:, rows] for x in (q, k, v, g, beta[..., None])))
         outs.append(out)
     return torch.cat(outs, 1), state
 
 
-def _run_chunk(
+def _run_chunks(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule over at most ``CHUNK_TOKENS`` tokens; see ``_run_chunks``."""
-    sums = g.cumsum(-1)[..., None]  # [heads, n, 1], logarithms of decays
-    is_later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    decay = (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()  # from token j to token i
-    weighted = k * beta[..., None]
-    system = _inverse_of_unit_triangle(((weighted @ k.mT) * decay).tril(-1))
-    changes = system @ (v * beta[..., None] - (weighted * sums.exp()) @ state.mT)
-    out = (q * sums.exp()) @ state.mT + ((q @ k.mT) * decay) @ changes
-    end = sums[:, -1:]
-    state = state * end.exp() + changes.mT @ (k * (end - sums).exp())
-    return out, state
+    """Run the rule over at most ``PASS_TOKENS`` tokens, chunk by chunk; see ``_run_part``.
+
+    Within a chunk, the change that each token makes to the state depends on the changes of the
+    tokens before it. A triangular system describes all changes of the chunk; its solution is linear
+    in the state before the chunk. Only the states depend on earlier chunks, so everything else is
+    computed for all chunks at once.
+
+    Args:
+        beta: [heads, n, 1].
+    """
+    n = q.shape[1]
+    size = min(CHUNK_TOKENS, 1 << (n - 1).bit_length())
+    # Zeros after the last token change no state: they neither decay it nor add to it.
+    padding = (0, 0, 0, -n % size)
+    q, k, v, g, beta = (torch.unflatten(pad(x, padding), 1, (-1, size)) for x in (q, k, v, g, beta))
+    sums = g.cumsum(2)  # [heads, chunks, size, 1 or key_dim], logarithms of decays
+    weighted = k * beta
+    system = _inverse_of_unit_triangle(_decayed_products(weighted, k, sums).tril(-1))
+    own = _decayed_products(q, k, sums)
+    changes = system @ (v * beta)  # as if the state before the chunk were zero
+    reads = system @ (weighted * sums.exp())
+    queries, end = q * sums.exp(), sums[:, :, -1:]
+    keys, kept = k * (end - sums).exp(), end.exp()
+    outs = []
+    for i in range(q.shape[1]):
+        change = changes[:, i] - reads[:, i] @ state.mT
+        outs.append(queries[:, i] @ state.mT + own[:, i] @ change)
+        state = state * kept[:, i] + change.mT @ keys[:, i]
+    return torch.cat(outs, 1)[:, :n], state
+
+
+def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    """Return the products of x of token i and k of each token j up to i, decayed from j to i.
+
+    Args:
+        x, k: [heads, chunks, size, key_dim].
+        sums: [heads, chunks, size, 1 or key_dim], logarithms of the decays from the chunk's begin.
+
+    Returns:
+        [heads, chunks, size, size], zero for j > i.
+    """
+    if sums.shape[-1] == 1:
+        is_later = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool, device=x.device).triu(1)
+        return (x @ k.mT) * (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()
+    # Each channel decays by itself, so the decays are factors of x and k. Within a block, they
+    # begin at the end of its first half. So no exponent is above 0, and nothing overflows.
+    found = (x * k).sum(-1)[..., None, None]  # [heads, chunks, blocks, rows, rows]
+    while (rows := found.shape[-1]) < x.shape[2]:
+        halves = (torch.unflatten(t, 2, (-1, 2, rows)).unbind(3) for t in (x, k, sums))
+        (_, later), (earlier, _), (until, since) = halves
+        middle = until[..., -1:, :]
+        corner = (later * (since - middle).exp()) @ (earlier * (middle - until).exp()).mT
+        first, second = torch.unflatten(found, 2, (-1, 2)).unbind(3)
+        found = _below(first, corner, second)
+    return found[:, :, 0]
 
 
 def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
-    """Return the inverse of I + ``below``; ``below`` [heads, n, n] has non-zero elements only below
-    the diagonal.
+    """Return the inverse of I + ``below``; ``below`` [heads, chunks, n, n] has non-zero elements
+    only below the diagonal, and n is a power of two.
 
     Blocks on the diagonal are inverted, first of one row, then of twice as many rows each time.
     """
-    heads, n, _ = below.shape
-    size = 1 << (n - 1).bit_length()
-    below = torch.nn.functional.pad(below, (0, size - n, 0, size - n))
-    found = below.new_ones(heads, size, 1, 1)  # [heads, blocks, rows, rows]
-    rows = 1
-    while rows < size:
-        first, second = found.view(heads, -1, 2, rows, rows).unbind(2)
-        blocks = below.view(heads, size // (2 * rows), 2, rows, size // (2 * rows), 2, rows)
-        corner = blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-        corner = -(second @ corner @ first)
-        above = torch.cat([first, torch.zeros_like(first)], -1)
-        found = torch.cat([above, torch.cat([corner, second], -1)], -2)
-        rows *= 2
-    return found[:, 0, :n, :n]
+    n = below.shape[-1]
+    found = below.new_ones(*below.shape[:2], n, 1, 1)  # [heads, chunks, blocks, rows, rows]
+    while (rows := found.shape[-1]) < n:
+        first, second = torch.unflatten(found, 2, (-1, 2)).unbind(3)
+        count = n // (2 * rows)
+        blocks = below.reshape(*below.shape[:2], count, 2, rows, count, 2, rows)
+        # [heads, chunks, count, rows, count, rows]: the lower left quarters of all blocks
+        quarters = blocks[:, :, :, 1, :, :, 0]
+        corner = quarters.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
+        found = _below(first, -(second @ corner @ first), second)
+    return found[:, :, 0]
+
+
+def _below(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
+    """Return [..., 2 n, 2 n] with two triangles on its diagonal and ``corner`` below it."""
+    above = torch.cat([first, torch.zeros_like(first)], -1)
+    return torch.cat([above, torch.cat([corner, second], -1)], -2)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dist_aclgraph.planning.step_sizes import SPARE_POSITIONS
-from dist_aclgraph.shapes.rope_spec import RopeSpec
+from dist_aclgraph.shapes.rope_spec import UNROTATED, RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Tensor, float]:
@@ -29,6 +29,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Te
     theta = _dynamic_theta(rope, head_dim, max_len) if rope.kind == "dynamic" else rope.theta
     wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     frequencies = 1.0 / wavelengths
+    if rope.kind == UNROTATED:
+        return torch.zeros_like(frequencies), 1.0
     if rope.kind == "longrope":
         factors = rope.long_factors if max_len > rope.original_len else rope.short_factors
         return 1.0 / (torch.tensor(factors) * wavelengths), _longrope_attention_factor(rope)

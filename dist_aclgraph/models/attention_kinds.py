@@ -6,8 +6,9 @@ import torch
 
 from dist_aclgraph.comm.groups import RankGroups
 from dist_aclgraph.models.attention_kind import AttentionKind, PagedKind
-from dist_aclgraph.models.gated_delta import LinearAttention
+from dist_aclgraph.models.gated_delta import GatedDeltaKind
 from dist_aclgraph.models.gqa import GroupedQuery
+from dist_aclgraph.models.kimi_delta import KimiDelta
 from dist_aclgraph.models.mla import MultiHeadLatent
 from dist_aclgraph.models.sparse_mla import ChosenLatent, SparseLatent
 from dist_aclgraph.shapes.model_spec import LayerKind, ModelSpec
@@ -49,7 +50,8 @@ class AttentionKinds:
         if isinstance(self.paged, SparseLatent):
             self._made["chosen"] = ChosenLatent(self.paged)
         if spec.linear is not None:
-            self._made["linear"] = LinearAttention(spec, groups, device=device, dtype=dtype)
+            delta_kind = KimiDelta if spec.linear.decays_by_channel else GatedDeltaKind
+            self._made["linear"] = delta_kind(spec, groups, device=device, dtype=dtype)
 
     def of(self, layer: int) -> AttentionKind:
         """Return the kind of a layer; an index after the decoder's last layer is allowed."""

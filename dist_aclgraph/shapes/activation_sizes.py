@@ -134,8 +134,11 @@ def _linear(linear: LinearSpec, tp: int) -> int:
     # Inputs of the convolution: as projected, beside the states, and in the order of the requests.
     # Then three tensors for its sum in float32, and the inputs of the rule.
     mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
+    # In float32: decays, their inputs and logarithms, and the inputs of the rule, as received and
+    # scaled or decayed.
+    floats = 8 * width if linear.decays_by_channel else 0
     # Gates of the results, the results, their norm, both beside each other, and their product.
-    return mixed + 6 * width
+    return mixed + 6 * width + FLOAT32_ELEMENTS * floats
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:

@@ -1,5 +1,5 @@
-"""The shape of linear attention with the gated delta rule (Qwen3-Next, Qwen3.5), and the bytes of
-its states.
+"""The shape of linear attention with the gated delta rule (Qwen3-Next, Qwen3.5, Kimi Linear), and
+the bytes of its states.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class LinearSpec:
         conv_width: number of tokens, the token itself included, that the convolution mixes.
         has_grouped_weights: true: a matrix holds the queries, keys, values and gates of one key
             head after another; false: all queries, all keys, and so on.
+        decays_by_channel: true: each channel of a key has its own decay (Kimi Delta Attention);
+            false: each head has one decay.
     """
 
     layers: frozenset[int]
@@ -39,7 +41,8 @@ class LinearSpec:
     key_dim: int
     value_dim: int
     conv_width: int
-    has_grouped_weights: bool
+    has_grouped_weights: bool = False
+    decays_by_channel: bool = False
 
     @property
     def num_channels(self) -> int:
@@ -79,7 +82,9 @@ class LinearSpec:
         _, value_heads = linear_heads_per_rank(self.num_key_heads, self.num_value_heads, tp)
         inputs = (self.conv_width - 1) * (self.num_channels // tp)
         matrices = value_heads * self.value_dim * self.key_dim
-        return inputs * element_bytes + matrices * MATRIX_BYTES[dtype]
+        # CANN's operators have one decay for each head.
+        matrix_bytes = MATRIX_BYTES["float32" if self.decays_by_channel else dtype]
+        return inputs * element_bytes + matrices * matrix_bytes
 
 
 def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
@@ -89,6 +94,8 @@ def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
         ModelError: a key is missing or has an impossible value.
         UnsupportedModelError: the operators do not support the heads.
     """
+    if (kimi := config.part("linear_attn_config")) is not None:
+        return _read_kimi(config, kimi)
     if not config.has("linear_num_value_heads"):
         return None
     linear = LinearSpec(
@@ -111,6 +118,27 @@ def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
             f"{linear.value_dim}; the operators of linear attention take {HEAD_DIM} only"
         )
     return linear
+
+
+def _read_kimi(config: ModelConfig, linear: ModelConfig) -> LinearSpec:
+    """Read the object of Kimi Linear, which counts layers from 1."""
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
+    delta, full = (linear.integers(key) for key in ("kda_layers", "full_attn_layers"))
+    if sorted((*delta, *full)) != list(range(1, num_layers + 1)):
+        raise ModelError(
+            f"{config.path}: kda_layers and full_attn_layers must name each of the layers 1 to "
+            f"{num_layers} once"
+        )
+    heads, dim = linear.integer("num_heads", most=MAX_HEADS), linear.integer("head_dim")
+    return LinearSpec(
+        layers=frozenset(layer - 1 for layer in delta),
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        conv_width=linear.integer("short_conv_kernel_size", least=2, most=MAX_CONV_WIDTH),
+        decays_by_channel=True,
+    )
 
 
 def _linear_layers(config: ModelConfig) -> frozenset[int]:

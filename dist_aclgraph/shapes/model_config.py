@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,18 @@ MAX_EOS_IDS = 1024
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # families whose published checkpoints have one such module, while their config.json has no such key
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
+# families that use other names for usual keys, and the usual names
+KEY_NAMES = {
+    "KimiLinearForCausalLM": {
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "moe_router_activation_func": "scoring_func",
+        "num_expert_group": "n_group",
+        "num_experts": "n_routed_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,8 @@ class ModelConfig:
 
     Attributes:
         path: path of the file, for error messages.
-        raw: the object. In a model with several parts, keys of the text part replace keys at the
-            top.
+        raw: the object, with the usual names of keys. In a model with several parts, keys of the
+            text part replace keys at the top.
         generation: the object of generation_config.json; empty without this file.
     """
 
@@ -207,7 +219,9 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     text = raw.get("text_config")
     shape = {**raw, **text} if isinstance(text, dict) else raw
     shape["architectures"] = raw.get("architectures")
-    return ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
+    config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
+    names = KEY_NAMES.get(config.architecture, {})
+    return replace(config, raw={names.get(key, key): value for key, value in shape.items()})
 
 
 def _is_integer(value: object) -> bool:

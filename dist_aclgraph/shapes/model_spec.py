@@ -110,17 +110,20 @@ class WeightNames:
         prefix: beginning of the names of all tensors of the decoder.
         changes: pairs of a part of a usual name and the part in the checkpoint. All pairs are
             applied, one after another.
+        of_experts: further pairs, for the tensors of routed experts only.
         ignored: beginnings of the names of tensors that belong to other parts of the model, such as
             an encoder of images.
     """
 
     prefix: str = ""
     changes: tuple[tuple[str, str], ...] = ()
+    of_experts: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
         """Return the checkpoint's name of the tensor with a usual name."""
-        for usual, stored in self.changes:
+        of_experts = self.of_experts if ".experts." in name else ()
+        for usual, stored in (*self.changes, *of_experts):
             name = name.replace(usual, stored)
         return self.prefix + name
 

@@ -12,6 +12,7 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import MAX_CONTEXT, ModelConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+UNROTATED = "none"  # kind of an embedding that rotates nothing
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -29,7 +30,7 @@ class RopeSpec:
     """
 
     theta: float
-    kind: str  # one of ROPE_TYPES
+    kind: str  # one of ROPE_TYPES, or UNROTATED
     max_position_embeddings: int
     factor: float = 1.0
     original_max_position_embeddings: int | None = None

@@ -142,6 +142,13 @@ def _attention(spec: ModelSpec, tp: int) -> _Elements:
 def _linear_attention(spec: ModelSpec, linear: LinearSpec, tp: int) -> _Elements:
     hidden, values = spec.hidden_size, linear.num_value_heads // tp
     channels, width = linear.num_channels // tp, values * linear.value_dim
+    if linear.decays_by_channel:
+        # Products of inputs, of beta and of the result. Then the two factors of the products of
+        # decays and of gates; the first factor is not split over ranks.
+        matrices = hidden * (channels + values + width)
+        matrices += (hidden + width) * (linear.key_dim + linear.value_dim)
+        floats = channels * linear.conv_width + values + width
+        return _Elements(matrices, linear.value_dim, floats)
     # Products of inputs, of the gates z, of b and a, and of the result.
     matrices = hidden * (channels + 2 * width + 2 * values)
     floats = channels * linear.conv_width + 2 * values  # convolution, decay and its bias

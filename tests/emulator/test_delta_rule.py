@@ -129,6 +129,59 @@ def test_without_g_nothing_decays():
     assert torch.equal(out, want) and torch.equal(after, state)
 
 
+# A device that does not have the rule of torch_npu's document takes decays of channels.
+CHANNELS = """
+torch.manual_seed(3)
+q, k = (torch.nn.functional.normalize(torch.randn(4, 2, 128), dim=-1).bfloat16() for _ in "qk")
+v, beta = torch.randn(4, 4, 128).bfloat16(), torch.rand(4, 4).bfloat16()
+g, gk = -torch.rand(4, 4), -4 * torch.rand(4, 4, 128)
+states = torch.randn(6, 4, 128, 128).bfloat16()
+
+def call(gk):
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32).npu()
+    after = states.npu()
+    out = torch_npu.npu_recurrent_gated_delta_rule(
+        q.npu(), k.npu(), v.npu(), after, beta=beta.npu(), scale=0.5, g=g.npu(), gk=gk.npu(),
+        actual_seq_lengths=ints(3, 1), ssm_state_indices=ints(1, 2, 3, 5),
+        num_accepted_tokens=ints(2, 1))
+    return out.float().cpu(), after.float().cpu()
+
+def wanted():
+    outs, after = [], states.float()
+    for token, (source, slot) in enumerate([(2, 1), (1, 2), (2, 3), (5, 5)]):
+        state = states[source].float() if token in (0, 3) else state
+        state = state * (g[token, :, None] + gk[token]).exp()[:, None, :]
+        keys, queries = (x[token].float().repeat_interleave(2, 0)[..., None] for x in (k, q))
+        error = v[token].float() - (state @ keys)[..., 0]
+        state = state + (error * beta[token, :, None].float())[..., None] @ keys.mT
+        outs.append(0.5 * (state @ queries)[..., 0])
+        after[slot] = state
+    return torch.stack(outs), after
+
+for found, want in zip(call(gk), wanted()):
+    torch.testing.assert_close(found, want, atol=1e-2, rtol=2e-2)
+for rule, wrong in [("gk must be [4, 4, 128]", gk[..., :64]), ("gk must be float32", gk.half())]:
+    try:
+        call(wrong)
+    except RuntimeError as error:
+        assert rule in str(error), error
+        print("REFUSED")
+try:
+    call(-gk)
+except RuntimeError:
+    print("STOPPED")
+os._exit(0)  # the device is stopped
+"""
+
+
+def test_decays_of_channels(run_script):
+    status, output = run_script(CHANNELS, admit="gk+is+not+supported")
+
+    assert status == 0 and output.count("REFUSED") == 2, output
+    assert RECURRENT + "gk has an element above 0" in output and "STOPPED" in output, output
+
+
 def test_the_functional_form_leaves_its_states_unchanged():
     inputs, states = on_device(make_inputs(3)), make_states(4)
     at = {
@@ -189,7 +242,7 @@ def test_strided_inputs():
         ("T is 4, but state has only 3 slots", {"state": make_states(3)}),
         ("state must be [slots, Nv, Dv, Dk]", {"state": make_states(6)[:, :, :64].contiguous()}),
         ("state must be contiguous", {"state": make_states(6).npu().mT}),
-        ("gk is not emulated", {"gk": torch.zeros(4, 4, DIM)}),
+        ("gk is not supported yet, pass None", {"gk": torch.zeros(4, 4, DIM)}),
         ("Dk is 512, at most 256", {"query": torch.zeros(4, 2, 512).bfloat16(),
                                     "key": torch.zeros(4, 2, 512).bfloat16(),
                                     "state": torch.zeros(6, 4, DIM, 512).bfloat16()}),

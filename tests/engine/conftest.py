@@ -7,6 +7,8 @@ import pytest
 
 from tests.checkpoints import add_next_token_module, make_reference
 
+NUM_GUESSABLE = 5  # number of tokens of a model whose drafts are often right
+
 
 @pytest.fixture(scope="session")
 def checkpoint(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,5 +29,22 @@ def hybrid(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with linear and full attention, and a next-token module."""
     directory = tmp_path_factory.mktemp("hybrid")
     make_reference("Qwen3NextForCausalLM", directory)
+    add_next_token_module(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with decays of channels, and with latent attention in the other layers."""
+    directory = tmp_path_factory.mktemp("kimi-linear")
+    make_reference("KimiLinearForCausalLM", directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def guessable(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of few tokens, so that a module with random weights often guesses right."""
+    directory = tmp_path_factory.mktemp("guessable")
+    make_reference("Qwen3NextForCausalLM", directory, vocab_size=NUM_GUESSABLE)
     add_next_token_module(directory)
     return directory

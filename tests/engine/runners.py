@@ -81,12 +81,15 @@ def make_runner(
 
 
 def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
-    """Decide a step if possible, and apply the oldest result, as an engine does."""
+    """Decide a step if possible, and apply the oldest result, as an engine does. No logits may be
+    NaN or infinite.
+    """
     plan, results = scheduler.schedule(), list[StepResult]()
     if plan is not None:
         runner.launch(plan.for_rank(0), 0, results.append)
     elif runner.is_busy:
         results.append(runner.finish())
+    assert not any(result.non_finite for result in results), "a request read what nobody wrote"
     return scheduler.update(results)
 
 
@@ -146,7 +149,7 @@ class Sequences:
         plan = RankPlan(1, self._step, 1, graph, 1, RankBatch(b""), self.exchange, largest)
         return self._runner.execute(plan, 1)
 
-    def step(self, graph: BatchDescriptor | None, records: list[int], **batch: Any) -> None:
+    def step(self, graph: BatchDescriptor | None, records: list[int], **batch: Any) -> StepResult:
         self._step += 1
         own = RankBatch(pack_ints(records), **batch)
         largest = size_of((own, *self.beside))
@@ -157,3 +160,4 @@ class Sequences:
         for row, token in zip(sampled, unpack_ints(result.token_ids), strict=True):
             self.tokens[row].append(int(token))
             self.new[row].append(int(token))
+        return result

@@ -27,14 +27,15 @@ from dist_aclgraph.layers.state_metadata import (
 )
 from dist_aclgraph.models.attention_kind import CacheRoom
 from dist_aclgraph.models.checkpoint import Checkpoint
-from dist_aclgraph.models.gated_delta import GatedDeltaAttention, LinearAttention
+from dist_aclgraph.models.gated_delta import GatedDeltaAttention, GatedDeltaKind
+from dist_aclgraph.models.kimi_delta import KimiDelta, KimiDeltaAttention
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.linear_spec import LinearSpec
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, DIM, WIDTH = 64, 2, 4, 128, 4
-FAMILIES = ("qwen3_next", "qwen3_5")
+FAMILIES = ("qwen3_next", "qwen3_5", "kimi_linear")
 NO_ROPE = (torch.empty(0), torch.empty(0))
 
 
@@ -65,27 +66,51 @@ def make_oracle(family: str, a_log: float | None = None) -> Any:
         "linear_conv_kernel_dim": WIDTH,
     }
     torch.manual_seed(7)
-    if family == "qwen3_next":
+    if family == "kimi_linear":
+        layer = make_kimi_layer()
+    elif family == "qwen3_next":
         layer = Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(**sizes), 0)
     else:
         layer = Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(**sizes), 0)
     layer.requires_grad_(False)
-    layer.norm.weight.uniform_(0.5, 1.5)
-    layer.dt_bias.normal_(0, 0.5)
-    if a_log is not None:
-        layer.A_log.fill_(a_log)
+    for name, weight in layer.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.uniform_(0.5, 1.5)
+        elif name.endswith("dt_bias"):
+            weight.normal_(0, 0.5)
+        elif name.endswith("A_log") and a_log is not None:
+            weight.fill_(a_log)
     return layer.eval()
 
 
+def make_kimi_layer() -> Any:
+    import transformers
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    config = transformers.KimiLinearConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=4,
+        linear_num_heads=VALUE_HEADS,
+        linear_head_dim=DIM,
+        linear_conv_kernel_dim=WIDTH,
+        rms_norm_eps=1e-6,
+    )
+    layer = KimiLinearDeltaAttention(config, 0)
+    torch.nn.init.normal_(layer.forget_gate.A_log, 0.0, 0.5)
+    return layer
+
+
 def make_spec(family: str) -> ModelSpec:
+    is_kimi = family == "kimi_linear"
     linear = LinearSpec(
         layers=frozenset({0}),
-        num_key_heads=KEY_HEADS,
+        num_key_heads=VALUE_HEADS if is_kimi else KEY_HEADS,
         num_value_heads=VALUE_HEADS,
         key_dim=DIM,
         value_dim=DIM,
         conv_width=WIDTH,
         has_grouped_weights=family == "qwen3_next",
+        decays_by_channel=is_kimi,
     )
     return ModelSpec(
         architecture=family,
@@ -107,8 +132,22 @@ def make_spec(family: str) -> ModelSpec:
     )
 
 
+def kind_of(
+    family: str, groups: RankGroups, *, device: torch.device, dtype: torch.dtype
+) -> GatedDeltaKind | KimiDelta:
+    kind = KimiDelta if family == "kimi_linear" else GatedDeltaKind
+    return kind(make_spec(family), groups, device=device, dtype=dtype)
+
+
 def save_layer(layer: Any, directory: Path) -> Path:
-    names = {f"model.layers.0.linear_attn.{k}": v for k, v in layer.state_dict().items()}
+    """Write the weights under their published names."""
+    weights, prefix = layer.state_dict(), "linear_attn."
+    if hasattr(layer, "forget_gate"):
+        prefix = "self_attn."
+        parts = weights.pop("conv1d.weight").chunk(3)
+        weights |= {f"{x}_conv1d.weight": part for x, part in zip("qkv", parts, strict=True)}
+        weights = {k.removeprefix("forget_gate."): v for k, v in weights.items()}
+    names = {f"model.layers.0.{prefix}{k}": v for k, v in weights.items()}
     save_file({k: v.contiguous() for k, v in names.items()}, directory / "model.safetensors")
     return directory
 
@@ -141,13 +180,11 @@ class StateLayer:
     dtype: torch.dtype = torch.float32
     group: CommGroup = ALONE
     num_slots: int = 24
-    layer: GatedDeltaAttention = field(init=False)
+    layer: GatedDeltaAttention | KimiDeltaAttention = field(init=False)
 
     def __post_init__(self) -> None:
         groups = RankGroups(self.group, ALONE)
-        kind = LinearAttention(
-            make_spec(self.family), groups, device=self.npu.device, dtype=self.dtype
-        )
+        kind = kind_of(self.family, groups, device=self.npu.device, dtype=self.dtype)
         checkpoint = Checkpoint(self.directory, self.dtype)
         slices = WeightSlices(checkpoint, self.group, self.npu.device, ExpertSetup(ONE_RANK))
         with torch.inference_mode():

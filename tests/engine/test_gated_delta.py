@@ -17,7 +17,6 @@ from dist_aclgraph.graphs.recording import Recording
 from dist_aclgraph.kv.cache_spec import DTYPE_BYTES
 from dist_aclgraph.layers.state_metadata import DirectLayout, DirectStates, StateMetadata
 from dist_aclgraph.models.attention_kind import CacheRoom
-from dist_aclgraph.models.gated_delta import LinearAttention
 from tests.engine.state_rows import (
     FAMILIES,
     HIDDEN,
@@ -26,6 +25,7 @@ from tests.engine.state_rows import (
     Prompt,
     StateLayer,
     Unsummed,
+    kind_of,
     make_oracle,
     make_spec,
     save_layer,
@@ -175,11 +175,12 @@ def test_a_prompt_may_end_in_a_window_of_drafts(layer: StateLayer, oracle: Any) 
     assert_close(layer, found, expected(oracle, rows)[6:])
 
 
+@pytest.mark.parametrize("family", FAMILIES[1:])
 @pytest.mark.parametrize("a_log", [4.0, -8.0], ids=["forgets", "keeps"])
-def test_extreme_decays(npu: Npu, tmp_path: Path, a_log: float) -> None:
-    oracle, rows = make_oracle("qwen3_5", a_log), hidden(80)
+def test_extreme_decays(npu: Npu, tmp_path: Path, a_log: float, family: str) -> None:
+    oracle, rows = make_oracle(family, a_log), hidden(80)
     for dtype in (FLOAT32, BFLOAT16):
-        layer = StateLayer(npu, save_layer(oracle, tmp_path), "qwen3_5", dtype)
+        layer = StateLayer(npu, save_layer(oracle, tmp_path), family, dtype)
 
         found = run_prompt(layer, rows[:70], [33], slot=1)
         found = torch.cat([found, *layer.run([Direct(rows[70:78], range(1, 9))])])
@@ -202,12 +203,12 @@ def test_two_ranks_add_up_to_one(npu: Npu, directory: Path, family: str, oracle:
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)
-def test_the_bytes_of_a_slot_are_computed_from_the_shape(npu: Npu, name: str) -> None:
-    spec = make_spec("qwen3_5")
+def test_the_bytes_of_a_slot_are_computed_from_the_shape(npu: Npu, name: str, family: str) -> None:
+    spec = make_spec(family)
     for tp in (1, 2):
         groups, dtype = RankGroups(Unsummed(tuple(range(tp)), 0), ALONE), TORCH_DTYPES[name]
 
-        kind = LinearAttention(spec, groups, device=npu.device, dtype=dtype)
+        kind = kind_of(family, groups, device=npu.device, dtype=dtype)
         states = kind.make_cache(CacheRoom(0, 0, dtype, num_slots=5)).states
 
         assert spec.linear is not None

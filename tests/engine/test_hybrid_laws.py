@@ -1,5 +1,6 @@
 """Laws of models with recurrent state: neither graphs, drafts, shared prefixes, preemptions nor
-undone steps change a token, whatever the order of requests.
+undone steps change a token, whatever the order of requests. And no step reads a slot that its
+request has not written.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.kv.checkpoints import Checkpoints
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.scheduler.scheduler import Scheduler
-from tests.checkpoints import add_next_token_module, make_prompts, make_reference
+from tests.checkpoints import make_prompts
+from tests.engine.conftest import NUM_GUESSABLE
 from tests.engine.runners import FLOAT32, make_runner
+from tests.engine.stale_slots import poison_stale_slots
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, Arrival, run
 from tests.laws import examples
 from tests.plans import make_plan
 from tests.slow import slow
 
 PREFIX = make_prompts([96])[0]
-NUM_GUESSABLE = 5
 PLANS = {
     "FULL_DECODE_ONLY": make_plan(1, 2, 4, 6, max_num_seqs=MAX_SEQS),
     "PIECEWISE": make_plan(4, 16, 40, mode="PIECEWISE", max_num_seqs=MAX_SEQS),
@@ -54,7 +56,9 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 
 
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
-    """Return a function that undoes the steps in flight when it is called at these turns."""
+    """Return a function that poisons stale slots, and that undoes the steps in flight when it is
+    called at these turns.
+    """
     number = -1
 
     def after_turn(scheduler: Scheduler) -> None:
@@ -63,6 +67,7 @@ def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
         if number in turns:
             runner.forget_steps()
             scheduler.rewind(scheduler.epoch + 1)
+        poison_stale_slots(runner, scheduler)
 
     return after_turn
 
@@ -103,24 +108,24 @@ def assert_equal(found: dict[str, list[int]], expected: dict[str, list[int]], na
         assert tokens == expected[index][: len(tokens)], name
 
 
-@pytest.fixture(scope="module")
-def runners(npu: Any, hybrid: Path, eager: ModelRunner) -> Runners:
-    captured = {mode: (capture(npu, hybrid, plan, 0), plan) for mode, plan in PLANS.items()}
-    return {"NONE": (eager, EAGER), **captured}
+@pytest.fixture(scope="module", params=["hybrid", slow("kimi_linear")])
+def runners(npu: Any, request: pytest.FixtureRequest) -> Runners:
+    directory = request.getfixturevalue(request.param)
+    plans = {"NONE": EAGER, **PLANS}
+    return {mode: (capture(npu, directory, plan, 0), plan) for mode, plan in plans.items()}
 
 
 @examples(30)
 @given(arrivals, st.integers(12, 40), st.integers(0, 6), st.integers(1, 2), undone)
 def test_every_mode_gives_the_tokens_of_requests_alone(
     runners: Runners,
-    eager: ModelRunner,
     arrivals: list[Arrival],
     num_blocks: int,
     num_checkpoints: int,
     interval: int,
     undone: set[int],
 ) -> None:
-    expected = cold(eager, arrivals)
+    expected = cold(runners["NONE"][0], arrivals)
 
     for mode, (runner, plan) in runners.items():
         kept = Checkpoints(num_checkpoints, interval)
@@ -171,6 +176,7 @@ def test_accepted_and_rejected_drafts_change_no_token(
             turns += 1
             for request in scheduler.running:
                 set_drafts(runner, scheduler, request, expected, min(k, right[turns % len(right)]))
+            poison_stale_slots(runner, scheduler)
 
         found, scheduler = run(
             runner, plan, arrivals, num_blocks, k,
@@ -197,15 +203,6 @@ def set_drafts(
     for place in range(drafts.shape[1]):
         token = coming[place] if place < min(num_right, len(coming)) else 502
         drafts[request.row, place] = token
-
-
-@pytest.fixture(scope="session")
-def guessable(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of few tokens, so that a module with random weights often guesses right."""
-    directory = tmp_path_factory.mktemp("guessable")
-    make_reference("Qwen3NextForCausalLM", directory, vocab_size=NUM_GUESSABLE)
-    add_next_token_module(directory)
-    return directory
 
 
 def guessable_of(arrivals: list[Arrival]) -> list[Arrival]:

@@ -30,7 +30,7 @@ from tests.checkpoints import make_reference
 from tests.engine.runners import make_runner
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
-NEWER = ("Glm4Moe", "MiniMaxM2", "GptOss")
+NEWER = ("Glm4Moe", "MiniMaxM2", "GptOss", "KimiLinear")
 MAX_LEN = 128
 STEP_BUFFERS = ("step buffers", "token counts")
 
@@ -108,6 +108,7 @@ def checkpoints(npu: Npu, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ("MiniMaxM2", 4, 1),
         ("GptOss", 2, 1),
         ("GptOss", 1, 4),
+        ("KimiLinear", 2, 4),
         ("tiny-deepseek", 2, 4),
     ],
 )
@@ -126,7 +127,13 @@ def test_a_rank_holds_the_weights_that_were_computed(
 
 @pytest.mark.parametrize(
     ("name", "num_drafts"),
-    [("Qwen3", 0), ("DeepseekV3", 0), ("tiny-deepseek", 1), ("tiny-deepseek", 3)],
+    [
+        ("Qwen3", 0),
+        ("DeepseekV3", 0),
+        ("KimiLinear", 0),
+        ("tiny-deepseek", 1),
+        ("tiny-deepseek", 3),
+    ],
 )
 def test_a_rank_holds_the_caches_and_step_buffers_that_were_computed(
     npu: Npu, checkpoints: dict[str, Path], name: str, num_drafts: int

@@ -24,6 +24,7 @@ from tests.slow import slow
 
 GLM, MINIMAX, GPT_OSS = "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "GptOssForCausalLM"
 QWEN_NEXT, QWEN_MOE = "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"
+KIMI_LINEAR = "KimiLinearForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,9 @@ QWEN_NEXT, QWEN_MOE = "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"
         slow(GPT_OSS, {"tp": 2, "ep": 2}),
         slow(QWEN_NEXT, {"tp": 2, "ep": 2}),
         slow(QWEN_MOE, {"dp": 2, "ep": 2}),
+        (KIMI_LINEAR, {"tp": 2, "ep": 2}),
+        slow(KIMI_LINEAR, {"tp": 4}),
+        slow(KIMI_LINEAR, {"dp": 2, "ep": 2}),
     ],
 )
 def test_layouts_change_no_token(
@@ -59,6 +63,8 @@ def test_layouts_change_no_token(
         slow(GLM, "PIECEWISE", 1),
         slow(MINIMAX, "FULL", 2),
         (QWEN_NEXT, "FULL_AND_PIECEWISE", 1),
+        slow(KIMI_LINEAR, "FULL_AND_PIECEWISE", 2),
+        slow(KIMI_LINEAR, "PIECEWISE", 1),
     ],
 )
 def test_prompts_in_chunks_change_no_token(
@@ -98,7 +104,13 @@ def test_drafts_of_glm_change_no_token(
 
 @pytest.mark.parametrize(
     ("architecture", "num_drafts"),
-    [(QWEN_NEXT, 1), slow(QWEN_NEXT, 0), slow(QWEN_MOE, 3), slow("Qwen3_5ForCausalLM", 2)],
+    [
+        (QWEN_NEXT, 1),
+        slow(QWEN_NEXT, 0),
+        slow(QWEN_MOE, 3),
+        slow("Qwen3_5ForCausalLM", 2),
+        (KIMI_LINEAR, 0),
+    ],
 )
 def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     npu: Any, tmp_path: Path, architecture: str, num_drafts: int
@@ -107,7 +119,8 @@ def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     documents do not allow.
     """
     make_reference(architecture, tmp_path)
-    add_next_token_module(tmp_path)
+    if num_drafts:
+        add_next_token_module(tmp_path)
     prompts, found = make_prompts((1, 3, 40, 65)), []
     # Graphs of decode batches only: they need no padding here, and padded batches may round in
     # another way.

@@ -11,7 +11,7 @@ from pathlib import Path
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
 from dist_aclgraph.shapes.families.glm import read_glm4_moe
 from dist_aclgraph.shapes.families.gpt_oss import read_gpt_oss
-from dist_aclgraph.shapes.families.kimi import read_kimi_k25
+from dist_aclgraph.shapes.families.kimi import read_kimi_k25, read_kimi_linear
 from dist_aclgraph.shapes.families.llama import read_llama
 from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
@@ -30,6 +30,7 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "KimiK25ForConditionalGeneration": read_kimi_k25,
+    "KimiLinearForCausalLM": read_kimi_linear,
     "Glm4MoeForCausalLM": read_glm4_moe,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "GptOssForCausalLM": read_gpt_oss,

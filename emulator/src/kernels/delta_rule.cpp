@@ -4,6 +4,17 @@
 namespace emu::kernels {
 namespace {
 
+// Multiplies the columns of a state by exp(gk).
+void decay_columns(float *state, int64_t key_dim, int64_t value_dim, const float *gk) {
+  static thread_local Scratch room;
+  float *decays = room.of(key_dim);
+  for (int64_t i = 0; i < key_dim; i++)
+    decays[i] = fast_exp(gk[i]);
+  for (int64_t row = 0; row < value_dim; row++)
+    for (int64_t i = 0; i < key_dim; i++)
+      state[row * key_dim + i] *= decays[i];
+}
+
 // Updates the state of one head with one token, and writes its result to `out`.
 void step(float *state, int64_t key_dim, int64_t value_dim, const float *q, const float *k,
           const float *v, float decay, float beta, float scale, float *out) {
@@ -35,6 +46,8 @@ void delta_rule(const DeltaRule &r, const DeltaRequest &request) {
       const float *q = as_floats(r.q, key_at, r.key_dim, q_room.of(r.key_dim));
       const float *k = as_floats(r.k, key_at, r.key_dim, k_room.of(r.key_dim));
       const float *v = as_floats(r.v, row * r.value_dim, r.value_dim, v_room.of(r.value_dim));
+      if (r.gk)
+        decay_columns(state, r.key_dim, r.value_dim, r.gk + row * r.key_dim);
       step(state, r.key_dim, r.value_dim, q, k, v, r.g ? fast_exp(r.g[row]) : 1,
            element(r.beta, row), r.scale, result);
       store_floats(result, r.out, row * r.value_dim, r.value_dim);

@@ -11,7 +11,7 @@ namespace {
 // The arguments that both operators have.
 struct DeltaTensors {
   Tensor query, key, value, beta, state, lengths;
-  OptTensor g;
+  OptTensor g, gk;
   Tensor out;
 
   int64_t tokens() const { return query.size(0); }
@@ -34,6 +34,7 @@ void check_types(const DeltaTensors &d, const char *state) {
                 "actual_seq_lengths must be int32 with one dimension, got ",
                 d.lengths.scalar_type(), " ", d.lengths.sizes());
   refuse_unless(!d.g || d.g->scalar_type() == at::kFloat, "g must be float32");
+  refuse_unless(!d.gk || d.gk->scalar_type() == at::kFloat, "gk must be float32");
 }
 
 void check_shapes(const DeltaTensors &d, const char *state) {
@@ -53,6 +54,9 @@ void check_shapes(const DeltaTensors &d, const char *state) {
   refuse_unless(d.beta.sizes() == gates, "beta must be [", tokens, ", ", heads, "], got ",
                 d.beta.sizes());
   refuse_unless(!d.g || d.g->sizes() == gates, "g must be [", tokens, ", ", heads, "]");
+  std::vector<int64_t> channels = {tokens, heads, d.query.size(2)};
+  refuse_unless(!d.gk || d.gk->sizes() == channels, "gk must be [", tokens, ", ", heads, ", ",
+                channels[2], "]");
   refuse_unless(d.state.sizes().slice(1) == sizes, state, " must be [slots, Nv, Dv, Dk] = [.., ",
                 sizes[0], ", ", sizes[1], ", ", sizes[2], "], got ", d.state.sizes());
   require_contiguous(state, d.state);
@@ -67,13 +71,12 @@ struct BoundRule {
   BoundRule(const DeltaTensors &d, float scale, const Tensor &written) {
     for (const Tensor &t : {d.query, d.key, d.value, d.beta})
       dense.push_back(t.contiguous());
-    if (d.g)
-      dense.push_back(d.g->contiguous());
+    rule.g = decays("g", d.g);
+    rule.gk = decays("gk", d.gk);
     rule.q = data_of(dense[0]);
     rule.k = data_of(dense[1]);
     rule.v = data_of(dense[2]);
     rule.beta = data_of(dense[3]);
-    rule.g = d.g ? dense[4].data_ptr<float>() : nullptr;
     rule.out = data_of(d.out);
     rule.read = data_of(d.state);
     rule.written = data_of(written);
@@ -82,8 +85,15 @@ struct BoundRule {
     rule.key_dim = d.query.size(2);
     rule.value_dim = d.value.size(2);
     rule.scale = scale;
-    if (rule.g && settings().strict)
-      TORCH_CHECK(!dense[4].gt(0).any().item<bool>(), "g has an element above 0");
+  }
+
+  const float *decays(const char *what, const OptTensor &logs) {
+    if (!logs)
+      return nullptr;
+    dense.push_back(logs->contiguous());
+    if (settings().strict)
+      TORCH_CHECK(!dense.back().gt(0).any().item<bool>(), what, " has an element above 0");
+    return dense.back().data_ptr<float>();
   }
 };
 
@@ -119,14 +129,15 @@ void check_slots(const int32_t *slots, int64_t request, int64_t start, int64_t c
 
 // Rules: document npu_recurrent_gated_delta_rule, and aclnnRecurrentGatedDeltaRule for what it
 // leaves open: num_accepted_tokens is required, T is at most the number of slots. CANN does not
-// check the values of tensors; the emulator does.
+// check the values of tensors; the emulator does. torch_npu's document of 2.13 says that gk is not
+// supported yet; the newest document of aclnnRecurrentGatedDeltaRule describes it.
 OP(aclnnRecurrentGatedDeltaRule,
    [](Tensor query, Tensor key, Tensor value, Tensor beta, Tensor state, Tensor lengths,
       Tensor slots, OptTensor g, OptTensor gk, OptTensor accepted, float scale,
       Tensor out) -> TimedTask {
      constexpr int64_t kLongest = 8, kMost = 256;
-     DeltaTensors d{query, key, value, beta, state, lengths, g, out};
-     refuse_unless(!gk, "gk is not emulated");
+     DeltaTensors d{query, key, value, beta, state, lengths, g, gk, out};
+     demand(!gk, "gk is not supported yet, pass None");
      check_types(d, "state");
      check_shapes(d, "state");
      int64_t tokens = d.tokens(), requests = d.requests(), limit = state.size(0);
@@ -172,7 +183,7 @@ OP(aclnnChunkGatedDeltaRule,
    [](Tensor query, Tensor key, Tensor value, Tensor beta, Tensor initial, Tensor lengths,
       OptTensor g, float scale, Tensor out, Tensor final) -> TimedTask {
      constexpr int64_t kMostHeads = 64, kDim = 128;
-     DeltaTensors d{query, key, value, beta, initial, lengths, g, out};
+     DeltaTensors d{query, key, value, beta, initial, lengths, g, OptTensor(), out};
      check_types(d, "initial_state");
      check_shapes(d, "initial_state");
      int64_t tokens = d.tokens(), requests = d.requests();

@@ -71,6 +71,51 @@ def test_layers_of_gpt_oss_alternate_unless_config_json_lists_them(tmp_path: Pat
     assert without.window is None
 
 
+def test_kimi_linear_as_published() -> None:
+    spec = read_model_spec(SHAPES / "kimi-linear-48b-a3b")
+
+    assert spec.linear is not None and spec.latent is not None
+    assert [i for i in range(27) if spec.kind_of(i) == "latent"] == [3, 7, 11, 15, 19, 23, 26]
+    assert (spec.linear.num_value_heads, spec.linear.decays_by_channel) == (32, True)
+    assert (spec.latent.q_rank, spec.rope.kind, spec.context_len) == (None, "none", 1 << 20)
+    assert spec.num_draft_layers == 0
+    assert spec.experts == ExpertSpec(
+        num_experts=256, top_k=8, width=1024, renormalizes=True, layers=frozenset(range(1, 27)),
+        scoring="sigmoid", group_score="top2", scaling=2.446, num_shared=1, has_bias=True,
+    )  # fmt: skip
+
+
+def test_names_of_kimi_linear() -> None:
+    names = read_model_spec(SHAPES / "kimi-linear-48b-a3b").names
+    stored = [
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.1.block_sparse_moe.gate.weight",
+        "model.layers.1.block_sparse_moe.shared_experts.up_proj.weight",
+        "model.layers.1.block_sparse_moe.experts.7.w2.weight",
+    ]
+    usual = [name.replace("block_sparse_moe", "mlp").replace("w2", "down_proj") for name in stored]
+
+    assert [names.stored(name) for name in usual] == stored
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (ModelError, "kda_layers and full_attn_layers must name each of the layers 1 to 27 once",
+         {"linear_attn_config": {"kda_layers": list(range(27)), "full_attn_layers": []}}),
+        (UnsupportedModelError, "mla_use_nope is not true", {"mla_use_nope": False}),
+        (UnsupportedModelError, "linear_attn_config is missing", {"linear_attn_config": None}),
+        (UnsupportedModelError, "experts chosen by softmax scores",
+         {"moe_router_activation_func": "softmax"}),
+    ],
+)  # fmt: skip
+def test_variants_of_kimi_linear_are_refused(
+    tmp_path: Path, error: type[Exception], message: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=message):
+        read(tmp_path, "kimi-linear-48b-a3b", **changes)
+
+
 def test_kimi_k2_is_a_deepseek_v3() -> None:
     spec = read_model_spec(SHAPES / "kimi-k2")
 

@@ -49,7 +49,8 @@ def test_qwen3_has_235_billion_parameters() -> None:
     [("glm-4.5", 355, 0.015), ("glm-4.5-air", 106, 0.015), ("minimax-m2", 230, 0.015),
      ("kimi-k2", 1040, 0.015), ("qwen3-next-80b-a3b", 80, 0.015),
      ("qwen3.5-397b-a17b", 397, 0.015), ("glm-5", 744, 0.015), ("deepseek-v3.2", 671, 0.015),
-     ("gpt-oss-120b", 116.83, 5e-5), ("gpt-oss-20b", 20.91, 3e-4)],
+     ("gpt-oss-120b", 116.83, 5e-5), ("gpt-oss-20b", 20.91, 3e-4),
+     ("kimi-linear-48b-a3b", 48, 0.025)],
 )  # fmt: skip
 def test_other_families_have_the_published_numbers_of_parameters(
     shape: str, billions: float, tolerance: float

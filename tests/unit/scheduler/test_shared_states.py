@@ -1,0 +1,125 @@
+"""Prefixes of a model with recurrent state: they need their blocks and a checkpoint, and neither
+alone is enough. The fake worker checks that each request starts from the state of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from dist_aclgraph.config import SchedulerConfig
+from dist_aclgraph.kv.block_pool import BlockPool
+from dist_aclgraph.kv.checkpoints import Checkpoints
+from dist_aclgraph.planning.dispatcher import GraphDispatcher
+from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.scheduler.prefixes import Prefixes
+from dist_aclgraph.scheduler.scheduler import Scheduler
+from tests.plans import make_plan
+from tests.unit.scheduler.fake_worker import FakeWorker
+from tests.unit.scheduler.requests import submit
+
+BLOCK = 4
+PROMPT = list(range(100, 113))  # three full blocks before its last token
+
+
+class Group:
+    """A scheduler and its fake worker, for one request after another or for several at once."""
+
+    def __init__(self, num_checkpoints: int, *, interval: int = 1, num_blocks: int = 40) -> None:
+        self.checkpoints = Checkpoints(num_checkpoints, interval)
+        self.pool = BlockPool(num_blocks, BLOCK, checkpoints=self.checkpoints)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32),
+            [self.pool],
+            GraphDispatcher(make_plan(1, 2)),
+            max_model_len=64,
+        )
+        self.cached: dict[str, int] = {}  # by request: tokens that it took from the cache
+        self._worker = FakeWorker(num_blocks, BLOCK, has_state=True)
+
+    def submit(self, name: str, prompt: Sequence[int], count: int = 1, salt: str = "") -> None:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        self.scheduler.add(submit(name, prompt, params, cache_salt=salt))
+
+    def turn(self) -> None:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        for output in self.scheduler.update([self._worker.execute(plan.for_rank(0))]):
+            if output.num_cached_tokens is not None:
+                self.cached.setdefault(output.request_id, output.num_cached_tokens)
+
+    def abort_devices(self) -> None:
+        """All running requests wait again, and start from their checkpoints."""
+        self._worker.resume(0)
+        self.scheduler.rewind(self.scheduler.epoch + 1)
+
+    def serve(self, name: str, prompt: Sequence[int], salt: str = "") -> int:
+        """Run a request to its end; return the number of tokens that it took from the cache."""
+        self.submit(name, prompt, salt=salt)
+        while self.scheduler.has_work:
+            self.turn()
+        return self.cached[name]
+
+
+def test_states_are_shared_only_by_requests_with_the_same_salt() -> None:
+    group = Group(num_checkpoints=12)
+    salts = ["x", "y", "", "x", ""]
+
+    found = [group.serve(str(i), PROMPT, salt) for i, salt in enumerate(salts)]
+
+    assert found == [0, 0, 0, 12, 12]
+
+
+def test_blocks_without_a_checkpoint_are_not_shared() -> None:
+    group = Group(num_checkpoints=1)
+    group.serve("donor", PROMPT)
+    assert group.serve("hit", [*PROMPT, 1]) == 12
+    group.serve("other", [*range(5)])  # takes the only checkpoint
+
+    assert group.pool.num_cached >= 4, "the blocks are there"
+    assert group.serve("late", PROMPT) == 0
+
+
+def test_a_prefix_ends_at_the_last_checkpoint_that_is_left() -> None:
+    group = Group(num_checkpoints=2, interval=2)
+    group.serve("donor", PROMPT)  # checkpoints after 8 and after 12 tokens
+    group.serve("other", [*range(5)])  # takes the older one of them
+
+    assert group.serve("long", PROMPT) == 12
+    assert group.serve("short", [*PROMPT[:8], 1, 2]) == 0
+
+
+def test_a_checkpoint_without_all_of_its_blocks_is_not_used() -> None:
+    """The first block of a prefix was evicted, and the last block is still there."""
+    group = Group(num_checkpoints=2, num_blocks=5)
+    pool, request = group.pool, submit("r", PROMPT[:9], SamplingParams())
+    prefixes = Prefixes(pool)
+    prefixes.match(request)  # computes the hashes of two blocks
+    for block, block_hash in zip(pool.allocate(2), request.hashes, strict=True):
+        pool.store(block, block_hash)
+        pool.free([block])  # the first block is the first one to be evicted
+    group.checkpoints.begin(request.hashes[1])
+    group.checkpoints.store(request.hashes[1])
+    assert len(prefixes.match(request)) == 2
+
+    pool.allocate(3)
+
+    assert group.checkpoints.longest(request.hashes) == 2, "the checkpoint is there"
+    assert prefixes.match(request) == []
+
+
+@pytest.mark.parametrize("donor", ["has ended", "runs", "was preempted"])
+def test_a_prefix_is_shared_whatever_its_donor_does(donor: str) -> None:
+    group = Group(num_checkpoints=8)
+    group.submit("donor", PROMPT, count=1 if donor == "has ended" else 9)
+    for _ in range(5):
+        if group.scheduler.has_work:
+            group.turn()
+    if donor == "was preempted":
+        group.abort_devices()
+    group.submit("heir", [*PROMPT, 1], count=3)
+    while group.scheduler.has_work:
+        group.turn()
+
+    assert group.cached == {"donor": 0, "heir": 12}
