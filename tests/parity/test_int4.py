@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_prompts, make_reference
-from tests.deployments import greedy_params, make_deployment_config
+from tests.checkpoints import make_reference
 from tests.int4_checkpoints import (
     EXPERTS_ONLY,
     bytes_each,
@@ -18,30 +17,14 @@ from tests.int4_checkpoints import (
     pairs_of_outputs,
     rewrite,
 )
-from tests.lockstep import lockstep
+from tests.parity.test_int8 import generate as generate_in
 from tests.slow import slow
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "moe_intermediate_size": 128}
 
 
-def generate(
-    directory: Path, parallel: dict[str, int], mode: str = "FULL_DECODE_ONLY"
-) -> list[list[int]]:
-    config = make_deployment_config(
-        directory,
-        dtype="bfloat16",
-        parallel=parallel,
-        graph={"mode": mode},
-        device={"emulator": {"strict": True}},
-    )
-    with lockstep(config) as group:
-        # The requests run one after another, because float products may be rounded differently in
-        # batches of another size.
-        answers = [
-            group.generate([prompt], greedy_params(8), f"alone{i}")[0]
-            for i, prompt in enumerate(make_prompts([5, 150]))
-        ]
-    return [answer.tokens for answer in answers]
+def generate(directory: Path, parallel: dict[str, int]) -> list[list[int]]:
+    return generate_in(directory, parallel, "FULL_DECODE_ONLY", quantization=None)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ from tests.lockstep import lockstep
 from tests.slow import slow
 
 
-def generate(directory: Path, parallel: dict[str, int], mode: str) -> list[list[int]]:
+def generate(
+    directory: Path, parallel: dict[str, int], mode: str, quantization: str | None = "w8a8"
+) -> list[list[int]]:
     config = make_deployment_config(
         directory,
         dtype="bfloat16",
-        quantization="w8a8",
+        quantization=quantization,
         parallel=parallel,
         graph={"mode": mode},
         device={"emulator": {"strict": True}},
