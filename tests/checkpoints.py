@@ -179,15 +179,22 @@ UNRECORDED: dict[str, dict[str, Any]] = {
 }
 
 
-def make_reference(architecture: str, directory: Path | None = None, **overrides: Any) -> Any:
-    """Return a transformers model with seeded weights; write it to ``directory`` if given."""
+def make_reference(
+    architecture: str, directory: Path | None = None, *, as_saved: bool = False, **overrides: Any
+) -> Any:
+    """Return a transformers model with seeded weights; write it to ``directory`` if given.
+
+    Args:
+        as_saved: whether the keys and names are those that transformers writes, although the
+            authors of the model publish others.
+    """
     import transformers
 
     settings = {**USUAL, **{**SPECIAL, **UNRECORDED}[architecture], **overrides}
     name = CONFIG_NAMES.get(architecture, architecture.replace("ForCausalLM", "Config"))
     config = getattr(transformers, name)(**settings)
     model = _seeded(getattr(transformers, architecture), config, directory)
-    if directory is not None and architecture == "KimiLinearForCausalLM":
+    if directory is not None and architecture == "KimiLinearForCausalLM" and not as_saved:
         _publish_kimi_linear(directory)
     return model
 

@@ -95,7 +95,19 @@ def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
         UnsupportedModelError: the operators do not support the heads.
     """
     if (kimi := config.part("linear_attn_config")) is not None:
-        return _read_kimi(config, kimi)
+        return _kimi_spec(
+            _kimi_layers(config, kimi),
+            kimi.integer("num_heads", most=MAX_HEADS),
+            kimi.integer("head_dim"),
+            kimi.integer("short_conv_kernel_size", least=2, most=MAX_CONV_WIDTH),
+        )
+    if config.has("linear_num_heads"):  # Kimi Linear, as transformers saves it
+        return _kimi_spec(
+            _linear_layers(config),
+            config.integer("linear_num_heads", most=MAX_HEADS),
+            config.integer("linear_head_dim"),
+            config.integer("linear_conv_kernel_dim", least=2, most=MAX_CONV_WIDTH),
+        )
     if not config.has("linear_num_value_heads"):
         return None
     linear = LinearSpec(
@@ -120,8 +132,8 @@ def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
     return linear
 
 
-def _read_kimi(config: ModelConfig, linear: ModelConfig) -> LinearSpec:
-    """Read the object of Kimi Linear, which counts layers from 1."""
+def _kimi_layers(config: ModelConfig, linear: ModelConfig) -> frozenset[int]:
+    """Return the layers with linear attention that Kimi Linear lists, counted from 1."""
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     delta, full = (linear.integers(key) for key in ("kda_layers", "full_attn_layers"))
     if sorted((*delta, *full)) != list(range(1, num_layers + 1)):
@@ -129,14 +141,17 @@ def _read_kimi(config: ModelConfig, linear: ModelConfig) -> LinearSpec:
             f"{config.path}: kda_layers and full_attn_layers must name each of the layers 1 to "
             f"{num_layers} once"
         )
-    heads, dim = linear.integer("num_heads", most=MAX_HEADS), linear.integer("head_dim")
+    return frozenset(layer - 1 for layer in delta)
+
+
+def _kimi_spec(layers: frozenset[int], num_heads: int, dim: int, conv_width: int) -> LinearSpec:
     return LinearSpec(
-        layers=frozenset(layer - 1 for layer in delta),
-        num_key_heads=heads,
-        num_value_heads=heads,
+        layers=layers,
+        num_key_heads=num_heads,
+        num_value_heads=num_heads,
         key_dim=dim,
         value_dim=dim,
-        conv_width=linear.integer("short_conv_kernel_size", least=2, most=MAX_CONV_WIDTH),
+        conv_width=conv_width,
         decays_by_channel=True,
     )
 

@@ -68,7 +68,8 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
         width=config.integer("moe_intermediate_size"),
         # V2 scales or renormalises experts' weights, never both; published checkpoints scale them.
         renormalizes=is_v3 and config.flag("norm_topk_prob", True),
-        layers=frozenset(i for i in range(first, num_layers) if i % step == 0),
+        layers=_listed_layers(config)
+        or frozenset(i for i in range(first, num_layers) if i % step == 0),
         scoring="sigmoid" if scoring == "sigmoid" else "softmax",
         num_groups=config.integer("n_group", 1, most=MAX_EXPERTS) if has_groups else 1,
         top_groups=config.integer("topk_group", 1, most=MAX_EXPERTS) if has_groups else 1,
@@ -78,3 +79,19 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
         has_bias=is_v3,
     )
     return checked_experts(config, experts)
+
+
+def _listed_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the layers that ``mlp_layer_types`` gives experts, and the layers of drafts; nothing
+    without this list.
+    """
+    kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
+    if not kinds:
+        return frozenset()
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        raise config.unsupported(
+            f"mlp_layer_types is {', '.join(kinds):.80}; it must have dense or sparse for each of "
+            f"{num_layers} layers"
+        )
+    drafts = range(num_layers, num_layers + config.num_draft_layers)
+    return frozenset((*(i for i, kind in enumerate(kinds) if kind == "sparse"), *drafts))

@@ -12,29 +12,30 @@ from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import UNROTATED
 
 NAMES = WeightNames(prefix="language_model.", ignored=("vision_tower.", "mm_projector."))
+OF_EXPERTS = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
 # Dense layers and shared experts have the usual names of matrices.
-LINEAR_NAMES = WeightNames(
+PUBLISHED_NAMES = WeightNames(
     changes=tuple(
         (f".mlp.{part}.", f".block_sparse_moe.{part}.")
         for part in ("gate", "experts", "shared_experts")
     ),
-    of_experts=((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2.")),
+    of_experts=OF_EXPERTS,
 )
+# transformers 5.23 writes the same names, but gives dense layers the prefix of layers with experts.
+SAVED_NAMES = WeightNames(changes=((".mlp.", ".block_sparse_moe."),), of_experts=OF_EXPERTS)
 
 
 def read_kimi_linear(config: ModelConfig) -> ModelSpec:
-    """Read a decoder with Kimi Delta Attention in most layers. The other layers have latent
-    attention, in which nothing is rotated.
+    """Read a decoder with Kimi Delta Attention in most layers, as published or as transformers
+    saves it. The other layers have latent attention, in which nothing is rotated.
     """
-    if not config.flag("mla_use_nope", False):
-        raise config.unsupported("mla_use_nope is not true; rotated keys are not supported")
+    if not config.flag("mla_use_nope", True):
+        raise config.unsupported("mla_use_nope is false; rotated keys are not supported")
+    names = PUBLISHED_NAMES if config.has("linear_attn_config") else SAVED_NAMES
     spec = read_deepseek_v3(config)
     if spec.linear is None:
-        raise config.unsupported(
-            "linear_attn_config is missing; checkpoints with other keys, such as those that "
-            "transformers saves, are not supported"
-        )
-    return replace(spec, names=LINEAR_NAMES, rope=replace(spec.rope, kind=UNROTATED))
+        raise config.unsupported("linear_attn_config is missing; the family has linear attention")
+    return replace(spec, names=names, rope=replace(spec.rope, kind=UNROTATED))
 
 
 def read_kimi_k25(config: ModelConfig) -> ModelSpec:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dist_aclgraph.shapes.families.decoder import read_decoder
 from dist_aclgraph.shapes.families.deepseek import read_latent
 from dist_aclgraph.shapes.families.experts import read_deepseek_experts
 from dist_aclgraph.shapes.indexer_spec import check_indexer, read_indexer_spec
 from dist_aclgraph.shapes.model_config import ModelConfig
-from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
+from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
 # The operator takes latents and rotated parts of these sizes only. It multiplies the other parts of
 # a head by matrices, whose sizes must be multiples of 16.
@@ -23,7 +21,7 @@ def read_sparse_latent(config: ModelConfig) -> ModelSpec:
     check_indexer(config, indexer)
     return read_decoder(
         config,
-        experts=_experts(config),
+        experts=read_deepseek_experts(config, is_v3=True),
         latent=_latent(config),
         num_draft_layers=config.num_draft_layers,
     )
@@ -41,19 +39,3 @@ def _latent(config: ModelConfig) -> LatentSpec:
             f"take {LATENT}, {ROPE}, and multiples of {PRODUCT_STEP}"
         )
     return latent
-
-
-def _experts(config: ModelConfig) -> ExpertSpec | None:
-    """Return the experts of DeepSeek V3; a list of layers replaces the number of dense layers."""
-    experts, kinds = read_deepseek_experts(config, is_v3=True), config.texts("mlp_layer_types")
-    if experts is None or not kinds:
-        return experts
-    num_layers = config.integer("num_hidden_layers")
-    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
-        raise config.unsupported(
-            f"mlp_layer_types is {', '.join(kinds):.80}; it must have dense or sparse for each of "
-            f"{num_layers} layers"
-        )
-    drafts = range(num_layers, num_layers + config.num_draft_layers)
-    sparse = (i for i, kind in enumerate(kinds) if kind == "sparse")
-    return replace(experts, layers=frozenset((*sparse, *drafts)))

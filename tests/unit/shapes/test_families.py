@@ -103,7 +103,7 @@ def test_names_of_kimi_linear() -> None:
     [
         (ModelError, "kda_layers and full_attn_layers must name each of the layers 1 to 27 once",
          {"linear_attn_config": {"kda_layers": list(range(27)), "full_attn_layers": []}}),
-        (UnsupportedModelError, "mla_use_nope is not true", {"mla_use_nope": False}),
+        (UnsupportedModelError, "mla_use_nope is false", {"mla_use_nope": False}),
         (UnsupportedModelError, "linear_attn_config is missing", {"linear_attn_config": None}),
         (UnsupportedModelError, "experts chosen by softmax scores",
          {"moe_router_activation_func": "softmax"}),
