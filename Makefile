@@ -78,6 +78,7 @@ setup-clients: setup
 	  $(CLIENT_PIP) --no-deps --retries 1 --timeout 15 --extra-index-url $(CPU_WHEELS) \
 	    -r $(CLIENTS)/constraints.txt; \
 	  $(CLIENT_PIP) -c $(CLIENTS)/constraints.txt -r $(CLIENTS)/requirements.txt; \
+	  $(CLIENT_PIP) --no-deps $$($(BIN)/python tools/requirements.py --only clients-alone); \
 	  echo $(HASH) > $(CLIENTS_STAMP); fi
 
 LINES ?=

@@ -1,4 +1,4 @@
-"""langchain-openai, litellm and the openai client get tool calls and structured answers."""
+"""Libraries of agents and the openai client get tool calls and structured answers."""
 
 from __future__ import annotations
 
@@ -66,6 +66,55 @@ answer = client.responses.parse(model=MODEL, temperature=0, input=ASK, text_form
 print(json.dumps([chat.choices[0].message.parsed.model_dump(), answer.output_parsed.model_dump()]))
 """
 )
+INSTRUCTOR = (
+    SHARED
+    + """
+import instructor, openai
+def ask(mode):
+    client = instructor.from_openai(openai.OpenAI(base_url=API, api_key="none"), mode=mode)
+    return client.chat.completions.create(
+        model=MODEL, temperature=0, max_retries=0, response_model=Person,
+        messages=[{"role": "user", "content": ASK}])
+schema = ask(instructor.Mode.JSON_SCHEMA).model_dump()
+tool = sorted(ask(instructor.Mode.TOOLS).model_dump())
+print(json.dumps([schema, tool]))
+"""
+)
+PYDANTIC_AI = (
+    SHARED
+    + """
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=API, api_key="none"))
+settings = {"temperature": 0}
+form = Agent(model, output_type=NativeOutput(Person), model_settings=settings)
+tooled = Agent(model, model_settings=settings)
+calls = []
+@tooled.tool_plain
+def get_weather(city: str) -> str:
+    "The weather of a city"
+    calls.append(city)
+    return "sunny, 21 degrees"
+text = tooled.run_sync(WEATHER).output
+print(json.dumps({"person": form.run_sync(ASK).output.model_dump(), "calls": calls, "text": text}))
+"""
+)
+SMOLAGENTS = (
+    SHARED
+    + """
+from smolagents import OpenAIServerModel, Tool
+class Weather(Tool):
+    name, description = "get_weather", "The weather of a city"
+    inputs, output_type = {"city": {"type": "string", "description": "a city"}}, "string"
+    def forward(self, city: str) -> str:
+        return "sunny"
+model = OpenAIServerModel(MODEL, api_base=API, api_key="none", temperature=0)
+message = [{"role": "user", "content": [{"type": "text", "text": WEATHER}]}]
+[call] = model.generate(message, tools_to_call_from=[Weather()]).tool_calls
+print(json.dumps([call.function.name, call.function.arguments]))
+"""
+)
 IDA = {"name": "Ida", "age": 40}
 
 
@@ -92,3 +141,22 @@ def test_litellm_passes_tools_and_schemas(agent):
 
 def test_openai_parses(agent):
     assert run_python("openai", OPENAI, API=agent.api) == [IDA, IDA]
+
+
+def test_instructor_gets_objects_by_schema_and_by_tool(agent):
+    # The model was not trained for the tool that instructor makes.
+    assert run_python("instructor", INSTRUCTOR, API=agent.api) == [IDA, ["age", "name"]]
+
+
+def test_an_agent_of_pydantic_ai_calls_its_tool_and_gets_objects(agent):
+    found = run_python("pydantic_ai", PYDANTIC_AI, API=agent.api)
+
+    assert found["calls"] == ["Tokyo"] and "Tokyo" in found["text"]
+    assert found["person"] == IDA
+
+
+def test_a_model_of_smolagents_calls_a_tool(agent):
+    assert run_python("smolagents", SMOLAGENTS, API=agent.api) == [
+        "get_weather",
+        '{"city": "Tokyo"}',
+    ]
