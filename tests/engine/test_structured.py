@@ -100,9 +100,15 @@ SAMPLINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def runners(npu: Any) -> list[tuple[int, GraphPlan, ModelRunner]]:
-    """Runners with 0, 1 or 3 drafts, with one or two steps in flight, eager or with graphs."""
+    """Runners with 0 to 3 drafts, with one or two steps in flight, eager or with graphs."""
     found = []
-    for k, in_flight, has_graphs in ((0, 1, False), (0, 2, True), (1, 2, False), (3, 2, True)):
+    for k, in_flight, has_graphs in (
+        (0, 1, False),
+        (0, 2, True),
+        (1, 2, False),
+        (2, 1, False),
+        (3, 2, True),
+    ):
         q = k + 1
         decode = tuple(q * size for size in (1, 2, 4, MAX_SEQS))
         plan = EAGER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from typing import get_args
 
 import pytest
@@ -22,6 +23,7 @@ from tests.formats.answers import (
     folded,
     make_format,
 )
+from tests.laws import count
 
 EACH = pytest.mark.parametrize("name", FORMATS)
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=40)
@@ -45,6 +47,16 @@ def test_an_answer_says_the_same_however_it_is_divided(name, has_tokens, sizes):
     text, expected = ANSWERS[name]
 
     assert read(make_format(name, has_tokens=has_tokens), text, sizes) == expected
+
+
+@pytest.mark.slow
+@EACH
+def test_thousands_of_divisions_say_the_same(name):
+    text, expected = ANSWERS[name]
+    form, chance = make_format(name, has_tokens=True), random.Random(name)
+
+    for _ in range(count(10_000)):
+        assert read(form, text, chance.choices(range(1, 10), k=40)) == expected
 
 
 @EACH
