@@ -53,8 +53,8 @@ class W4A16GroupedProduct:
     Attributes:
         weight: [num_local, in, out / 8] int32.
         scale: [num_local, groups, out], of the type of the rows.
-        zeros: the same shape and type, all zero: the offsets, without which the operator refuses
-            weights of four bits. All layers may have one tensor.
+        zeros: offsets, all zero, with shape and type of ``scale``; the operator requires them for
+            weights of four bits. All layers may share one tensor.
     """
 
     weight: Tensor

@@ -51,8 +51,8 @@ class SharedExperts:
         down: width -> hidden.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
-        gate: [hidden, 1], whose product with a token goes through ``sigmoid`` and multiplies the
-            result; None without a gate.
+        gate: [hidden, 1]; the sigmoid of a token's product with it multiplies the token's result.
+            None without a gate.
     """
 
     gate_up: Product
@@ -62,9 +62,7 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum, [n, hidden]. It is complete at the end of the
-        context.
-        """
+        """Yield this rank's part of the sum, [n, hidden]; complete at the end of the context."""
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)
