@@ -1,12 +1,11 @@
 """Multi-token prediction: drafts that the next step verifies, all on the device.
 
-A step gives the target model each request's last token and its k drafts, and samples a token at
-every one of these places, as it would without drafts. A draft is accepted if it equals the token
-that was sampled at the place before it. The token that is sampled at the last accepted place is an
-additional result. So sampling never depends on the drafts: greedy or random, a request gets the
-same tokens as without drafts. (For deterministic drafts this is rejection sampling: a draft is
-accepted with its probability under the target model, and otherwise another token of the target
-model is sampled.)
+In a step, the target model runs each request's last token and its k drafts, and a token is sampled
+at each of these places. A draft is accepted if it equals the token that was sampled at the previous
+place. The token that is sampled at the last accepted place is an additional result. So sampling
+never depends on the drafts: greedy or random, a request gets the same tokens as without drafts.
+(For deterministic drafts this is rejection sampling: a draft is accepted with its probability under
+the target model; if it is rejected, another token of the target model is sampled.)
 
 Then the next-token module runs on the same places with the sampled tokens. It proposes k tokens,
 one after another, starting at the last accepted place. Only the device knows the number of accepted
@@ -51,7 +50,7 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
-# Returns the rows of [n, hidden] at places, even if another rank runs a place.
+# Returns the rows of [n, hidden] at places, also at places that another rank runs.
 Collect = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -106,7 +106,7 @@ class Lark:
         inner = f"/{_escaped(pattern)}/"
         if texts := self._spelled(excluded):
             inner = f"({inner} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/)"
-        # The pattern matches as much as possible. So it needs the text that ends it.
+        # The pattern matches as much as possible, so the text after it must be a part of it.
         name = self._terminal(f"{inner} {_quoted(first)}" if first else inner)
         return f"{name} {self.text(rest)}" if rest else name
 
@@ -133,7 +133,7 @@ class Lark:
         found = re.match(r'("(?:[^"\\]|\\.)*") ', call)
         if found is None:
             return f"{text} {call}"
-        # The text and the begin of the call are one terminal, which all tools share.
+        # The text and the beginning of the call are one terminal, which all tools share.
         head = json.loads(found.group(1))
         begin = begins[0] if head.startswith(begins[0]) else head
         rest = f"{_quoted(head[len(begin) :])} " if head != begin else ""
@@ -222,7 +222,7 @@ def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
 
 
 def _moved(part: Any) -> Any:
-    """Return a part of a schema for the place ``/$defs/root``: its references begin there."""
+    """Return a part of a schema whose references begin at ``/$defs/root``, its new place."""
     if isinstance(part, Mapping):
         return {
             key: f"#/$defs/root{value[1:]}"

@@ -37,8 +37,9 @@ class SharedPlaces(NamedTuple):
 
     Attributes:
         owners: [num_places] int32, padding included.
-        landings: [num_places] int32, only places of live requests. Index of the place's token among
-            this rank's tokens; if another rank runs the token, the index after the padded tokens.
+        landings: [num_places] int32, only for places of live requests: index of the place's token
+            among this rank's tokens. If another rank runs the token, the index after the last
+            padding token.
     """
 
     owners: Tensor

@@ -166,11 +166,10 @@ class WeightSlices:
         return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
 
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
-        """Return the form in which one operator gets its matrices: the form of all matrices if it
-        is equal.
+        """Return the form in which one operator gets its matrices.
 
-        Otherwise the form is floats, because matrices that a checkpoint stores in floats must not
-        be quantised.
+        If all matrices have the same form, this is their form. Otherwise it is floats, because
+        matrices that a checkpoint stores in floats must not be quantised.
         """
         forms = {self.checkpoint.form_of(part.name, part.shape) for part in parts}
         return forms.pop() if len(forms) == 1 else self.checkpoint.dtype

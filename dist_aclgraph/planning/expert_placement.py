@@ -68,10 +68,10 @@ def place_experts(
 ) -> ExpertPlacement:
     """Return the placement on ``ep`` ranks.
 
-    Without redundant experts, each rank has neighbouring experts. Otherwise each copy is given to
-    the expert with the largest load for each copy, and then the slots are given to the ranks, the
-    largest loads first, always to the rank with the smallest load. Copies of an expert are on
-    different ranks if there is room.
+    Without redundant experts, each rank has neighbouring experts. Otherwise, each additional copy
+    is given to the expert with the largest load per copy. Then the slots are given to the ranks:
+    slots with large loads first, each slot to the rank with the smallest load. Copies of an expert
+    are on different ranks if there is room.
 
     Args:
         redundant: number of additional copies.

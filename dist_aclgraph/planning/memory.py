@@ -1,9 +1,9 @@
 """Device memory of one rank, itemised, and computed from shapes before the model is loaded.
 
-The sizes of weights and step buffers are exactly the runtime's allocations. The sizes of HCCL's
-buffers come from the vendor's document of HCCL_BUFFSIZE: each communicator has an input buffer and
-an output buffer of this size. We did not measure these sizes. The sizes of activations are
-estimates; they may be too high, but should not be too low.
+The sizes of weights and step buffers equal the runtime's allocations. The sizes of HCCL's buffers
+come from the vendor's document of HCCL_BUFFSIZE and were not measured: each communicator has an
+input buffer and an output buffer of this size. The sizes of activations are estimates; they may be
+too high, but should not be too low.
 """
 
 from __future__ import annotations

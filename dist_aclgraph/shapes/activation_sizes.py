@@ -52,7 +52,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # one part, all parts, and all in order
+    logits = part + 2 * tp * part  # own part, all parts, all parts in order
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged
@@ -101,8 +101,8 @@ def prompt_bytes(
 
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:
-    """Return the bytes of a token whose attention each shard computes on its own rank: queries of
-    all heads of the DCP group, and the shards' results in float32.
+    """Return the bytes of one token that attends to each shard on the shard's rank: queries of all
+    heads of the DCP group, and the shards' results in float32.
     """
     heads, groups = spec.num_heads // tp, dcp // pcp  # groups of heads; PCP ranks have copies
     rotated = spec.latent.rope_dim if spec.latent else 0

@@ -25,7 +25,8 @@ FP8 = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 INTEGERS = {"type": "int", "symmetric": True}
 INT8_WEIGHTS = {"num_bits": 8, **INTEGERS, "strategy": "channel"}
 INT8_INPUTS = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
-# Formats of compressed-tensors: eight values of four bits in an int32; a value in each byte.
+# Formats of compressed-tensors. PACKED: eight values of four bits in an int32. BYTES: one value in
+# each byte.
 PACKED, BYTES = "pack-quantized", "int-quantized"
 IN_ORDER = (None, "static", "weight")  # values of actorder that keep inputs in their order
 MXFP4_REMEDY = (

@@ -117,7 +117,7 @@ def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> in
     """Return the number of rotated elements of a head, for families that rotate a part of it.
 
     Args:
-        usual_part: part of the elements that is rotated if config.json does not say it.
+        usual_part: part of the elements that is rotated if config.json has no value for it.
 
     Raises:
         ModelError: the part gives no even number of elements from 2 to ``head_dim``.
@@ -172,8 +172,8 @@ def _kind(scaling: ModelConfig) -> str:
 
 
 def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:
-    """Return the context length before the scaling. A key beside the scaling's object takes
-    precedence over a key inside it.
+    """Return the context length before the scaling. A key of config.json takes precedence over the
+    key of the scaling's object.
     """
     holder = config if config.has(ORIGINAL) else scaling
     return holder.integer(ORIGINAL, config.max_position_embeddings, least=2, most=MAX_CONTEXT)
