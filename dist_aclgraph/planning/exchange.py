@@ -158,7 +158,7 @@ class ExchangeRule:
         """Return the decisions for all batch sizes, from one token to ``max_tokens``."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            last = min(self.max_tokens, first + self.tp - 1)  # slices have equal size up to ``last``
+            last = min(self.max_tokens, first + self.tp - 1)  # up to ``last``: equal slices
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
                 found[-1] = found[-1]._replace(last=last)
