@@ -28,7 +28,7 @@ _reduce_scatter = getattr(dist, installed_line().reduce_scatter)
 
 @dataclass(eq=False)
 class CommGroup:
-    """Ranks that communicate. Layers keep the object until they are deleted.
+    """Ranks that communicate. A layer keeps this object until the layer is deleted.
 
     Attributes:
         ranks: the members as ranks of the lockstep group, in group order.
@@ -185,8 +185,9 @@ def join_lockstep_group(
 def leave_lockstep_group() -> None:
     """End this process's membership of its HCCL world, without waiting for other ranks.
 
-    Other members may have exited. Graphs with collectives of this world must be released before.
-    Objects that use groups of this world need new groups afterwards, see ``RankGroups.become``.
+    Other members may have exited. Graphs with collectives of this world must be released before
+    this call. Objects that use groups of this world need new groups after this call, see
+    ``RankGroups.become``.
 
     Raises:
         DeviceError: HCCL reported an error.

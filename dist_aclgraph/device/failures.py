@@ -1,4 +1,4 @@
-"""The meaning of a device error: the only reader of CANN's codes and messages.
+"""Finds the cause of a device error. Only this module reads CANN's codes and messages.
 
 Sources: CANN's ``rt_error_codes.h`` and the messages of its runtime and HDK. CANN's message for the
 same exhausted resource depends on the version and on the failing call.

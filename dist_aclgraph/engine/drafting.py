@@ -66,8 +66,8 @@ class Drafter:
     32 bytes.
 
     Attributes:
-        tokens: the latest tokens; ``drafts`` and ``last`` are views of them, whose last row is
-            spare.
+        tokens: the latest tokens; ``drafts`` and ``last`` are views of ``tokens``. The last row of
+            each view is spare.
         drafts: [max_rows + 1, k] int32.
         last: [max_rows + 1] int32.
         passed: [max_rows + 1] int32, number of accepted drafts in the last step; 0 in the spare

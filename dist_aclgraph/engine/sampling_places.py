@@ -88,7 +88,7 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places. They do not change while the same rows continue.
+    """The sampling parameters of places, constant as long as the same rows are sampled.
 
     Attributes:
         seeds: [n], as ``make_keys`` needs them.

@@ -100,7 +100,7 @@ class Lark:
         """Return an expression for a text that matches ``pattern``, followed by ``end``.
 
         Args:
-            excluded: the first text contains none of these texts.
+            excluded: texts that must not occur in the text before ``end``.
         """
         first, rest = self._cut(end)
         inner = f"/{_escaped(pattern)}/"
@@ -115,8 +115,7 @@ class Lark:
     ) -> str:
         """Return an expression for text in which a call may begin at any place.
 
-        The text contains no text with which the reader begins a call. So each call follows the
-        grammar.
+        The text contains none of ``begins``. So each call follows the grammar.
 
         Args:
             each: expressions for one call of each tool.
@@ -149,7 +148,7 @@ class Lark:
         return self._terminal(sign)
 
     def _cut(self, text: str) -> tuple[str, str]:
-        """Return the parts of a text before and from its first marker."""
+        """Split a text before its first marker; return both parts."""
         first = text if self._split is None else self._split.split(text)[0]
         return first, text[len(first) :]
 

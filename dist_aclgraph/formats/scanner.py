@@ -95,7 +95,7 @@ class Scanner:
         return self.shown(text) != text
 
     def unread(self, text: str) -> None:
-        """Put text back that was read; it is read again."""
+        """Put back text that was read, so that it is read again."""
         self._text = text + self._text[self._at :]
         self._at = 0
 

@@ -106,7 +106,7 @@ class _Text:
         self._newline = ""
         if self._trims and piece.endswith("\n"):
             piece, self._newline = piece[:-1], "\n"
-        # This is the function of ``json.dumps``, which makes an encoder for each call.
+        # ``json.dumps`` uses the same function, but makes an encoder for each call.
         self._scanner.arguments(encode_basestring(piece)[1:-1])
 
     def end(self, *, is_whole: bool) -> None:

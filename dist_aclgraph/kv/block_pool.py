@@ -110,7 +110,7 @@ class BlockPool:
         first.
 
         Raises:
-            OutOfBlocksError: fewer blocks are free; no block was allocated.
+            OutOfBlocksError: fewer than ``count`` blocks are free; no block was allocated.
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} KV blocks wanted, {self.num_free} are free")

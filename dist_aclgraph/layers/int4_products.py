@@ -80,7 +80,7 @@ class W4A8Linear:
         weight: [in, out / 8] int32, contiguous; 256 divides the number of inputs.
         scale: [in / 256, out] int64, each with the bits of a float32.
         sums: [out] float32: 8 times the sum of each output's weights.
-        bias: [out] or None; the operator takes none, so it is added afterwards.
+        bias: [out] or None; added after the operator, which accepts no bias.
     """
 
     weight: Tensor

@@ -1,4 +1,4 @@
-"""Experts that run for every token, and the stream on which they run beside routed experts."""
+"""Experts that run for every token, and the stream on which they run in parallel to others."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Mc2Exchange:
     """The operators send each token to each of its experts; the exchange has no unused places.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``.
-    The planner checks the operators' limits. If the operators take no mask, padding tokens are
+    The planner checks the operators' limits. If the operators accept no mask, padding tokens are
     sent, computed and counted like other tokens.
 
     Attributes:

@@ -254,7 +254,7 @@ def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
 
 
 def part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function that sorts outputs, stored head by head, by their part of a head.
+    """Return a function that changes the order of outputs from head by head to part by part.
 
     Args:
         widths: number of outputs of each part of a head. The result has the first parts of all

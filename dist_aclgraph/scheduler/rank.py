@@ -181,7 +181,7 @@ class RankScheduler:
         return builder, victims
 
     def _unserved(self, kind: StepKind) -> list[int]:
-        """Return the indices of requests without a sampled token that may run, in order of
+        """Return the indices of requests that may run and have not sampled a token, in order of
         service.
         """
         rows = self.rows

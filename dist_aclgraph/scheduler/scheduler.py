@@ -218,7 +218,7 @@ class Scheduler:
                 # ever.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
-        # Only the result of a step tells that a grammar is compiled. So if no other request can
+        # Only the result of a step shows that a grammar is compiled. So if no other request can
         # run, the held requests run again.
         if self._in_flight:
             return None

@@ -15,7 +15,7 @@ from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 FLOAT32_BYTES = 4
 FLOAT32_ELEMENTS = 2  # a float32 takes the place of two elements of 16 bits
-LOGS = 8  # most floats for the log-sum-exp of one head, alignment included
+LOGS = 8  # maximum number of floats for a head's log-sum-exp, alignment included
 
 
 def activation_bytes(
@@ -131,13 +131,13 @@ def _grouped(spec: ModelSpec, tp: int) -> int:
 def _linear(linear: LinearSpec, tp: int) -> int:
     channels = linear.num_channels // tp
     width = linear.num_value_heads // tp * linear.value_dim
-    # Inputs of the convolution: as projected, beside the states, and in the order of the requests.
-    # Then three tensors for its sum in float32, and the inputs of the rule.
+    # Inputs of the convolution: as projected, joined with the states, and in the order of the
+    # requests. Then three float32 tensors for the convolution's sum, and the inputs of the rule.
     mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
-    # In float32: decays, their inputs and logarithms, and the inputs of the rule, as received and
-    # scaled or decayed.
+    # In float32: decays, their inputs and logarithms; inputs of the rule as received, and inputs of
+    # the rule after scaling or decay.
     floats = 8 * width if linear.decays_by_channel else 0
-    # Gates of the results, the results, their norm, both beside each other, and their product.
+    # Gates; results; normalised results; gates and normalised results joined; their product.
     return mixed + 6 * width + FLOAT32_ELEMENTS * floats
 
 

@@ -56,10 +56,10 @@ def read_indexer_spec(config: ModelConfig) -> IndexerSpec | None:
 
 
 def check_indexer(config: ModelConfig, indexer: IndexerSpec) -> None:
-    """Check that the operator takes the sizes of an indexer.
+    """Check that the operator accepts the sizes of an indexer.
 
     Raises:
-        UnsupportedModelError: the operator does not take a size.
+        UnsupportedModelError: the operator does not accept a size.
     """
     if indexer.head_dim != INDEX_DIM or indexer.num_heads > MAX_INDEX_HEADS:
         raise config.unsupported(

@@ -14,7 +14,7 @@ EXPERTS = "experts"
 
 
 def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Check that the operators take each rank's part of the matrices.
+    """Check that the operators accept each rank's part of the matrices.
 
     Raises:
         ConfigError: the operators refuse a part; the message names width, part and remedy.

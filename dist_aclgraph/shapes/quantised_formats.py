@@ -110,7 +110,7 @@ def _strategy_refusal(weights: Mapping[str, Any], *, has_int8_rows: bool) -> str
 
 
 def _takes(group: int | None, *, has_int8_rows: bool) -> bool:
-    """Return whether the operators take groups of this size; None means no groups."""
+    """Return whether the operators accept groups of this size; None means no groups."""
     if group is None:
         return True
     return group == INT8_GROUP if has_int8_rows else group % SMALLEST_GROUP == 0

@@ -120,7 +120,7 @@ def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> in
         usual_part: part of the elements that is rotated if config.json has no value for it.
 
     Raises:
-        ModelError: the part gives no even number of elements from 2 to ``head_dim``.
+        ModelError: the number of rotated elements is not an even number from 2 to ``head_dim``.
     """
     part = _rotated_part(config, usual_part)
     dim = int(head_dim * part) if 0 < part <= 1 else 0

@@ -55,7 +55,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the row takes the most probable token and wants no log-probabilities."""
+        """Whether the row needs only the most probable token, without log-probabilities."""
         return (
             self.temperature == 0.0
             and not self.has_penalties

@@ -23,7 +23,7 @@ class ChildProcess:
     """One process; it serves one message at a time.
 
     Args:
-        module: the file of this module is the program.
+        module: the module whose file the process runs.
         imports: modules outside the standard library that the program imports.
         first: the first message; it is sent together with the first request, and gets no reply.
         wait_s: how long ``ask`` waits.

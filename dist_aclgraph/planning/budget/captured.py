@@ -37,7 +37,7 @@ SHARED = 5  # on the lane of shared experts: a wait, two products, the activatio
 # reset of its event need four entries each.
 ATTENTION = 10
 # Upper limit of the additional operators if the cache is sharded: queries are joined; results are
-# converted to float32, masked, sent and merged. Latent attention with copies of heads reaches it.
+# converted to float32, masked, sent and merged. Latent attention with copies of heads needs all.
 SHARDED = 16
 EMBEDDING = 3  # gathers rows of the embedding, and of the cos and sin tables
 LAST_NORM = 1
