@@ -42,7 +42,9 @@ class Grammars:
         self._num_chars = 0  # characters of all grammars in ``_kept``
 
     def compile(self, grammar: str, salt: str) -> Future[llguidance.LLMatcher]:
-        """Return the matcher of a grammar, which may still be compiled; the caller must copy it.
+        """Return a grammar's matcher as a future; begin to compile a new grammar.
+
+        The caller copies the matcher, because requests with the same grammar share it.
 
         If the grammar is invalid, the matcher contains an error.
 

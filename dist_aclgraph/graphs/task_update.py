@@ -19,7 +19,7 @@ Orders on the device:
   the first task for the next replay.
 2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
   update stream waits for the recorded events and resets them, as a replay would do, and the main
-  stream waits for this before the replay. Then all tasks are patched after the replay is queued.
+  stream waits for the resets before the replay. All tasks are patched after the replay is queued.
 3. Steps of other graphs and eager steps change nothing: tasks stay open until their graph is
   replayed. Then their lengths are correct, or the tasks are closed.
 4. A graph is released only while the device is idle. By then, updates that were sent ahead have

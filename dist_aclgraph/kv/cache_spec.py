@@ -153,8 +153,8 @@ class KVCacheSpec:
             max_model_len: the value of the configuration; if it has none, the value of the model.
 
         Raises:
-            ConfigError: fewer blocks fit than two, than ``kv.num_blocks``, or than one request of
-                the configured ``max_model_len`` needs.
+            ConfigError: too few blocks fit: fewer than two, fewer than ``kv.num_blocks``, or too
+                few for one request of the configured ``max_model_len``.
         """
         kv = config.kv
         affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)

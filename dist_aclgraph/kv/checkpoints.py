@@ -47,7 +47,7 @@ class Checkpoints:
         self._begun: dict[BlockHash, int] = {}
 
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
-        """Return the next position at which a prompt is copied to a checkpoint, in tokens.
+        """Return the next position, in tokens, at which a prompt's state is copied to a checkpoint.
 
         These positions are multiples of the interval, and the end of the last block that does not
         contain the prompt's last token. Returns ``num_tokens`` if no such position is left.

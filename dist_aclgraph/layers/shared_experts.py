@@ -1,4 +1,4 @@
-"""Experts that run for every token, and the stream on which they run in parallel to others."""
+"""Shared experts, which run for every token, and the separate stream on which they may run."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class SharedExperts:
         down: width -> hidden.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
-        gate: [hidden, 1]; the sigmoid of a token's product with it multiplies the token's result.
-            None without a gate.
+        gate: [hidden, 1]; the result of a token is multiplied by ``sigmoid(token @ gate)``. None
+            without a gate.
     """
 
     gate_up: Product

@@ -252,6 +252,6 @@ def _turned(packed: Tensor) -> Tensor:
 
 
 def _two_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows with even and with odd indices; zeros are added to make both equally many."""
+    """Return the rows with even indices and the rows with odd indices; zeros fill a missing row."""
     rows = pad(rows, (0, 0, 0, len(rows) % 2))
     return rows[::2], rows[1::2]

@@ -176,7 +176,7 @@ class LatentKind:
 
 
 class MultiHeadLatent(LatentKind):
-    """State that the layers share, in which each query attends to all keys that it sees."""
+    """State that the layers share. In these layers, a query attends to all keys that it sees."""
 
     takes_long_queries = False  # For direct attention, the operator accepts only few queries.
     reads_device_rows = False

@@ -70,7 +70,7 @@ class RankScheduler:
     Args:
         index: index of this data-parallel rank in the group.
         rows: this rank's rows, which are empty.
-        num_drafts: number of drafts that workers have for each sampled request.
+        num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
         exact: whether output that must be computed again runs in decode steps, one token per
             step, as when it was sampled.

@@ -241,8 +241,8 @@ class RunningRows(Columns):
             self.received[indices] += counts
 
     def land_tokens(self, indices: slice, tokens: IntArray) -> None:
-        """Do ``land`` and ``append`` for a step in which all requests decode, and each request gets
-        one token.
+        """Apply ``land`` and ``append`` for a step in which all requests decode, and each request
+        gets one token.
 
         Args:
             tokens: [n].

@@ -72,7 +72,7 @@ class Scheduler:
 
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
-        num_drafts: number of drafts that workers have for each sampled request.
+        num_drafts: number of drafts that workers make for each sampled request.
         tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first one owns its output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
         exact: whether the shape in which a token is computed depends only on its request. Then a

@@ -37,7 +37,7 @@ def activation_bytes(
 
     Args:
         ep: 1 if every tensor parallel group has all experts.
-        num_tokens: tokens of the rank's batch, padding included; all other ranks have as many.
+        num_tokens: tokens of the rank's batch, padding included; equal on all ranks.
         num_samples: number of these tokens whose logits are computed.
         num_direct: number of these tokens for which each shard computes attention on its own rank.
     """

@@ -88,7 +88,7 @@ def _layers(config: ModelConfig) -> frozenset[int]:
 
 
 def _kinds(config: ModelConfig, num_layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer, which config.json lists, spells or describes by a schedule."""
+    """Return the kind of each layer; config.json has a list, a pattern of letters or a schedule."""
     if kinds := config.texts("indexer_types"):
         return kinds
     pattern = config.raw.get("index_topk_pattern")

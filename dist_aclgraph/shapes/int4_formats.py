@@ -56,8 +56,8 @@ class Int4Format:
         """Return the bytes of one element, with its share of the scales.
 
         Scales for all inputs of an output are not counted. Products with int8 rows have a scale of
-        eight bytes for every 256 inputs; products of experts have it only if the checkpoint has
-        groups.
+        eight bytes for every 256 inputs; products of experts have such scales only if the
+        checkpoint has groups.
         """
         if not self.quantises_rows:
             return 0.5 + (SCALE_BYTES / self.group if self.group else 0)

@@ -50,7 +50,7 @@ class LinearSpec:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def check(self, parallel: ParallelConfig, num_drafts: int) -> None:
-        """Refuse ranks among which the state of a request cannot be divided, and too many drafts.
+        """Refuse parallel sizes that cannot divide the state of a request, and too many drafts.
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks, ranks share contexts,

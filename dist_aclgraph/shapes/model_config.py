@@ -47,7 +47,7 @@ class ModelConfig:
     Attributes:
         path: path of the file, for error messages.
         raw: the object, with the usual names of keys. In a model with several parts, keys of the
-            text part replace keys at the top.
+            text part replace keys at the top level.
         generation: the object of generation_config.json; empty without this file.
     """
 
