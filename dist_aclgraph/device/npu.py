@@ -53,7 +53,7 @@ class Memory:
 
 
 def runtime() -> Any:
-    """Return ``torch.npu``: streams, events and graphs. It exists once torch_npu is loaded."""
+    """Return ``torch.npu`` (streams, events, graphs), which exists once torch_npu is loaded."""
     return torch.npu  # type: ignore[attr-defined]
 
 
@@ -222,9 +222,9 @@ class Npu:
         was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether communicators are resumed. This requires that all ranks of the
-                communicators were stopped; communicators that are not resumed can only be
-                destroyed.
+            resumes_groups: whether communicators are resumed. Before that, all ranks of the
+                communicators must have been stopped. Communicators that are not resumed can only
+                be destroyed.
 
         Raises:
             DeviceError: the device or a communicator does not work again.

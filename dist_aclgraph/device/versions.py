@@ -57,8 +57,8 @@ DEFAULT = "2.13"  # make installs this release series if no other is named
 def installed_name() -> str:
     """Return the release series of the installed torch, or ``DEFAULT`` if it is unknown.
 
-    It is unknown if torch is missing or has an unknown version; ``dist-aclgraph doctor`` refuses
-    both.
+    The release series is unknown if torch is missing or has an unknown version;
+    ``dist-aclgraph doctor`` refuses both cases.
     """
     try:
         version = importlib.metadata.version("torch")

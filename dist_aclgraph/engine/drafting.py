@@ -7,10 +7,10 @@ never depends on the drafts: greedy or random, a request gets the same tokens as
 (For deterministic drafts this is rejection sampling: a draft is accepted with its probability under
 the target model; if it is rejected, another token of the target model is sampled.)
 
-Then the next-token module runs on the same places with the sampled tokens. It proposes k tokens,
+Then the next-token module runs on the same places with the sampled tokens, and proposes k tokens,
 one after another, starting at the last accepted place. Only the device knows the number of accepted
 drafts, and no work of the host may depend on this number. So every request keeps k + 1 places in
-each run of the module. Only the last accepted place and the places after it write to the cache. The
+each run of the module. Only the last accepted place and the later places write to the cache. The
 causal mask hides the places after the last accepted place, and no place reads memory that was never
 written.
 """

@@ -3,9 +3,9 @@
 If a decode step has the same requests as the previous decode step, its inputs are computed from the
 previous inputs (``_go_on``); unchanged values stay the same arrays.
 
-The batch is in host memory only. It does not contain tokens that a step in flight samples. The next
-step names these tokens by reference, and the device fills them in. Every rank of a tensor parallel
-group has the same rows, because every rank receives the same plan.
+The batch is in host memory only, and does not contain tokens that a step in flight samples. The
+next step names these tokens by reference, and the device fills them in. Every rank of a tensor
+parallel group has the same rows, because every rank receives the same plan.
 """
 
 from __future__ import annotations

@@ -313,8 +313,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called first, to do other work of the host. It gets a function that
-                returns whether the results have arrived.
+            while_waiting: called first, to do other work of the host. The argument is a function
+                that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

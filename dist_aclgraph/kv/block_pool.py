@@ -42,8 +42,8 @@ class BlockPool:
 
     Args:
         counts_shared: whether each reference to a block counts as one used block. Attention on CANN
-            8.5 requires this. It counts a shared block once for each request, and refuses a batch
-            whose counted blocks are more than the blocks of the cache.
+            8.5 requires this, because it counts a shared block once for each request, and refuses a
+            batch whose counted blocks are more than the blocks of the cache.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
             freed when the last block before it leaves the prefix cache.
     """

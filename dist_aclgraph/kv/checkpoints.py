@@ -1,6 +1,6 @@
 """Checkpoints: copies of requests' recurrent state, from which requests with the same prefix start.
 
-Layers with linear attention keep no keys. They keep one state for each request, which every token
+Layers with linear attention keep no keys, but one state for each request, which every token
 changes. So a prefix can be shared only at a position where the state was copied to a checkpoint.
 """
 
@@ -17,8 +17,8 @@ BlockHash = bytes
 
 
 class Checkpoints:
-    """Owns the checkpoints of one rank. Each has a number from [0, count), and is found by the hash
-    of the last block before its position. Knows nothing about requests or devices.
+    """Owns the checkpoints of one rank. Each checkpoint has a number from [0, count), and is found
+    by the hash of the last block before its position. Knows nothing about requests or devices.
 
     Every checkpoint is in one of three states: free; begun, when a step in flight writes it; or
     stored, when ``longest`` finds it. If no checkpoint is free, the least recently used stored

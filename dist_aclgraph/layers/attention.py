@@ -1,5 +1,5 @@
-"""Grouped-query attention over the paged KV cache. It runs eagerly, or is captured as a task of a
-graph whose lengths can be updated.
+"""Grouped-query attention over the paged KV cache. Attention runs eagerly, or is captured as a task
+of a graph; the lengths of a task can be updated.
 
 Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
 ``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists.
@@ -198,8 +198,8 @@ class PagedAttention:
     """Grouped-query attention of this rank's heads.
 
     Attributes:
-        num_kv_heads: number of KV heads on this rank. Its cache contains all tokens of these heads,
-            or a shard of the tokens.
+        num_kv_heads: number of KV heads on this rank. The rank's cache contains all tokens of these
+            heads, or a shard of the tokens.
         window: number of latest keys that a query sees, including its own key; None means all keys.
             With a window, ranks do not share contexts.
         sinks: [num_heads], logits that take a part of each head's attention without adding a value;

@@ -1,5 +1,5 @@
 """Linear attention with the gated delta rule, for the heads of one rank: a short convolution, then
-the rule. Both keep states of the requests. The projections are not in this file.
+the rule. The convolution and the rule keep states of requests. Projections are not in this file.
 """
 
 from __future__ import annotations

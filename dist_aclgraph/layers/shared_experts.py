@@ -29,7 +29,7 @@ class SideStream:
         """Run ``work`` on this stream. At the end of the context, even after an error, the current
         stream waits for ``work``.
 
-        ``work`` begins after all earlier work of the current stream. It must not contain a
+        ``work`` begins after all earlier work of the current stream. ``work`` must not contain a
         collective, because the collectives of a group need the same order on all ranks.
         """
         main = runtime().current_stream()

@@ -54,7 +54,7 @@ class DirectArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class DirectLayout:
-    """Indices that depend only on the lengths of direct requests. They are constant in a graph.
+    """Indices that depend only on the lengths of direct requests, so they are constant in a graph.
 
     Attributes:
         lengths: [n] int32, number of tokens of each request, 1 to ``MAX_DIRECT_TOKENS``.
@@ -155,16 +155,16 @@ class PromptArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptStates:
-    """Parts of prompts, each of any length. They run outside full graphs.
+    """Parts of prompts, each of any length, which run outside full graphs.
 
     Attributes:
         lengths: [n] int32, number of tokens of each part.
         sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
         slots: [n] int32, the slot that receives the state after the last token of the part; may
             equal the source. No two requests name the same slot.
-        is_new: [n] bool, whether the request has no state yet. It begins with zeros.
-        padded: [t + n * (w - 1)] int32, indices that put the rows of each request's state before
-            its tokens. They index [all tokens | w - 1 rows of each request's first state].
+        is_new: [n] bool, whether the request has no state yet, and begins with zeros.
+        padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
+            first state], which put the rows of a request's state before its tokens.
         outputs: [t] int32, index in ``padded`` of the first of each token's ``w`` inputs.
         tails: [n * (w - 1)] int32, indices in ``padded`` of the last inputs of each request.
         ends: cumulative lengths, on the host.

@@ -96,7 +96,7 @@ class DummyCheckpoint:
     ) -> Matrix:
         """Return the slice ``[start, stop)`` of an [out, in] weight along ``dim``.
 
-        It is int8 if this object quantises.
+        The slice is int8 if this object quantises.
         """
         part = _cut(shape, dim, start, stop)
         if not self.quantises:

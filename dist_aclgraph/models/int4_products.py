@@ -27,7 +27,7 @@ class SharedZeros:
         self._zeros = torch.empty(0)
 
     def like(self, tensor: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return zeros with the shape and type of a tensor. They must not be changed.
+        """Return zeros with the shape and type of a tensor. The zeros must not be changed.
 
         Args:
             place: puts a new tensor on the device.

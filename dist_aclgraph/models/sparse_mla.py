@@ -218,7 +218,7 @@ class SparseLatent(LatentKind):
 
 @dataclass(frozen=True)
 class ChosenLatent:
-    """Layers that use the keys chosen by an earlier layer. Their state is that of ``sparse``.
+    """Layers that use the keys chosen by an earlier layer. These layers share ``sparse``'s state.
 
     Attributes:
         sparse: the kind of the layers with an indexer.

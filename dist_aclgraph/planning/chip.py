@@ -1,7 +1,7 @@
 """Limits of a chip and its CANN release, checked before the model is loaded.
 
 The rules come from the documents and tilings of operators (FusedInferAttentionScore, the cache
-writes). They were not tested on an NPU.
+writes), and were not tested on an NPU.
 """
 
 from __future__ import annotations

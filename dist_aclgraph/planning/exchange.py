@@ -19,8 +19,8 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 
 # Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
-# all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators. This
-# was not measured on an NPU.
+# all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
+# times were not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
 MIN_CAPACITY = 16  # rows for one rank; few tokens are distributed less evenly than many
 

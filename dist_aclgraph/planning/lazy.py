@@ -1,6 +1,6 @@
 """Lazy graphs: graphs for shapes that are not in the plan, but are frequent enough to be captured.
 
-This module only decides. It keeps an LRU list of a few shapes, chosen by their expected savings.
+This module only decides, and keeps an LRU list of a few shapes, chosen by their expected savings.
 The caller reports the result of each decision: a shape enters the list after every rank has
 captured it; a shape whose capture failed is not tried again for some time. Savings are counted in
 tokens: all tokens of an eager step, and the avoidable padding of a step that replayed a larger

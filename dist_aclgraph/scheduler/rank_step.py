@@ -234,7 +234,7 @@ class RankStep:
         is_uniform: whether the requests that do not decode also run like decoding requests: they
             compute existing output again, token by token.
         needs_hidden: whether a request wants log-probabilities of its prompt, or a hidden state.
-            Both need hidden states that full graphs do not keep.
+            These results need hidden states that full graphs do not keep.
     """
 
     indices: Indices

@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. It is usually too high: it sums all tensors of a layer
+The estimate was never compared with an NPU, and is usually too high: it sums all tensors of a layer
 as if no tensor were freed before the layer's end, and it counts every exchange of tokens as an
-all-gather. It leaves out the workspaces of operators.
+all-gather. The workspaces of operators are left out.
 """
 
 from __future__ import annotations

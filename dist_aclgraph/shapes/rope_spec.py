@@ -57,8 +57,8 @@ class ContextLengths:
 
     Attributes:
         longest: length of the longest request that the model supports.
-        usual: default of ``max_model_len``. It is shorter if longer requests would change the
-            embedding of short requests.
+        usual: default of ``max_model_len``, shorter than ``longest`` if longer requests would
+            change the embedding of short requests.
     """
 
     longest: int

@@ -116,7 +116,7 @@ class Load(Generic[Item]):
 
 
 class Trace:
-    """A trace file. Its first line determines its kind.
+    """A trace file of batches or of requests; the first line determines which.
 
     Raises:
         ConfigError: the file cannot be read, or its first line is neither a batch nor a request.

@@ -129,7 +129,7 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The decision of one step, for every rank of a lockstep group. It stays in the engine.
+    """The decision of one step, for every rank of a lockstep group. The plan stays in the engine.
 
     Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
     eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread. ``largest``

@@ -35,7 +35,7 @@ _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 
 
 class Tokenizer:
-    """Turns text into token ids and back. It has no state of requests, so threads may share it.
+    """Turns text into token ids and back. Threads may share it, as it has no state of requests.
 
     Attributes:
         eos_ids: ids that end an output: the tokenizer's own end token, and the ids of

@@ -28,9 +28,9 @@ SUMMED_NORMS = 10
 # indexer, a layer norm, two rotations, two joins, and a product for the weights of its heads.
 # Sparse attention itself has no more entries than attention whose parameters are updated.
 INDEXER = 7
-# Operators of a layer of experts: router, routing, products and shared experts. They replace the
-# two products and the activation of a dense layer (DENSE). Gathering tokens adds ten operators; an
-# all-to-all with its indices adds thirty-nine.
+# Operators of a layer of experts: router, routing, products and shared experts. These operators
+# replace the two products and the activation of a dense layer (DENSE). Gathering tokens adds ten
+# operators; an all-to-all with its indices adds thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # The cache write and attention need one entry each; the wait for attention's parameters and the
