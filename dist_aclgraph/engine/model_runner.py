@@ -228,7 +228,7 @@ class ModelRunner:
         self.make_cache(num_blocks)
 
     def make_cache(self, num_blocks: int) -> None:
-        """Replace the KV cache by an empty one.
+        """Replace the KV cache by an empty cache.
 
         No captured graph may exist, because graphs contain the addresses of the old cache.
         """

@@ -282,7 +282,7 @@ class StepOutput:
             tally: int64, of shape TALLY_SHAPE; None if the step does not change it.
             special: the special places, which may want log-probabilities; None if there are none.
             prompts: reports of prompts, whose copies are already queued.
-            embeddings: hidden states of prompts, whose copy is already queued.
+            embeddings: hidden states of prompts; their copy is already queued.
         """
         landing = self._landings[self._num_queued % len(self._landings)]
         self._num_queued += 1

@@ -1,5 +1,5 @@
-"""The gated delta rule (arXiv 2412.06464). CANN's operators compute it in bfloat16. Plain operators
-compute it for other types, and for decays that differ between channels.
+"""The gated delta rule (arXiv 2412.06464). CANN's operators compute the rule in bfloat16. Plain
+operators compute it for other types, and for decays that differ between channels.
 
 For each token and value head, with the state S [value_dim, key_dim]:
 

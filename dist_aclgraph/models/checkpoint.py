@@ -165,7 +165,7 @@ class Checkpoint:
         return gathered.copy_(piece)
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return in which form a product gets a matrix: ``dtype``, int8, or four bits.
+        """Return the form in which a product gets a matrix: ``dtype``, int8, or four bits.
 
         Raises:
             MissingTensorError: as ``read``.

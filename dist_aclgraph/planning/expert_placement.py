@@ -55,8 +55,8 @@ class ExpertPlacement:
     def slot_table(self) -> IntArray:
         """Return the slots of each expert, [num_experts + 1, most copies].
 
-        If an expert has fewer copies than others, its slots are repeated. The last row is for
-        padding tokens, which no expert runs: their slot is ``num_slots``.
+        If an expert has fewer copies than other experts, its slots are repeated. The last row is
+        for padding tokens, which no expert runs: their slot is ``num_slots``.
         """
         width = max(map(len, self.slots))
         rows = [[slots[i % len(slots)] for i in range(width)] for slots in self.slots]

@@ -311,7 +311,7 @@ class Scheduler:
             insort(self.waiting, request, key=_order)
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Put requests that are not suspect back into the queue; end and return the others."""
+        """Let requests that are not suspect wait again; end and return the suspect requests."""
         failed = []
         for request in requests:
             if request.is_suspect:

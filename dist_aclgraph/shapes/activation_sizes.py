@@ -110,7 +110,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     # Queries in four forms: of the rank, of all ranks, in order, and in two parts. Then the results
     # of attention.
     queries = (1 + dcp + 2 * groups) * (found + rotated) + groups * found
-    # Results in float32: without empty ones, ordered by receiver, and joined. Then the sent, the
+    # Results in float32: without empty results, ordered by receiver, and joined. Then the sent, the
     # received and the merged results.
     floats = (4 * groups + 2 * dcp + 1) * (found + LOGS)
     return heads * (queries * element_bytes + floats * FLOAT32_BYTES)

@@ -103,8 +103,8 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """How a checkpoint names its tensors, if its names differ from the usual ones, which are those
-    of Llama and DeepSeek V3.
+    """How a checkpoint names its tensors, if its names differ from the usual names (the names that
+    Llama and DeepSeek V3 use).
 
     Attributes:
         prefix: beginning of the names of all tensors of the decoder.
@@ -133,7 +133,7 @@ class ModelSpec(ModelFacts):
     """The shape of a supported decoder: the facts of its model, and its details.
 
     Attributes:
-        rotary_dim: number of rotated elements of a head, the first ones; None means all elements.
+        rotary_dim: number of first elements of a head that are rotated; None means all elements.
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.
