@@ -58,7 +58,7 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position that a shard keeps. Shorter requests have no token on it."""
+        """Return the first position that a shard keeps; shorter requests have no token there."""
         return shard * self.interleave
 
     def slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:

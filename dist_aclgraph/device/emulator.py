@@ -37,9 +37,8 @@ from dist_aclgraph.shipped import is_installed, shipped
 
 
 def _build_folder() -> Path:
-    """Return the folder of the built libraries. In a clone it is next to the sources, one folder
-    per release series of torch_npu. Otherwise it is in the user's cache, one folder per
-    installation.
+    """Return the folder of the built libraries: in a clone, a folder next to the sources for each
+    release series of torch_npu; otherwise, a folder in the user's cache for each installation.
     """
     if not is_installed() and os.access(SOURCES, os.W_OK):
         return SOURCES / f"build-{installed_name()}"

@@ -28,8 +28,8 @@ class Grammars:
     """Owns the compiled grammars of a rank.
 
     Args:
-        read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If it fails,
-            the first grammar fails.
+        read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If the call
+            fails, the first grammar fails.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:

@@ -168,8 +168,8 @@ class WeightSlices:
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
         """Return the form in which one operator gets its matrices.
 
-        If all matrices have the same form, this is their form. Otherwise it is floats, because
-        matrices that a checkpoint stores in floats must not be quantised.
+        If all matrices have the same form, the result is this form. Otherwise the result is floats,
+        because matrices that a checkpoint stores in floats must not be quantised.
         """
         forms = {self.checkpoint.form_of(part.name, part.shape) for part in parts}
         return forms.pop() if len(forms) == 1 else self.checkpoint.dtype
