@@ -28,7 +28,7 @@ _reduce_scatter = getattr(dist, installed_line().reduce_scatter)
 
 @dataclass(eq=False)
 class CommGroup:
-    """Ranks that communicate. Layers keep the object until they are deleted.
+    """Ranks that communicate. A layer keeps this object until the layer is deleted.
 
     Attributes:
         ranks: the members as ranks of the lockstep group, in group order.
@@ -94,8 +94,8 @@ class CommGroup:
         return str(self.backend.get_hccl_comm_name(self.rank))
 
     def become(self, other: CommGroup) -> None:
-        """Replace the process group by that of ``other``, which has the same ranks in new
-        processes.
+        """Replace the process group by the process group of ``other``, which has the same ranks in
+        new processes.
         """
         assert (self.ranks, self.rank) == (other.ranks, other.rank)
         self.handle = other.handle
@@ -128,7 +128,9 @@ class RankGroups:
     dcp: CommGroup = ALONE
 
     def become(self, other: RankGroups) -> None:
-        """Replace all process groups by those of ``other``; references to the groups stay valid."""
+        """Replace all process groups by the process groups of ``other``. References to the
+        ``CommGroup`` objects stay valid.
+        """
         for mine, its in (
             (self.tp, other.tp),
             (self.ep, other.ep),
@@ -183,8 +185,9 @@ def join_lockstep_group(
 def leave_lockstep_group() -> None:
     """End this process's membership of its HCCL world, without waiting for other ranks.
 
-    Other members may have exited. Graphs with collectives of this world must be released before.
-    Objects that use groups of this world need new groups afterwards, see ``RankGroups.become``.
+    Other members may have exited. Graphs with collectives of this world must be released before
+    this call. Objects that use groups of this world need new groups after this call, see
+    ``RankGroups.become``.
 
     Raises:
         DeviceError: HCCL reported an error.
@@ -220,7 +223,7 @@ def make_groups(
     mc2_buffer_mb: int | None = None,
     watchdog_s: float | None = None,
 ) -> RankGroups:
-    """Return the groups of ``rank``. Except MC2's, groups of the same ranks share a communicator.
+    """Return the groups of ``rank``. Groups of the same ranks share a communicator, except MC2's.
 
     Every rank of the world must call this.
 
@@ -232,7 +235,7 @@ def make_groups(
         watchdog_s: maximum time of every eager collective; None means the ``timeout_s`` of joining.
     """
     if mc2_buffer_mb is not None:
-        # The size is set by the environment variable, because some releases of MC2's operators do
+        # The environment variable sets the buffer size, because some releases of MC2's operators do
         # not read the domain's option.
         set_hccl_buffsize(mc2_buffer_mb)
     handles: dict[tuple[int, ...], Any] = {}

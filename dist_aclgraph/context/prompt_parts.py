@@ -70,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Neighbouring queries of one request on a rank, from ``position`` on."""
+    """Neighbouring queries of one request on a rank; the first has the position ``position``."""
 
     request: int
     position: int
@@ -206,8 +206,8 @@ class Reads:
     Attributes:
         own: [m], slots that this shard reads for all shards. ``m`` is the same on every shard; slot
             0 fills a shorter share. None if there is only one shard.
-        launches: for each launch, indices of its keys among the gathered keys, [count * m] in the
-            order of shards; if there is only one shard, slots.
+        launches: for each launch, the indices of its keys among the gathered keys, which are
+            [count * m], shard by shard. If there is only one shard, the slots of its keys.
     """
 
     own: IntArray | None

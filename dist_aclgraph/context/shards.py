@@ -58,11 +58,11 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position that a shard keeps; a shorter request has no token there."""
+        """Return the first position that a shard keeps; shorter requests have no token there."""
         return shard * self.interleave
 
     def slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:
-        """Return the slot of each position, in the cache of the shard that keeps it.
+        """Return the slot of each position, in the cache of the shard that keeps the position.
 
         If the row has no block for a position, the slot is in the dummy block.
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
-    """Return the configuration with the kind of device that ``auto`` stands for. For NPUs,
+    """Return the configuration with the kind of device that ``auto`` means here. For NPUs,
     ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of this machine, unless
     the configuration sets them.
 

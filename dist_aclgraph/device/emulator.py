@@ -1,8 +1,8 @@
 """Build and load the emulated CANN libraries, under which the real torch_npu runs on a CPU.
 
-The libraries come from the C++ sources in ``emulator/``. They are preloaded: libtorch_npu.so needs
-CANN libraries with certain SONAMEs, and the loader takes libraries with these SONAMEs that the
-process has loaded already. This module is independent of the program that uses the device.
+The libraries are built from the C++ sources in ``emulator/``, and preloaded: libtorch_npu.so needs
+CANN libraries with certain SONAMEs, and the loader uses libraries with these SONAMEs that the
+process has already loaded. This module is independent of the program that uses the device.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from dist_aclgraph.shipped import is_installed, shipped
 
 
 def _build_folder() -> Path:
-    """Return the folder of the built libraries. In a clone it is beside the sources, one folder per
-    release series of torch_npu. Otherwise it is in the user's cache, one folder per installation.
+    """Return the folder of the built libraries: in a clone, a folder next to the sources for each
+    release series of torch_npu; otherwise, a folder in the user's cache for each installation.
     """
     if not is_installed() and os.access(SOURCES, os.W_OK):
         return SOURCES / f"build-{installed_name()}"

@@ -1,4 +1,4 @@
-"""The meaning of a device error: the only reader of CANN's codes and messages.
+"""Finds the cause of a device error. Only this module reads CANN's codes and messages.
 
 Sources: CANN's ``rt_error_codes.h`` and the messages of its runtime and HDK. CANN's message for the
 same exhausted resource depends on the version and on the failing call.
@@ -60,8 +60,8 @@ _STOPPED = "FORCE STOP"  # text of errors that torch_npu's queue raises without 
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:
-    """Return the cause of a stopped device. Return None if the error does not contain this cause,
-    or if the error has nothing to do with a stopped device.
+    """Return the cause of a stopped device; None if the error does not contain this cause, or does
+    not come from a stopped device.
 
     CANN's reason takes precedence over the code, because a failing call may have its own code.
     """
@@ -76,7 +76,7 @@ def device_fault(error: BaseException) -> DeviceFault | None:
 
 
 def fault_of_code(code: int) -> DeviceFault | None:
-    """Return the cause of a stopped device that a code of CANN's runtime stands for."""
+    """Return the cause of a stopped device that a code of CANN's runtime means."""
     return _FAULT_OF_CODE.get(code)
 
 

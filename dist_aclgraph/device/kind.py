@@ -10,7 +10,7 @@ from dist_aclgraph.environment import visible_devices
 from dist_aclgraph.errors import DeviceError
 
 DEVICES_OF_A_MACHINE = 8
-DEV = Path("/dev")  # the driver creates davinci0, davinci1, ... in it
+DEV = Path("/dev")  # the driver creates davinci0, davinci1, ... in this folder
 
 DeviceKind = Literal["npu", "emulated"]
 

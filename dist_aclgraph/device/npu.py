@@ -53,7 +53,7 @@ class Memory:
 
 
 def runtime() -> Any:
-    """Return ``torch.npu``: streams, events and graphs. It exists once torch_npu is loaded."""
+    """Return ``torch.npu`` (streams, events, graphs), which exists once torch_npu is loaded."""
     return torch.npu  # type: ignore[attr-defined]
 
 
@@ -148,7 +148,7 @@ class Npu:
     def counts_graphs(self, stream: Any) -> bool:
         """Return whether the count of streams falls with a capture and rises with its release.
 
-        With software queues the count does not follow: CANN keeps the queues of released graphs for
+        With software queues, the count does not rise: CANN keeps the queues of released graphs for
         later graphs.
         """
         before = self.available_streams()
@@ -222,9 +222,9 @@ class Npu:
         was faulty and is now repaired.
 
         Args:
-            resumes_groups: whether communicators are resumed. This requires that all ranks of the
-                communicators were stopped; communicators that are not resumed can only be
-                destroyed.
+            resumes_groups: whether communicators are resumed. Before that, all ranks of the
+                communicators must have been stopped. Communicators that are not resumed can only
+                be destroyed.
 
         Raises:
             DeviceError: the device or a communicator does not work again.
@@ -408,7 +408,7 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(prefix="graph-", suffix=".json") as file:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch_npu only warns that the function was called
-            # The class itself is not used, because it would write a second, readable file.
+            # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()
     # Each line is one task. If the last stream has no task, the file ends with a comma and is not

@@ -31,8 +31,8 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory. Its parts are used in turn; a part is added if the device has not read the
-    next part yet.
+    """Owns the memory. Parts of the memory are used in turn; a part is added if the device has not
+    read the next part yet.
 
     Args:
         stream: the stream of all copies.

@@ -94,8 +94,8 @@ class UpdateWait:
     """The time that the device waited during a replay for updates of the replay's tasks.
 
     The emulator counts this time. Hardware does not report this time. On hardware, the value is the
-    time from the replay's start to the last event record after the replay. This is an upper bound,
-    because the device also computes during this time.
+    time from the replay's start to the last event record after the replay. The value is an upper
+    bound, because the device also computes during this time.
     """
 
     def __init__(self, is_counted: bool) -> None:

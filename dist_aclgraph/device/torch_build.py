@@ -41,7 +41,7 @@ def check_torch() -> None:
     """Check that torch_npu can be imported together with the installed torch.
 
     Raises:
-        DeviceError: torch is built for CUDA, and this torch_npu cannot be loaded beside it.
+        DeviceError: torch is built for CUDA, and this torch_npu does not work with such a torch.
     """
     if (cuda := cuda_version()) and not installed_line().loads_beside_cuda:
         raise DeviceError(

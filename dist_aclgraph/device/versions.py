@@ -19,7 +19,7 @@ class Line:
         torch, torch_npu: the versions that the extra of this release series installs.
         cann: the release of CANN that must be installed with this torch_npu.
         is_published: whether the publisher of torch_npu names this pair of torch_npu and CANN.
-        loads_beside_cuda: whether torch_npu can be loaded beside a torch that is built for CUDA.
+        loads_beside_cuda: whether torch_npu can be loaded if torch is built for CUDA.
         forgets_failed_captures: whether torch_npu's allocator forgets a capture that CANN has
             refused to begin or to end. If the allocator does not forget such a capture, all later
             calls of ``torch.npu.graph`` and ``torch.npu.empty_cache`` fail.
@@ -57,8 +57,8 @@ DEFAULT = "2.13"  # make installs this release series if no other is named
 def installed_name() -> str:
     """Return the release series of the installed torch, or ``DEFAULT`` if it is unknown.
 
-    It is unknown if torch is missing or has an unknown version; ``dist-aclgraph doctor`` refuses
-    both.
+    The release series is unknown if torch is missing or has an unknown version;
+    ``dist-aclgraph doctor`` refuses both cases.
     """
     try:
         version = importlib.metadata.version("torch")

@@ -1,7 +1,7 @@
 """Bad words of several tokens: the last token of a word is forbidden after its other tokens.
 
-With two steps in flight, the host does not know the token before the next one. The device compares
-this token with the word; the host compares all earlier tokens.
+With two steps in flight, the host does not know the latest token of a request. The device compares
+the latest token with the word; the host compares all earlier tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Forbidden(NamedTuple):
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
-        before: the token after which ``tokens`` is forbidden; -1 if the host has found it already.
-        coming: index, among the tokens that a step in flight samples, of the token that really
-            comes before ``tokens``.
+        before: the token after which ``tokens`` is forbidden; -1 if the host has already found it.
+        coming: for the actual token before ``tokens``, its index among the tokens that a step in
+            flight samples.
     """
 
     places: IntArray

@@ -83,7 +83,7 @@ class DraftSteps:
         return self._drafter.drafts
 
     def move(self, inputs: DeviceStep) -> None:
-        """Add the accepted drafts to the positions of requests, and select the matching slots.
+        """Add the number of accepted drafts to the positions, and select the matching slots.
 
         Changes positions, slots and draft slots of a graph's static inputs in place.
         """

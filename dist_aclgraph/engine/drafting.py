@@ -1,17 +1,16 @@
 """Multi-token prediction: drafts that the next step verifies, all on the device.
 
-A step gives the target model each request's last token and its k drafts, and samples a token at
-every one of these places, as it would without drafts. A draft is accepted if it equals the token
-that was sampled at the place before it. The token that is sampled at the last accepted place is an
-additional result. So sampling never depends on the drafts: greedy or random, a request gets the
-same tokens as without drafts. (For deterministic drafts this is rejection sampling: a draft is
-accepted with its probability under the target model, and otherwise another token of the target
-model is sampled.)
+In a step, the target model runs each request's last token and its k drafts, and a token is sampled
+at each of these places. A draft is accepted if it equals the token that was sampled at the previous
+place. The token that is sampled at the last accepted place is an additional result. So sampling
+never depends on the drafts: greedy or random, a request gets the same tokens as without drafts.
+(For deterministic drafts this is rejection sampling: a draft is accepted with its probability under
+the target model; if it is rejected, another token of the target model is sampled.)
 
-Then the next-token module runs on the same places with the sampled tokens. It proposes k tokens,
+Then the next-token module runs on the same places with the sampled tokens, and proposes k tokens,
 one after another, starting at the last accepted place. Only the device knows the number of accepted
 drafts, and no work of the host may depend on this number. So every request keeps k + 1 places in
-each run of the module. Only the last accepted place and the places after it write to the cache. The
+each run of the module. Only the last accepted place and the later places write to the cache. The
 causal mask hides the places after the last accepted place, and no place reads memory that was never
 written.
 """
@@ -51,7 +50,7 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
-# Returns the rows of [n, hidden] at places, even if another rank runs a place.
+# Returns the rows of [n, hidden] at places, also at places that another rank runs.
 Collect = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -67,8 +66,8 @@ class Drafter:
     32 bytes.
 
     Attributes:
-        tokens: the latest tokens; ``drafts`` and ``last`` are views of them, whose last row is
-            spare.
+        tokens: the latest tokens; ``drafts`` and ``last`` are views of ``tokens``. The last row of
+            each view is spare.
         drafts: [max_rows + 1, k] int32.
         last: [max_rows + 1] int32.
         passed: [max_rows + 1] int32, number of accepted drafts in the last step; 0 in the spare

@@ -16,7 +16,7 @@ NO_MATCH = "the output does not match the grammar"
 
 
 class NotReadyError(Exception):
-    """A mask needs a grammar that is not compiled yet, or is itself not computed yet."""
+    """The next mask is not computed yet, or its grammar is not compiled yet."""
 
 
 class Row:

@@ -1,9 +1,10 @@
 """Grammars of requests, compiled by llguidance for the model's vocabulary.
 
 The ingress has already compiled each grammar once, in a process with limits
-(``text/structure.py``). So a worker needs at most seconds to compile it. A thread compiles, and the
-library releases Python's lock meanwhile; a request waits for its grammar, and no step does. The
-library keeps the lock while it prepares the vocabulary, so this happens before the first step.
+(``text/structure.py``). So a worker needs at most seconds to compile it. A thread compiles the
+grammar; meanwhile, the library releases Python's lock. The request waits for its grammar, but no
+step waits. The library keeps the lock while it prepares the vocabulary, so the vocabulary is
+prepared before the first step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Grammars:
     """Owns the compiled grammars of a rank.
 
     Args:
-        read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If it fails,
-            the first grammar fails.
+        read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If the call
+            fails, the first grammar fails.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -41,7 +42,9 @@ class Grammars:
         self._num_chars = 0  # characters of all grammars in ``_kept``
 
     def compile(self, grammar: str, salt: str) -> Future[llguidance.LLMatcher]:
-        """Begin to compile a grammar, or find it compiled; the caller copies the matcher.
+        """Return a grammar's matcher as a future; begin to compile a new grammar.
+
+        The caller copies the matcher, because requests with the same grammar share it.
 
         If the grammar is invalid, the matcher contains an error.
 
@@ -58,14 +61,14 @@ class Grammars:
         return coming
 
     def submit_slow(self, work: Callable[[list[int]], T], output: list[int]) -> Future[T]:
-        """Do work that may take seconds on a thread, after earlier such work."""
+        """Do work that may take seconds on a thread, after earlier work of this kind."""
         return self._slow.submit(work, output)
 
     def consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
         """Add an allowed token to a matcher, without Python's lock; return whether this succeeded.
 
         The library releases the lock only if it adds tokens to several matchers. So a second
-        matcher, whose result is not used, gets a token, too.
+        matcher also gets a token; its result is not used.
         """
         if self._second is None:
             tokenizer = self._tokenizer.result()

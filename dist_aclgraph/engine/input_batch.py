@@ -3,9 +3,9 @@
 If a decode step has the same requests as the previous decode step, its inputs are computed from the
 previous inputs (``_go_on``); unchanged values stay the same arrays.
 
-The batch is in host memory only. It does not contain tokens that a step in flight samples. The next
-step names these tokens by reference, and the device fills them in. Every rank of a tensor parallel
-group has the same rows, because every rank receives the same plan.
+The batch is in host memory only, and does not contain tokens that a step in flight samples. The
+next step names these tokens by reference, and the device fills them in. Every rank of a tensor
+parallel group has the same rows, because every rank receives the same plan.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class InputBatch:
         # The device has one spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # For each row, the index of its sample in the last step; then the rows that this step
-        # sampled.
+        # For each row, the index of its sample in the last step that sampled it; then the rows that
+        # the last step sampled.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
         # References to samples of the last step, and the rows that they belong to.
@@ -96,8 +96,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # Drafts may read entries after these blocks, and must not find another request's block
-            # there.
+            # Drafts may read the entries after these blocks, so no entry may name a block of
+            # another request.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
@@ -238,8 +238,7 @@ class InputBatch:
     def coming_tokens(
         self, step: HostStep, is_wanted: npt.NDArray[np.bool_]
     ) -> ComingTokens | None:
-        """Return the wanted last tokens that the host does not have yet; None if there are no such
-        tokens.
+        """Return the wanted last tokens that the host does not have yet; None if it has them all.
 
         Args:
             is_wanted: [max_rows], whether the row's token is wanted.

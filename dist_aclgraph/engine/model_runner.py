@@ -228,7 +228,7 @@ class ModelRunner:
         self.make_cache(num_blocks)
 
     def make_cache(self, num_blocks: int) -> None:
-        """Replace the KV cache by an empty one.
+        """Replace the KV cache by an empty cache.
 
         No captured graph may exist, because graphs contain the addresses of the old cache.
         """
@@ -629,7 +629,8 @@ class ModelRunner:
                 step=experts,
             )
         if self._states is not None and plan.batch.kept:
-            # Before the results are sent: the engine counts on checkpoints of steps with results.
+            # This comes before the results are sent: when the engine has the result of a step, the
+            # step's checkpoints must be complete.
             self._states.keep(plan.batch.kept, self._state_tensors())
         collect = partial(self._collect, step.shared)
         states, logits, tokens, best = self._choose(hidden, step.places, size, collect)

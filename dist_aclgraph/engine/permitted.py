@@ -1,7 +1,7 @@
-"""Finds out whether a request's lists of tokens leave any token that its form allows.
+"""Finds out whether a request's token lists permit any token that the form of its answer allows.
 
-The device applies ``allowed_token_ids`` and ``bad_words``. If they and the form of the answer
-together forbid every token, a sampled token would mean nothing.
+The device applies the lists ``allowed_token_ids`` and ``bad_words``. If the lists and the form
+together forbid every token, a sampled token is meaningless.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Permitted:
 
     @staticmethod
     def of_row(sampling: RowSampling, num_words: int) -> Permitted | None:
-        """Return what the lists of a row permit; None if they permit every token."""
+        """Return the permitted tokens of a row; None if its lists permit every token."""
         has_lists = sampling.allowed or sampling.biased or sampling.bad_words
         return Permitted(sampling, num_words) if has_lists else None
 

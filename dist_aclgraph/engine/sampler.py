@@ -161,7 +161,7 @@ def queue_logprobs(
 
 
 def report_of(logits: Tensor, chosen: Tensor, num_best: int) -> Tensor:
-    """Return log-probabilities of the chosen tokens and of the most probable ones.
+    """Return log-probabilities of the chosen tokens and of the most probable tokens.
 
     Args:
         logits: [n, vocab]; chosen: [n] int32.

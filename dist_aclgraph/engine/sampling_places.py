@@ -88,7 +88,7 @@ class AskedLogprobs:
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """The sampling parameters of places. They do not change while the same rows continue.
+    """The sampling parameters of places, constant as long as the same rows are sampled.
 
     Attributes:
         seeds: [n], as ``make_keys`` needs them.
@@ -299,7 +299,7 @@ class KnownPlaces:
             self._rows = None  # Nothing is valid until all parameters are sent.
             self._places = self._send(sampled_rows)
             self._version = self._table.version
-        self._rows = sampled_rows  # the same array comes again while the same rows continue
+        self._rows = sampled_rows  # the caller passes the same array until the rows change
         return self._places
 
     def forget(self) -> None:

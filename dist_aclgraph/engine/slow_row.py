@@ -1,9 +1,9 @@
 """A row whose masks may take long: a thread computes them, and the row waits for its mask.
 
-The time to compute a mask has no useful limit: the library limits its work only after each row of
+The time to compute a mask has no useful limit: the library checks its limits only after each row of
 its parser, and in an ambiguous grammar one such row may take seconds. So a step waits for the mask
-only briefly. Then the request gets no token, as if its grammar was not compiled yet, and the other
-requests run.
+only briefly. If the mask is still missing, the request gets no token, as if its grammar was not
+compiled yet, and the other requests run.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class SlowRow(Row):
         return ""  # ``fill_aside`` returns the error of the mask
 
     def can_continue(self, sampling: RowSampling) -> bool:
-        """Return whether the row may serve this request: either the request that had to wait, or
-        another one with the same grammar.
+        """Return whether the row may serve this request: the request that had to wait, or another
+        request with the same grammar.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask

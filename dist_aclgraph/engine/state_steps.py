@@ -52,10 +52,10 @@ class StateSteps:
     def of_step(self, inputs: HostStep) -> StateMetadata:
         """Return the metadata of any mixture of live requests.
 
-        A request is direct if it verifies drafts, or without drafts, if it has one token. The rows
-        of a batch begin with the requests that decode. Whether a token is direct must not depend on
-        whether it samples: a request that continues elsewhere does not sample after its prompt, but
-        must round its state in the same way.
+        With drafts, a request is direct if it verifies drafts. Without drafts, it is direct if it
+        has one token. The rows of a batch begin with the requests that decode. Whether a token is
+        direct must not depend on whether it samples: a request that comes from another group runs
+        its known output without sampling, but must round its state in the same way.
         """
         lens = np.diff(inputs.query_ends, prepend=np.int32(0))
         logits = np.zeros(len(lens), np.int32)
@@ -91,8 +91,8 @@ class StateSteps:
         self._copy(states, self._slots.checkpoints(checkpoints), self._slots.bases(rows))
 
     def keep(self, kept: bytes, states: Sequence[Tensor]) -> None:
-        """Copy rows to checkpoints, after the decoder. Only steps with parts of prompts do so; they
-        are not replayed as a whole.
+        """Copy rows to checkpoints, after the decoder. Only steps with parts of prompts write
+        checkpoints; such steps do not replay full graphs.
 
         Args:
             kept: field of ``RankBatch``.

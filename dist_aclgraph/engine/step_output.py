@@ -146,7 +146,7 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # Rows with bad words whose last tokens are sampled by a step in flight; and these tokens.
+        # Rows with bad words whose last token is sampled by a step in flight; and these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()
@@ -282,7 +282,7 @@ class StepOutput:
             tally: int64, of shape TALLY_SHAPE; None if the step does not change it.
             special: the special places, which may want log-probabilities; None if there are none.
             prompts: reports of prompts, whose copies are already queued.
-            embeddings: hidden states of prompts, whose copy is already queued.
+            embeddings: hidden states of prompts; their copy is already queued.
         """
         landing = self._landings[self._num_queued % len(self._landings)]
         self._num_queued += 1
@@ -313,8 +313,8 @@ class StepOutput:
         """Wait for a step and return its results.
 
         Args:
-            while_waiting: called first, to do other work of the host. It gets a function that
-                returns whether the results have arrived.
+            while_waiting: called first, to do other work of the host. The argument is a function
+                that returns whether the results have arrived.
         """
         landing, num_samples = coming.landing, coming.num_samples
         while_waiting(landing.ready.query)

@@ -26,8 +26,8 @@ from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.sampling import StructuredOutputs
 
-# The first format that fits a template is chosen. Hermes comes late, because other families use
-# the markers of Hermes, too.
+# The first format that fits a template is chosen. Hermes comes late, because other families also
+# use the markers of Hermes.
 FORMATS: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "kimi_k2": kimi_k2,
@@ -50,8 +50,8 @@ class AnswerFormat:
 
     Attributes:
         name: the name of the format of calls; None if the checkpoint's template has no calls.
-        thought: the markers of reasoning; None without reasoning, and if the
-            format of calls reads the reasoning itself.
+        thought: the markers of reasoning; None without reasoning, or if the format of calls reads
+            the reasoning itself.
         token_ids: ids of the markers that are tokens.
     """
 
@@ -66,7 +66,7 @@ class AnswerFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the format of calls reads reasoning, too."""
+        """Whether the format of calls also reads reasoning."""
         return self.name == "gpt_oss"
 
     def structured(

@@ -20,7 +20,7 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
     """Read the object of a call; the arguments are passed on piece by piece.
 
     The call begins when its name is known and its arguments begin. Other members of the object are
-    left out. A closing brace of the object that is missing is not an error.
+    left out. A missing closing brace of the object is not an error.
 
     Args:
         known: names of tools; an object with another name is no call. None allows all names.

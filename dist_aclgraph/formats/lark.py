@@ -100,13 +100,13 @@ class Lark:
         """Return an expression for a text that matches ``pattern``, followed by ``end``.
 
         Args:
-            excluded: the first text contains none of these texts.
+            excluded: texts that must not occur in the text before ``end``.
         """
         first, rest = self._cut(end)
         inner = f"/{_escaped(pattern)}/"
         if texts := self._spelled(excluded):
             inner = f"({inner} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/)"
-        # The pattern matches as much as possible. So it needs the text that ends it.
+        # The pattern matches as much as possible, so the text after it must be a part of it.
         name = self._terminal(f"{inner} {_quoted(first)}" if first else inner)
         return f"{name} {self.text(rest)}" if rest else name
 
@@ -115,8 +115,7 @@ class Lark:
     ) -> str:
         """Return an expression for text in which a call may begin at any place.
 
-        The text contains no text with which the reader begins a call. So each call follows the
-        grammar.
+        The text contains none of ``begins``. So each call follows the grammar.
 
         Args:
             each: expressions for one call of each tool.
@@ -133,7 +132,7 @@ class Lark:
         found = re.match(r'("(?:[^"\\]|\\.)*") ', call)
         if found is None:
             return f"{text} {call}"
-        # The text and the begin of the call are one terminal, which all tools share.
+        # The text and the beginning of the call are one terminal, which all tools share.
         head = json.loads(found.group(1))
         begin = begins[0] if head.startswith(begins[0]) else head
         rest = f"{_quoted(head[len(begin) :])} " if head != begin else ""
@@ -149,7 +148,7 @@ class Lark:
         return self._terminal(sign)
 
     def _cut(self, text: str) -> tuple[str, str]:
-        """Return the parts of a text before and from its first marker."""
+        """Split a text before its first marker; return both parts."""
         first = text if self._split is None else self._split.split(text)[0]
         return first, text[len(first) :]
 
@@ -222,7 +221,7 @@ def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
 
 
 def _moved(part: Any) -> Any:
-    """Return a part of a schema for the place ``/$defs/root``: its references begin there."""
+    """Return a part of a schema whose references begin at ``/$defs/root``, its new place."""
     if isinstance(part, Mapping):
         return {
             key: f"#/$defs/root{value[1:]}"

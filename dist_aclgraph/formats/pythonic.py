@@ -96,8 +96,8 @@ def _read_name(scanner: Scanner, end: str) -> Scan[str]:
 
 
 def _read_literal(scanner: Scanner) -> Scan[str]:
-    """Return the text of a Python literal up to a comma or bracket that is outside of it, or up to
-    the end of the answer; empty if it is too long.
+    """Return the text of a Python literal; empty if it is too long. The literal ends before a comma
+    or bracket that is not a part of it, or at the end of the answer.
     """
     text, depth, quote = "", 0, ""
     while len(text) < MAX_HELD_CHARS:

@@ -95,7 +95,7 @@ class Scanner:
         return self.shown(text) != text
 
     def unread(self, text: str) -> None:
-        """Put text back that was read; it is read again."""
+        """Put back text that was read, so that it is read again."""
         self._text = text + self._text[self._at :]
         self._at = 0
 
@@ -123,12 +123,12 @@ class Scanner:
     def copy_until(
         self, markers: Sequence[str], emit: Emit, *, in_call: bool = False
     ) -> Scan[str | None]:
-        """Read a text up to one of the markers, and read the marker, too.
+        """Read a text up to one of the markers, and the marker itself.
 
         Args:
             emit: gets the text piece by piece; an end that may begin a marker is held back.
-            in_call: whether the text is a part of a call: if the answer ends within a marker, the
-                beginning of the marker is left out.
+            in_call: whether the text is a part of a call. In a call, if the answer ends within a
+                marker, the beginning of the marker is left out.
 
         Returns:
             the marker; None at the end of the answer.
@@ -161,8 +161,8 @@ class Scanner:
         return "".join(pieces), marker
 
     def match(self, *texts: str) -> Scan[str | None]:
-        """Read and return the longest of ``texts`` with which the unread text begins. If it begins
-        with none of them, read nothing and return None.
+        """Read and return the longest of ``texts`` with which the unread text begins. If none of
+        ``texts`` matches, read nothing and return None.
         """
         while True:
             rest = self._text[self._at :]

@@ -31,7 +31,7 @@ class Arguments:
         self, name: str, ends: Sequence[str], *, trims: bool = False, is_text: bool | None = None
     ) -> Scan[str | None]:
         """Read the text of a value up to one of ``ends``; return this end, or None at the end of
-        the answer. Texts are passed on piece by piece, and other values when they are complete.
+        the answer. Strings are passed on piece by piece, other values when they are complete.
 
         Args:
             trims: whether one newline at each end of the text does not belong to the value.
@@ -56,7 +56,7 @@ class Arguments:
         return end
 
     def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
-        """Return the text of a value that is not only a string, and the end after it.
+        """Return the text of a value that may be another type than a string, and the end after it.
 
         A string within JSON may contain an end. If such a string never ends, the value ends at the
         first end.
@@ -106,7 +106,7 @@ class _Text:
         self._newline = ""
         if self._trims and piece.endswith("\n"):
             piece, self._newline = piece[:-1], "\n"
-        # This is the function of ``json.dumps``, which makes an encoder for each call.
+        # ``json.dumps`` uses the same function, but makes an encoder for each call.
         self._scanner.arguments(encode_basestring(piece)[1:-1])
 
     def end(self, *, is_whole: bool) -> None:

@@ -18,7 +18,7 @@ class CapturedGraph:
     """Owns an NPU graph, its task handles and its events.
 
     Accepts only inputs with the numbers of rows and tokens of its capture, in the buffers whose
-    addresses it contains. It always refuses other inputs.
+    addresses it contains. Other inputs are always refused.
 
     Attributes:
         graph: torch_npu's graph.

@@ -16,7 +16,7 @@ class DraftInputs(NamedTuple):
             matter.
         most: [num_reqs] int32, largest number of drafts that may be accepted, from 0 to k.
         positions: [num_reqs, k + 1] int32, positions of the places.
-        slots: [num_reqs, 3 k] int32, slots of 3 k positions from the first place on; -1 is padding.
+        slots: [num_reqs, 3 k] int32, slots of 3 k positions, the first place first; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
             with fewer places repeats its last place.
         behind: [num_reqs] int32, only in graphs. The row of the request, if the device must add the
@@ -37,8 +37,9 @@ class SharedPlaces(NamedTuple):
 
     Attributes:
         owners: [num_places] int32, padding included.
-        landings: [num_places] int32, only places of live requests. Index of the place's token among
-            this rank's tokens; if another rank runs the token, the index after the padded tokens.
+        landings: [num_places] int32, only for places of live requests: index of the place's token
+            among this rank's tokens. If another rank runs the token, the index after the last
+            padding token.
     """
 
     owners: Tensor

@@ -1,8 +1,9 @@
 """A bucket as several graphs: one graph (a *piece*) for each segment between two attentions.
 
 Attention runs eagerly between the pieces, with the lengths of the step. So any mixture of prefill
-and decode can replay the same graphs. The values that one piece passes to the next one are in the
-pool that all graphs share. They are valid only until the next piece of the same step has run.
+and decode can replay the same graphs. The values that one piece passes to the next piece are in the
+pool that all graphs share. These values are valid only until the next piece of the same step has
+run.
 """
 
 from __future__ import annotations

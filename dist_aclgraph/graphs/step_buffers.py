@@ -251,8 +251,8 @@ class _Layout(NamedTuple):
 
 
 class _Twins:
-    """Pinned memory from which one step's inputs are sent. It may be written again only after the
-    device has read it.
+    """Pinned memory from which one step's inputs are sent. This memory may be written again only
+    after the device has read it.
 
     Attributes:
         table: the block table as an array.

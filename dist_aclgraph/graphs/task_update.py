@@ -5,7 +5,7 @@ wait for an external event and the reset of this event. A patch issues the opera
 step's lengths, on the update stream, into the task group. The event is recorded after the patch,
 and lets the graph continue. Lengths are sent either
 
-- *after* the replay is queued: patch and record layer by layer, while the device follows; or
+- *after* the replay is queued: patch and record layer by layer, while the device runs; or
 - *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
   next step. A task is *open* if it is patched and its event is recorded before its replay is
   queued. Open tasks are always the first tasks of the graph: if the host gets other work, it stops
@@ -13,13 +13,13 @@ and lets the graph continue. Lengths are sent either
 
 Orders on the device:
 
-1. A task is patched only after the last replay has read the old lengths. Its event is recorded only
-  after the last replay has reset the event; otherwise the record is lost, and the device waits for
-  ever. So the update stream waits for the end of the last replay before it opens the first task for
-  the next replay.
+1. A task is patched only after the last replay has read the old lengths. The task's event is
+  recorded only after the last replay has reset the event; otherwise the record is lost, and the
+  device waits for ever. So the update stream waits for the end of the last replay before it opens
+  the first task for the next replay.
 2. An open task lets the graph continue. If the step has other lengths, open tasks are closed: the
   update stream waits for the recorded events and resets them, as a replay would do, and the main
-  stream waits for this before the replay. Then all tasks are patched after the replay is queued.
+  stream waits for the resets before the replay. All tasks are patched after the replay is queued.
 3. Steps of other graphs and eager steps change nothing: tasks stay open until their graph is
   replayed. Then their lengths are correct, or the tasks are closed.
 4. A graph is released only while the device is idle. By then, updates that were sent ahead have

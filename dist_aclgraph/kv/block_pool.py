@@ -41,10 +41,9 @@ class BlockPool:
     ``num_free + num_used == num_blocks - 1``.
 
     Args:
-        counts_shared: whether each reference to a block counts as one used block. This is necessary
-            for attention on CANN 8.5. This attention counts a shared block once for each request,
-            and refuses lengths that together need more blocks, counted in this way, than the cache
-            has.
+        counts_shared: whether each reference to a block counts as one used block. Attention on CANN
+            8.5 requires this, because it counts a shared block once for each request, and refuses a
+            batch whose counted blocks are more than the blocks of the cache.
         checkpoints: for a model with recurrent state, its checkpoints; else None. A checkpoint is
             freed when the last block before it leaves the prefix cache.
     """
@@ -111,7 +110,7 @@ class BlockPool:
         first.
 
         Raises:
-            OutOfBlocksError: fewer blocks are free; no block was allocated.
+            OutOfBlocksError: fewer than ``count`` blocks are free; no block was allocated.
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} KV blocks wanted, {self.num_free} are free")
@@ -194,7 +193,7 @@ class BlockPool:
             self._condemned.add(block_id)
 
     def take_dirty(self) -> list[int]:
-        """Return the blocks to clean before the next step, and forget them.
+        """Return the blocks to clean before the next step, and remove them from the list.
 
         The dummy block is included, because tokens after the end of a request are written to it.
         """

@@ -38,7 +38,7 @@ def how_to_shrink_weights(config: Config) -> str:
 
 @dataclass(frozen=True)
 class PagedTensor:
-    """What some layers keep for each token, in blocks.
+    """A tensor in which some layers keep data for each token, in blocks.
 
     Attributes:
         num_layers: number of layers that have the tensor.
@@ -153,8 +153,8 @@ class KVCacheSpec:
             max_model_len: the value of the configuration; if it has none, the value of the model.
 
         Raises:
-            ConfigError: fewer than two blocks fit, or fewer than ``kv.num_blocks``, or too few for
-                one request with the configured ``max_model_len``.
+            ConfigError: too few blocks fit: fewer than two, fewer than ``kv.num_blocks``, or too
+                few for one request of the configured ``max_model_len``.
         """
         kv = config.kv
         affordable = self.blocks_that_fit(free_bytes, kv.memory_fraction, kv.max_bytes)
@@ -184,8 +184,8 @@ class KVCacheSpec:
         return num_blocks
 
     def blocks_that_fit(self, free_bytes: int, memory_fraction: float, max_bytes: int) -> int:
-        """Return the number of blocks for which a rank has memory beside the slots of states. The
-        dummy block is included.
+        """Return how many blocks, the dummy block included, fit in a rank's memory together with
+        the slots of states.
 
         Every rank of a group must use the smallest result of all ranks.
 

@@ -1,6 +1,6 @@
 """Checkpoints: copies of requests' recurrent state, from which requests with the same prefix start.
 
-Layers with linear attention keep no keys. They keep one state for each request, which every token
+Layers with linear attention keep no keys, but one state for each request, which every token
 changes. So a prefix can be shared only at a position where the state was copied to a checkpoint.
 """
 
@@ -17,12 +17,12 @@ BlockHash = bytes
 
 
 class Checkpoints:
-    """Owns the checkpoints of one rank. Each has a number from [0, count), and is found by the hash
-    of the last block before its position. Knows nothing about requests or devices.
+    """Owns the checkpoints of one rank. Each checkpoint has a number from [0, count), and is found
+    by the hash of the last block before its position. Knows nothing about requests or devices.
 
     Every checkpoint is in one of three states: free; begun, when a step in flight writes it; or
-    stored, when ``longest`` finds it. If none is free, the stored checkpoint that was not used for
-    the longest time is free again.
+    stored, when ``longest`` finds it. If no checkpoint is free, the least recently used stored
+    checkpoint becomes free.
 
     Args:
         count: number of checkpoints; 0 shares no prefixes.
@@ -43,11 +43,11 @@ class Checkpoints:
     def clear(self) -> None:
         """Free all checkpoints, for example after the device has lost their contents."""
         self._free = list(range(self.count - 1, -1, -1))
-        self._stored: OrderedDict[BlockHash, int] = OrderedDict()  # the longest unused one first
+        self._stored: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._begun: dict[BlockHash, int] = {}
 
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
-        """Return the next position at which a prompt is copied to a checkpoint, in tokens.
+        """Return the next position, in tokens, at which a prompt's state is copied to a checkpoint.
 
         These positions are multiples of the interval, and the end of the last block that does not
         contain the prompt's last token. Returns ``num_tokens`` if no such position is left.
@@ -60,22 +60,22 @@ class Checkpoints:
         return min((p for p in (following, last) if num_computed < p <= last), default=num_tokens)
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the number of blocks before the last stored checkpoint of a prefix; 0 without."""
+        """Return the number of blocks before a prefix's last stored checkpoint; 0 without one."""
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._stored:
                 return count
         return 0
 
     def use(self, block_hash: BlockHash) -> int:
-        """Return a stored checkpoint, which counts as used now."""
+        """Return a stored checkpoint, and mark it as the most recently used."""
         self._stored.move_to_end(block_hash)
         return self._stored[block_hash]
 
     def begin(self, block_hash: BlockHash) -> int | None:
         """Return a checkpoint that a step may write; None if this prefix has one, or none is free.
 
-        The step must read a checkpoint that it starts from before it writes this one, because both
-        may be the same.
+        A step may start from a checkpoint and write the same checkpoint. So it must read before it
+        writes.
         """
         if block_hash in self._stored or block_hash in self._begun:
             return None
@@ -93,11 +93,11 @@ class Checkpoints:
         self._stored[block_hash] = self._begun.pop(block_hash)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Free a begun checkpoint, because its step counts for nothing or its request has left."""
+        """Free a begun checkpoint, because its step was undone or its request has left."""
         self._free.append(self._begun.pop(block_hash))
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Free a stored checkpoint, because its block is not in the prefix cache any more."""
+        """Free a stored checkpoint, because its block has left the prefix cache."""
         checkpoint = self._stored.pop(block_hash, None)
         if checkpoint is not None:
             self._free.append(checkpoint)

@@ -1,8 +1,8 @@
-"""Grouped-query attention over the paged KV cache. It runs eagerly, or is captured as a task of a
-graph whose lengths can be updated.
+"""Grouped-query attention over the paged KV cache. Attention runs eagerly, or is captured as a task
+of a graph; the lengths of a task can be updated.
 
-Operators: ``npu_scatter_pa_kv_cache`` (the address of the cache is fixed, slots are data) and
-``npu_fused_infer_attention_score`` in layout TND, whose lengths are host lists.
+Operators: ``npu_scatter_pa_kv_cache`` writes the cache at slots, which are read from a tensor.
+``npu_fused_infer_attention_score`` attends, in layout TND; its lengths are host lists.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ class PagedAttention:
     """Grouped-query attention of this rank's heads.
 
     Attributes:
-        num_kv_heads: number of KV heads on this rank. Its cache contains all tokens of these heads,
-            or a shard of the tokens.
+        num_kv_heads: number of KV heads on this rank. The rank's cache contains all tokens of these
+            heads, or a shard of the tokens.
         window: number of latest keys that a query sees, including its own key; None means all keys.
             With a window, ranks do not share contexts.
         sinks: [num_heads], logits that take a part of each head's attention without adding a value;
@@ -293,7 +293,7 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            heads, scale = "num_query_heads", "softmax_scale"  # names of the second version
+            heads, scale = "num_query_heads", "softmax_scale"  # argument names of version 2
         return {
             heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,

@@ -1,10 +1,10 @@
 """Collectives in attention between ranks that share a request's context.
 
 In a DCP group, only one rank keeps the KV of a token. In decoding, the ranks of the group gather
-the queries of all heads. Each rank attends to its shard with all heads. It sends the results of
+the queries of all heads. Each rank attends to its shard with all heads, and sends the results of
 each head to the ranks that own this head; these ranks merge the results by the sums of the softmax.
-For prompts, the ranks of the group do not gather queries: they gather the keys of the request. The
-ranks of a PCP group send each other the new keys of their prompt tokens.
+For prompts, the ranks of the group gather the keys of the request, not the queries. The ranks of a
+PCP group send each other the new keys of their prompt tokens.
 
 Shapes and collectives do not depend on the contents of a shard, so they are the same on all ranks.
 """
@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from dist_aclgraph.comm.groups import ALONE, CommGroup, RankGroups
 
 ALIGNED_FLOATS = 8  # kernels load blocks of 32 bytes
-# The log-sum-exp over no keys. It is not minus infinity, because npu_attention_update would return
-# NaN if all shards are empty.
+# The log-sum-exp over no keys. The value is not minus infinity, because npu_attention_update would
+# return NaN if all shards are empty.
 NOTHING = torch.finfo(torch.float32).min
 
 
@@ -49,7 +49,7 @@ class ContextParallel:
 
     @property
     def num_head_ranks(self) -> int:
-        """Number of ranks of ``dcp`` with different query heads; other ranks repeat these heads."""
+        """Number of ranks of ``dcp`` with different query heads; other ranks have copies."""
         return self.dcp.size // self.pcp.size if self.is_sharded else 1
 
     def meet(self, device: torch.device) -> None:

@@ -1,12 +1,12 @@
-"""The gated delta rule (arXiv 2412.06464): CANN's operators for bfloat16, and the same rule
-composed of plain operators for other types, and for decays of single channels.
+"""The gated delta rule (arXiv 2412.06464). CANN's operators compute the rule in bfloat16. Plain
+operators compute it for other types, and for decays that differ between channels.
 
 For each token and value head, with the state S [value_dim, key_dim]:
 
     S = S exp(g);  S = S + beta (v - S k) k';  out = S q / sqrt(key_dim)
 
-Neighbouring value heads share a key head. The decay g is one number, or one number for each
-channel of the key, which is a column of S (Kimi Delta Attention, arXiv 2510.26692).
+Neighbouring value heads share a key head. The decay g is one number for all channels of the key, or
+one number for each channel, that is, for each column of S (Kimi Delta Attention, arXiv 2510.26692).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from dist_aclgraph.layers.state_metadata import DirectStates, PromptStates, store
 
-CHUNK_TOKENS = 64  # tokens of a prompt whose updates are computed together; a power of two
-PASS_TOKENS = 1024  # tokens whose chunks are prepared together: fewer launches, but more memory
+CHUNK_TOKENS = 64  # number of tokens whose updates are computed together; a power of two
+PASS_TOKENS = 1024  # number of tokens per pass: a larger one saves launches but needs memory
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,10 @@ class DeltaRule(Protocol):
 
 
 class FusedDeltaRule:
-    """CANN's operators. All inputs, results and states are bfloat16, except ``g``, which has one
-    number for each head: torch_npu 2.13 documents that decays of channels (``gk``) are not
-    supported yet, and has no such operator for prompts.
+    """CANN's operators. All inputs, results and states except ``g`` are bfloat16.
+
+    ``g`` has one number for each head. torch_npu 2.13 documents that decays of channels (``gk``)
+    are not supported yet; for prompts, it has no operator with such decays.
     """
 
     state_dtype = torch.bfloat16
@@ -230,7 +231,7 @@ def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
 
     Args:
         x, k: [heads, chunks, size, key_dim].
-        sums: [heads, chunks, size, 1 or key_dim], logarithms of the decays from the chunk's begin.
+        sums: [heads, chunks, size, 1 or key_dim], logarithms of the decays since the chunk's start.
 
     Returns:
         [heads, chunks, size, size], zero for j > i.
@@ -238,8 +239,8 @@ def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
     if sums.shape[-1] == 1:
         is_later = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool, device=x.device).triu(1)
         return (x @ k.mT) * (sums - sums.mT).masked_fill(is_later, -torch.inf).exp()
-    # Each channel decays by itself, so the decays are factors of x and k. Within a block, they
-    # begin at the end of its first half. So no exponent is above 0, and nothing overflows.
+    # Each channel has its own decay, so the decays are factors of x and k. Within a block, decays
+    # are relative to the end of the first half. So no exponent is above 0, and nothing overflows.
     found = (x * k).sum(-1)[..., None, None]  # [heads, chunks, blocks, rows, rows]
     while (rows := found.shape[-1]) < x.shape[2]:
         halves = (torch.unflatten(t, 2, (-1, 2, rows)).unbind(3) for t in (x, k, sums))
@@ -255,7 +256,7 @@ def _inverse_of_unit_triangle(below: Tensor) -> Tensor:
     """Return the inverse of I + ``below``; ``below`` [heads, chunks, n, n] has non-zero elements
     only below the diagonal, and n is a power of two.
 
-    Blocks on the diagonal are inverted, first of one row, then of twice as many rows each time.
+    The blocks on the diagonal are inverted: first blocks of one row, then of two, four, ... rows.
     """
     n = below.shape[-1]
     found = below.new_ones(*below.shape[:2], n, 1, 1)  # [heads, chunks, blocks, rows, rows]

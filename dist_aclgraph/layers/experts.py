@@ -83,8 +83,8 @@ class ExpertLayer:
         Args:
             x: must be equal on all ranks of the tensor parallel group; ``n`` must be equal on all
                 ranks of the expert parallel group.
-            slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding tokens. They
-                come last, and no expert runs them; their results are meaningless.
+            slots: [n] int32, slot of each token's KV. ``PADDING_SLOT`` marks padding tokens, which
+                come last. No expert runs padding tokens, and their results are meaningless.
         """
         if self._is_together(step):
             with self._running_shared(x) as shared:

@@ -1,5 +1,5 @@
-"""Linear attention with the gated delta rule: a short convolution, then the rule, over the states
-of the requests. The operator part for the heads of one rank.
+"""Linear attention with the gated delta rule, for the heads of one rank: a short convolution, then
+the rule. The convolution and the rule keep states of requests. Projections are not in this file.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ShortConvolution:
         before = _begin(states, at).flatten(0, 1)
         padded = torch.cat([x, before]).index_select(0, at.padded)
         count = padded.shape[0] - self.width + 1
-        # One input of all tokens at a time: all inputs together would need ``width`` times the
-        # memory.
+        # Add one of the ``width`` inputs of all tokens at a time: all inputs at once would need
+        # ``width`` times the memory.
         total = padded[:count].float() * self.weight[0]
         for i in range(1, self.width):
             total = torch.addcmul(total, padded[i : i + count].float(), self.weight[i])

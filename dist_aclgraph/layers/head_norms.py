@@ -56,8 +56,8 @@ class NormsOfAllHeads:
     def _rescaled(self, own: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
         """Replace the scale of this rank's heads by the scale of all heads.
 
-        A scale is ``(mean of squares + eps) ** -0.5``, so the mean of the ranks' ``scale ** -2``
-        belongs to all heads. One all-reduce serves both norms.
+        A scale is ``(mean of squares + eps) ** -0.5``. So ``scale ** -2`` of all heads is the mean
+        of ``scale ** -2`` over the ranks. One all-reduce serves both norms.
 
         Args:
             own: results of this rank's norms; scales: [..., 2] float32, their scales.

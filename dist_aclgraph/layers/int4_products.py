@@ -53,8 +53,8 @@ class W4A16GroupedProduct:
     Attributes:
         weight: [num_local, in, out / 8] int32.
         scale: [num_local, groups, out], of the type of the rows.
-        zeros: the same shape and type, all zero: the offsets, without which the operator refuses
-            weights of four bits. All layers may have one tensor.
+        zeros: offsets, all zero, with shape and type of ``scale``; the operator requires them for
+            weights of four bits. All layers may share one tensor.
     """
 
     weight: Tensor
@@ -80,7 +80,7 @@ class W4A8Linear:
         weight: [in, out / 8] int32, contiguous; 256 divides the number of inputs.
         scale: [in / 256, out] int64, each with the bits of a float32.
         sums: [out] float32: 8 times the sum of each output's weights.
-        bias: [out] or None; the operator takes none, so it is added afterwards.
+        bias: [out] or None; added after the operator, which accepts no bias.
     """
 
     weight: Tensor

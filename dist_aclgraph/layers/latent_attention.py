@@ -217,7 +217,7 @@ def write_latents(
 def absorb(q: Tensor, keys: Tensor) -> Tensor:
     """Multiply queries [n, heads, d] by key matrices [heads, d, 512]; return [n, heads, 512].
 
-    The products with latents are then the products of queries and keys.
+    The products of the result and latents equal the products of queries and keys.
     """
     absorbed: Tensor = torch.ops.npu.npu_transpose_batchmatmul(
         q, keys, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]

@@ -145,7 +145,7 @@ class LocalExperts:
             weights if x.dtype == torch.bfloat16 else weights.to(x.dtype),
             order,
             None,
-            drop_pad_mode=3,  # Rows are a tensor of rank 3; some choices have no row.
+            drop_pad_mode=3,  # mode 3: rows have rank 3, and choices without a row are allowed
         )
         return y
 

@@ -26,7 +26,7 @@ class RmsNorm:
         """[..., width] -> the same shape."""
         npu = torch.ops.npu
         norm = npu.npu_gemma_rms_norm if self.adds_one else npu.npu_rms_norm
-        # npu_gemma_rms_norm takes contiguous rows only; heads are parts of wider rows.
+        # npu_gemma_rms_norm accepts only contiguous rows, but heads are parts of wider rows.
         normed: Tensor = norm(x.contiguous() if self.adds_one else x, self.weight, self.eps)[0]
         return normed
 

@@ -63,11 +63,11 @@ def rope_tables(
 
 
 def pairs_across_head(heads: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
-    """Return heads of which the first ``rotary_dim`` elements are rotated, in the order in which
-    all of ``head_dim`` elements can be rotated at once, as ``pad_tables`` describes.
+    """Return heads in the order of elements that the tables of ``pad_tables`` need.
 
-    The elements of a rotated pair are ``rotary_dim / 2`` apart in a checkpoint, and ``head_dim /
-    2`` apart in the result. Scores do not change, because queries and keys have the same order.
+    The first ``rotary_dim`` elements of a head are rotated. The two elements of a rotated pair are
+    ``rotary_dim / 2`` apart in a checkpoint, and ``head_dim / 2`` apart in the result. Scores do
+    not change, because queries and keys have the same order.
 
     Args:
         heads: [..., heads * head_dim], outputs of a product, or weights of a norm.

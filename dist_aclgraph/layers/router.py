@@ -79,10 +79,9 @@ class Router:
     def __call__(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts [n, top_k] int32 and weights [n, top_k] float32.
 
-        If experts have copies, each id names the chosen copy: a slot of an
-        ``ExpertPlacement``. The experts of padding are the id after the last id. Operators accept
-        this id, and no rank has such an expert. (Negative ids are not allowed; on CANN 9 they hide
-        all other ids.)
+        If experts have copies, each id names the chosen copy: a slot of an ``ExpertPlacement``.
+        Padding gets the id after the last expert's id: operators accept this id, and no rank has
+        such an expert. (Negative ids are not allowed; on CANN 9 they hide all other ids.)
 
         Args:
             x: [n, hidden].

@@ -1,4 +1,4 @@
-"""Experts that run for every token, and the stream on which they run beside routed experts."""
+"""Shared experts, which run for every token, and the separate stream on which they may run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SideStream:
         """Run ``work`` on this stream. At the end of the context, even after an error, the current
         stream waits for ``work``.
 
-        ``work`` begins after all earlier work of the current stream. It must not contain a
+        ``work`` begins after all earlier work of the current stream. ``work`` must not contain a
         collective, because the collectives of a group need the same order on all ranks.
         """
         main = runtime().current_stream()
@@ -51,8 +51,8 @@ class SharedExperts:
         down: width -> hidden.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
-        gate: [hidden, 1], whose product with a token goes through ``sigmoid`` and multiplies the
-            result; None without a gate.
+        gate: [hidden, 1]; the result of a token is multiplied by ``sigmoid(token @ gate)``. None
+            without a gate.
     """
 
     gate_up: Product
@@ -62,9 +62,7 @@ class SharedExperts:
 
     @contextmanager
     def running(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield this rank's part of the sum, [n, hidden]. It is complete at the end of the
-        context.
-        """
+        """Yield this rank's part of the sum, [n, hidden]; complete at the end of the context."""
         out = torch.empty_like(x)
         if self.side is None:
             self._compute(x, out)

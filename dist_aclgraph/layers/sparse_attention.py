@@ -1,9 +1,9 @@
 """Sparse latent attention over a paged cache: each query attends to the latents that an indexer
-chooses. Prompts and decoding use the same form, in which latents are keys and values.
+chooses. Both prompts and decoding use latents as keys and values.
 
-Operators: ``npu_lightning_indexer`` chooses keys by the index keys of all tokens, which are in the
-cache, too; ``npu_sparse_flash_attention`` attends to the chosen latents. All lengths are tensors on
-the device, so a captured graph contains the operators as they are, without tasks to update.
+Operators: ``npu_lightning_indexer`` chooses keys by the index keys of all tokens; the cache also
+contains the index keys. ``npu_sparse_flash_attention`` attends to the chosen latents. All lengths
+are tensors on the device, so a captured graph needs no update of these operators.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SparseCache(LatentCache):
 
 @dataclass(frozen=True)
 class IndexRows:
-    """What the indexer projects from the tokens of a step.
+    """The projections that the indexer computes from the tokens of a step.
 
     Attributes:
         queries: [n, index heads, 128]; keys: [n, 128]; both are rotated.
@@ -94,13 +94,14 @@ class SparseLatentAttention:
                 the live tokens stay unchanged.
             q_rope: [num_tokens, heads, 64], rotated.
             kv: [num_tokens, 512 + 64], neither normalised nor rotated.
-            index: None if this layer uses ``chosen``, the choice of the last layer with an indexer.
+            index: None if this layer has no indexer. Such a layer uses ``chosen``, the choice of
+                the last earlier layer with an indexer.
             rope: cos and sin, [num_tokens, 1, 1, 64] each.
             metadata: its slots are int64, and it has the rows on the device.
 
         Returns:
-            [num_direct, 1, top_k] int32, the chosen keys of each query by their positions; -1
-            follows the last one. None if the rank has no tokens.
+            [num_direct, 1, top_k] int32, the positions of each query's chosen keys, followed by
+            -1. None if the rank has no tokens.
         """
         if metadata.is_idle:
             return None

@@ -44,7 +44,7 @@ class StateCache:
 
 
 class DirectArrays(NamedTuple):
-    """What follows from the slots and lengths of direct requests; see ``DirectStates``."""
+    """Arrays computed from the slots and lengths of direct requests; see ``DirectStates``."""
 
     slots: IntArray
     lengths: IntArray
@@ -54,15 +54,15 @@ class DirectArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class DirectLayout:
-    """What the lengths of direct requests determine. A graph fixes it.
+    """Indices that depend only on the lengths of direct requests, so they are constant in a graph.
 
     Attributes:
         lengths: [n] int32, number of tokens of each request, 1 to ``MAX_DIRECT_TOKENS``.
         starts: [n] int32, number of tokens before each request.
-        windows: [t, w] int32, the inputs of the convolution for each token, as rows of [all tokens
-            | w - 1 rows of each request's first state]. The input of the token itself is last.
-        ones: [n] int32, the accepted tokens of steps without drafts.
-        max_tokens: the greatest length, or more.
+        windows: [t, w] int32, the inputs of the convolution for each token, as indices of rows of
+            [all tokens | w - 1 rows of each request's first state]. The token itself is last.
+        ones: [n] int32, the value of ``accepted`` in steps without drafts.
+        max_tokens: an upper limit of the lengths.
     """
 
     lengths: Tensor
@@ -97,7 +97,7 @@ class DirectStates:
     """Requests that update their states token by token.
 
     Each token names the slot that receives the state after this token. So a rejected draft costs
-    nothing: the state before the draft is in the slot of the token before it. A request begins with
+    nothing: the state before the draft is in the slot of the previous token. A request begins with
     the state in the slot that its token number ``accepted - 1`` names.
 
     For example, a request with two drafts has the slots 4, 5, 6, and one draft is accepted. Then
@@ -122,14 +122,15 @@ class DirectStates:
 
     @classmethod
     def of_slots(cls, slots: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
-        """Return the states of any requests; computed on the device, a graph may contain it."""
+        """Return the states of any requests. Runs on the device, so a graph may contain it."""
         sources = slots.index_select(0, layout.starts + accepted - 1)
         return cls(slots, accepted, sources, layout)
 
     @classmethod
     def of_windows(cls, bases: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
-        """Return the states of requests of ``layout.max_tokens`` tokens each, in slots that follow
-        one another. Computed on the device, a graph may contain it.
+        """Return the states of requests of ``layout.max_tokens`` tokens each, in consecutive slots.
+
+        Runs on the device, so a graph may contain it.
 
         Args:
             bases: [n] int32, the first slot of each request; 0 for padding.
@@ -141,7 +142,7 @@ class DirectStates:
 
 
 class PromptArrays(NamedTuple):
-    """What follows from the slots and lengths of prompts; see ``PromptStates``."""
+    """Arrays computed from the slots and lengths of prompts; see ``PromptStates``."""
 
     lengths: IntArray
     sources: IntArray
@@ -154,18 +155,18 @@ class PromptArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptStates:
-    """Parts of prompts, each of any length. They run outside full graphs.
+    """Parts of prompts, each of any length, which run outside full graphs.
 
     Attributes:
         lengths: [n] int32, number of tokens of each part.
         sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
         slots: [n] int32, the slot that receives the state after the last token of the part; may
             equal the source. No two requests name the same slot.
-        is_new: [n] bool, whether the request has no state yet. It begins with zeros.
-        padded: [t + n * (w - 1)] int32, puts the inputs of each request's state before its tokens;
-            counts rows of [all tokens | w - 1 rows of each request's first state].
-        outputs: [t] int32, the padded row of the first of the ``w`` inputs of each token.
-        tails: [n * (w - 1)] int32, the padded rows of the last inputs of each request.
+        is_new: [n] bool, whether the request has no state yet, and begins with zeros.
+        padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's
+            first state], which put the rows of a request's state before its tokens.
+        outputs: [t] int32, index in ``padded`` of the first of each token's ``w`` inputs.
+        tails: [n * (w - 1)] int32, indices in ``padded`` of the last inputs of each request.
         ends: cumulative lengths, on the host.
     """
 
@@ -207,7 +208,7 @@ class StateMetadata:
 
 
 def direct_arrays(bases: IntArray, lengths: IntArray, width: int) -> DirectArrays:
-    """Return the arrays of direct requests, each in slots that follow one another.
+    """Return the arrays of direct requests; each request has consecutive slots.
 
     Args:
         bases: [n] int32, the first slot of each request; 0 for padding.

@@ -121,8 +121,8 @@ class Mc2Exchange:
     """The operators send each token to each of its experts; the exchange has no unused places.
 
     The operators are ``npu_moe_distribute_dispatch_v2`` and ``npu_moe_distribute_combine_v2``.
-    Their limits are checked when the deployment is planned. If the operators take no mask, padding
-    tokens are sent, computed and counted like other tokens.
+    The planner checks the operators' limits. If the operators accept no mask, padding tokens are
+    sent, computed and counted like other tokens.
 
     Attributes:
         group: the group that only MC2 uses.
@@ -168,9 +168,7 @@ class Mc2Exchange:
         return y.masked_fill_(is_padding.unsqueeze(1), 0)
 
     def _experts_of_padding(self, experts: Tensor) -> Tensor:
-        """Return valid expert ids for padding, which differ within a row: [m, top_k] or [1,
-        top_k].
-        """
+        """Return valid expert ids for padding, [m, top_k] or [1, top_k]; ids of a row differ."""
         top_k, num_experts = experts.shape[1], self.local.num_experts
         # Masked rows are not sent; without a mask, padding is spread evenly over all experts.
         # fmod has an int32 kernel.

@@ -35,7 +35,7 @@ class VocabularyEmbedding:
     group: CommGroup
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[n] int32 -> [n, hidden], summed over ranks; each rank adds only its own tokens' rows."""
+        """[n] int32 -> [n, hidden], the sum over ranks; each rank knows only its part's rows."""
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start

@@ -53,14 +53,14 @@ class LayerAttention(Protocol):
         metadata: AttentionMetadata,
         earlier: Any,
     ) -> Any:
-        """Write the live tokens to the cache, and their results to ``inputs[-1]``, whose padding
-        rows stay unchanged.
+        """Write the live tokens to the cache, and their results to ``inputs[-1]``. Padding rows of
+        ``inputs[-1]`` stay unchanged.
 
         Args:
-            earlier: what ``attend`` of the previous layer returned; None in the first layer.
+            earlier: the result of ``attend`` of the previous layer; None in the first layer.
 
         Returns:
-            What the next layers may use, such as the choice of keys; None if there is nothing.
+            Data for the next layers, such as the chosen keys; None if there are no such data.
         """
 
     def output(self, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -25,7 +25,7 @@ class AttentionKinds:
 
     Attributes:
         paged: the kind whose keys are in blocks; a decoder has exactly one such kind. Layers that
-            use the choice of an earlier layer are a variant of it.
+            use the keys chosen by an earlier layer are a variant of this kind.
     """
 
     def __init__(

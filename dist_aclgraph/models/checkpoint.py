@@ -1,10 +1,10 @@
 """Reads a checkpoint slice by slice: only safetensors, and only the slices that a rank needs.
 
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
-slices. A slice is converted (to another dtype, to int8, or to floats) on the device. FP8 is
-converted on the host, because not every chip supports FP8; so are values of four bits. Quantised
-weights are multiplied by their scales while they are read, except matrices of products that run in
-int8 or with weights of four bits.
+slices. A slice is converted (to another dtype, to int8, or to floats) on the device. Values of four
+bits and FP8 are converted on the host; not every chip supports FP8. Quantised weights are
+multiplied by their scales while they are read, except matrices of products that run in int8 or with
+weights of four bits.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Checkpoint:
         dtype: type of all floats that are read; the files may store another type.
         device: device of all tensors that are read.
         quantises: whether the matrices of products are converted to int8.
-        has_head: whether the files were written for a model with an output head. Files of a decoder
-            alone, such as those of models for embeddings, have names without ``model.``.
+        has_head: whether the files were written for a model with an output head. In files without a
+            head, such as those of an embedding model, names do not begin with ``model.``.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Checkpoint:
         return gathered.copy_(piece)
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return in which form a product gets a matrix: ``dtype``, int8, or four bits.
+        """Return the form in which a product gets a matrix: ``dtype``, int8, or four bits.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -190,7 +190,8 @@ class Checkpoint:
             rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps it.
 
         Raises:
-            ConfigError: ``dtype`` is float32; or a part of the inputs crosses a group of scales.
+            ConfigError: ``dtype`` is float32; or a part of the inputs does not consist of whole
+                groups of scales.
             MissingTensorError: as ``read``.
             UnsupportedModelError: the values have offsets.
         """

@@ -41,7 +41,7 @@ class Decoder:
         """Load this rank's slices.
 
         Args:
-            drafts: whether the next-token module is loaded, too.
+            drafts: whether the next-token module is also loaded.
             note: called with the bytes of each weight after it is on the device.
             experts: None means the defaults of ``ExpertSetup``.
 
@@ -111,7 +111,7 @@ def _load_embedding(slices: WeightSlices, spec: ModelSpec) -> VocabularyEmbeddin
 def _load_head(
     slices: WeightSlices, spec: ModelSpec, embedding: VocabularyEmbedding
 ) -> VocabularyHead:
-    # A decoder that was stored without a head only embeds: its logits are not used.
+    # A decoder without a stored head only computes embeddings: its logits are not used.
     if spec.tie_word_embeddings or not slices.checkpoint.has_head:
         return VocabularyHead(embedding.weight.t(), spec.vocab_size, slices.group)
     part = vocabulary_part(spec.vocab_size, slices.group)

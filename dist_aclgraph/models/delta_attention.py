@@ -1,5 +1,5 @@
-"""What all forms of linear attention with the gated delta rule have in common: the heads of a rank,
-the states, and the way from the inputs of the rule to its results.
+"""The common part of all forms of linear attention with the gated delta rule: the heads of a rank,
+the states, and the computation from the inputs of the rule to its results.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class DeltaHeads:
 
 
 class DeltaKind:
-    """State that the layers share: the rank's heads and the rule. It also loads the weights that
-    all forms have.
+    """State that the layers share: the rank's heads and the rule. Also loads the weights that all
+    forms have.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DeltaKind:
         self._unit = torch.full((d,), d**-0.5, dtype=torch.float32, device=device)
 
     def make_cache(self, room: CacheRoom) -> StateCache:
-        # Padding reads slot 0, so a NaN there would stay.
+        # Padding reads and writes slot 0, so a NaN in slot 0 would stay.
         linear, heads, device = self._linear, self._heads, self._device
         channels = 2 * len(heads.keys) * linear.key_dim + len(heads.values) * linear.value_dim
         conv = (room.num_slots, linear.conv_width - 1, channels)
@@ -109,7 +109,7 @@ class DeltaKind:
         )
 
     def _delta(self, slices: WeightSlices, convolution: list[Tensor]) -> GatedDelta:
-        """Return the operator part.
+        """Return the convolution and the rule of a layer.
 
         Args:
             convolution: [channels, 1, width] each, weights of this rank's channels.

@@ -68,7 +68,7 @@ class DummyCheckpoint:
         out.zero_()
 
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
-        """Return in which form a product gets a matrix: ``dtype``, int8, or four bits."""
+        """Return the form in which a product gets a matrix: ``dtype``, int8, or four bits."""
         stored = self._int4_formats.of(self._names.stored(name))
         return stored or (torch.int8 if self.quantises else self.dtype)
 
@@ -96,7 +96,7 @@ class DummyCheckpoint:
     ) -> Matrix:
         """Return the slice ``[start, stop)`` of an [out, in] weight along ``dim``.
 
-        It is int8 if this object quantises.
+        The slice is int8 if this object quantises.
         """
         part = _cut(shape, dim, start, stop)
         if not self.quantises:

@@ -1,8 +1,8 @@
 """Loads the experts of a layer.
 
-With expert parallelism, a rank loads some whole experts, perhaps copies of experts that other ranks
-have, too. Without expert parallelism, the tensor
-parallel group splits each expert by its inner width. Shared experts are always split.
+With expert parallelism, a rank loads some whole experts; other ranks may have copies of the same
+experts. Without expert parallelism, the tensor parallel group splits each expert by its inner
+width. Shared experts are always split.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_experts(
     load = _load_products
     if experts.is_stacked:
         load = load_stacked_products
-    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # Some checkpoints of a family have it.
+    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # Only some checkpoints do.
         load = load_joined_products
     products = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
@@ -108,7 +108,7 @@ def _load_router(
 
 
 def _load_copies(slices: WeightSlices, placement: ExpertPlacement) -> ExpertCopies | None:
-    """Return the slots of experts with copies; None if every expert has one slot, its own id."""
+    """Return the slots of all experts; None without copies, because then slots equal ids."""
     if not placement.has_copies:
         return None
     table = slices.place(torch.from_numpy(placement.slot_table()))

@@ -92,7 +92,7 @@ class GatedDeltaKind(DeltaKind):
     def _separate(
         self, slices: WeightSlices, prefix: str
     ) -> tuple[list[MatrixPart], list[MatrixPart]]:
-        """Return the matrices of ``qkvz`` and ``gates`` that a checkpoint stores one by one."""
+        """Return the matrices of ``qkvz`` and ``gates``, which the checkpoint stores separately."""
         linear, values, hidden = self._linear, self._heads.values, self._hidden
         d, channels = linear.value_dim, (linear.num_channels, hidden)
         qkv = [
@@ -120,7 +120,7 @@ class GatedDeltaKind(DeltaKind):
     def _grouped(
         self, slices: WeightSlices, prefix: str
     ) -> tuple[list[MatrixPart], list[MatrixPart]]:
-        """Return the same matrices of a checkpoint that stores one key head after another."""
+        """Return the matrices of ``qkvz`` and ``gates``, which are stored key head by key head."""
         linear = self._linear
         count = linear.num_value_heads // linear.num_key_heads
         keys, values = linear.key_dim, count * linear.value_dim

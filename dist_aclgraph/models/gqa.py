@@ -172,8 +172,8 @@ class GroupedQuery:
     def _queries(self, slices: WeightSlices, name: str) -> MatrixPart:
         """Return the queries of this rank's heads, followed by their gates if there are gates.
 
-        A checkpoint with gates stores the queries of a head, the gates of this head, then the next
-        head.
+        A checkpoint with gates stores head after head: first the queries of the head, then its
+        gates.
         """
         spec, heads = self._spec, self._heads.q
         if not spec.has_output_gate:
@@ -199,7 +199,7 @@ class GroupedQuery:
     def _load_sinks(self, slices: WeightSlices, prefix: str) -> Tensor:
         heads = self._heads.q
         sinks = slices.part(f"{prefix}.sinks", (self._spec.num_heads,), 0, heads.start, heads.stop)
-        # The operator takes sinks in bfloat16, also beside float16.
+        # The operator needs sinks in bfloat16 even if the other tensors are float16.
         return slices.place(sinks.bfloat16() if sinks.dtype == torch.float16 else sinks)
 
     def _load_norms(self, slices: WeightSlices, prefix: str) -> HeadNorms | NormsOfAllHeads:

@@ -1,4 +1,4 @@
-"""Puts matrices of four bits into the form that the operators take, and makes their products."""
+"""Puts matrices of four bits into the form that the operators need, and makes their products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SharedZeros:
         self._zeros = torch.empty(0)
 
     def like(self, tensor: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return zeros with the shape and type of a tensor. They must not be changed.
+        """Return zeros with the shape and type of a tensor. The zeros must not be changed.
 
         Args:
             place: puts a new tensor on the device.
@@ -58,7 +58,7 @@ class Int4Weights:
             place: puts a tensor on the device, and notes its bytes.
 
         Raises:
-            ConfigError: the operators do not take parts of these sizes.
+            ConfigError: the operators do not accept parts of these sizes.
         """
         count, num_inputs, num_outputs = sizes
         self._name, self._form, self._num_inputs = name, form, num_inputs
@@ -123,5 +123,5 @@ class Int4Weights:
 
 
 def _prepared(scale: Tensor) -> Tensor:
-    """Return the bits of float32 scales in int64, as the operators with int8 rows take them."""
+    """Return the bits of float32 scales in int64, as operators with int8 rows need them."""
     return scale.float().contiguous().view(torch.int32).to(torch.int64)

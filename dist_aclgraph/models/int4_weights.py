@@ -1,13 +1,14 @@
 """Matrices with values of four bits, as ModelSlim and compressed-tensors store them.
 
-Everything here runs on the host, because an NPU has no fast operators on bits. A value is between
--8 and 7. The stored forms of an [out, in] matrix, which the shapes tell apart:
+All functions here run on the host, because an NPU has no fast operators on bits. A value is between
+-8 and 7. A checkpoint stores an [out, in] matrix in one of four forms, which differ in name and
+shape:
 
-- ``weight_packed`` [out, in / 8] int32, eight inputs each, the first input in the lowest bits, and
-  8 added to the values (compressed-tensors, pack-quantized);
-- ``weight`` [out, in] int8, one value each (compressed-tensors, int-quantized; older ModelSlim);
-- ``weight`` [out / 2, in] int8, two outputs each, the first output in the low bits (ModelSlim);
-- ``weight`` [out, in / 2] int8, two inputs each (ModelSlim, W4A16 without groups).
+- ``weight_packed`` [out, in / 8] int32: an element has eight inputs, the first input in the lowest
+  bits; 8 is added to each value (compressed-tensors, pack-quantized);
+- ``weight`` [out, in] int8: one value per byte (compressed-tensors, int-quantized; old ModelSlim);
+- ``weight`` [out / 2, in] int8: a byte has two outputs, the first in the low bits (ModelSlim);
+- ``weight`` [out, in / 2] int8: a byte has two inputs (ModelSlim, W4A16 without groups).
 
 Scales are ``weight_scale``, [out, groups] in any shape of this size. ModelSlim's W4A8 with groups
 multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
@@ -94,12 +95,12 @@ class StoredInt4:
         self._find, self._has = find, has
 
     def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
-        """Return ``[start, stop)`` of ``dim``; values after the matrix's end are zero. A number of
-        outputs that is odd becomes even.
+        """Return ``[start, stop)`` of ``dim``; values after the matrix's end are zero. If the
+        number of outputs is odd, one output is added.
 
         Raises:
-            ConfigError: a part of the inputs does not begin or end where a group does; or a part of
-                the outputs begins at an odd one.
+            ConfigError: a part of the inputs does not consist of whole groups; or a part of the
+                outputs begins at an odd index.
             MissingTensorError: a tensor is missing, or has another shape.
             UnsupportedModelError: the values have offsets.
         """
@@ -123,7 +124,7 @@ class StoredInt4:
         return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
     def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` in float32, on any places of the matrix.
+        """Return ``[start, stop)`` of ``dim`` in float32; the part may begin and end anywhere.
 
         Raises:
             MissingTensorError, UnsupportedModelError: as ``read``.
@@ -143,8 +144,8 @@ class StoredInt4:
             source = self._find(f"{self._module}.weight_packed")
             self._check_shape(source, "weight_packed", [(out, -(-num_inputs // 8))])
             words: Tensor = source[first:last, left // 8 : -(-right // 8)]
-            # A stored value is larger by 8, which is the value in two's complement with another
-            # highest bit.
+            # A stored value is the value plus 8. Inverting its highest bit gives the value in two's
+            # complement.
             pairs = _turned(words.contiguous().view(torch.uint8) ^ 0x88)
             return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")
@@ -251,6 +252,6 @@ def _turned(packed: Tensor) -> Tensor:
 
 
 def _two_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every first and every second row; a row of zeros is added to an odd number."""
+    """Return the rows with even indices and the rows with odd indices; zeros fill a missing row."""
     rows = pad(rows, (0, 0, 0, len(rows) % 2))
     return rows[::2], rows[1::2]

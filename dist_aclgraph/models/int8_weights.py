@@ -1,5 +1,5 @@
-"""Matrices in int8 with one scale per output. Either the checkpoint stores them in int8, or they
-are quantised while they are loaded.
+"""Matrices in int8 with one scale per output. Either the checkpoint stores the matrices in int8, or
+matrices are quantised while they are loaded.
 
 A scale depends on all inputs of an output, not only on the inputs that one rank loads. So for any
 number of ranks, the ranks have parts of the same int8 matrix.

@@ -166,11 +166,10 @@ class WeightSlices:
         return Int8GroupedProduct(weight, self.place(scale.view(len(experts), -1)))
 
     def _form_of(self, parts: Iterable[MatrixPart]) -> torch.dtype | Int4Format:
-        """Return the form in which one operator gets its matrices: the form of all matrices if it
-        is equal.
+        """Return the form in which one operator gets its matrices.
 
-        Otherwise the form is floats, because matrices that a checkpoint stores in floats must not
-        be quantised.
+        If all matrices have the same form, the result is this form. Otherwise the result is floats,
+        because matrices that a checkpoint stores in floats must not be quantised.
         """
         forms = {self.checkpoint.form_of(part.name, part.shape) for part in parts}
         return forms.pop() if len(forms) == 1 else self.checkpoint.dtype
@@ -255,7 +254,7 @@ def _sizes(parts: Sequence[MatrixPart]) -> tuple[int, int]:
 
 
 def part_by_part(widths: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function that sorts outputs, stored head by head, by their part of a head.
+    """Return a function that changes the order of outputs from head by head to part by part.
 
     Args:
         widths: number of outputs of each part of a head. The result has the first parts of all

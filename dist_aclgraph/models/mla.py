@@ -82,8 +82,8 @@ class MultiHeadLatentAttention:
 
 
 class LatentKind:
-    """State that the layers of latent attention share: the rank's heads and the rotary tables. It
-    also reads the weights that all forms of latent attention have.
+    """State that the layers of latent attention share: the rank's heads and the rotary tables. Also
+    reads the weights that all forms of latent attention have.
     """
 
     slot_dtype = torch.int64
@@ -141,9 +141,9 @@ class LatentKind:
         return matrix.rearranged(lambda columns: self._paired(columns, d))
 
     def _paired(self, weight: Tensor, width: int) -> Tensor:
-        """Move the columns that are rotated together next to each other.
+        """Move the two columns of each rotated pair next to each other.
 
-        In each group of ``width`` columns, these columns are the last columns.
+        In each group of ``width`` columns, the last columns are rotated.
         """
         if self._sizes.interleaves:
             return weight
@@ -176,7 +176,7 @@ class LatentKind:
 
 
 class MultiHeadLatent(LatentKind):
-    """State that the layers share, in which each query attends to all keys that it sees."""
+    """State that the layers share. In these layers, a query attends to all keys that it sees."""
 
     takes_long_queries = False  # For direct attention, the operator accepts only few queries.
     reads_device_rows = False

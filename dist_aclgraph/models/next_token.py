@@ -1,8 +1,8 @@
 """The module of a checkpoint that predicts one token further than the decoder.
 
 The module mixes the hidden state at a position with the token after this position, and runs one
-decoder layer on the result. It uses the embedding and the head of the decoder, although checkpoints
-contain copies of both. Reference: the DeepSeek-V3 report, section 2.2.
+decoder layer on the result. The embedding and the head are those of the decoder, although
+checkpoints contain copies of both for the module. Reference: the DeepSeek-V3 report, section 2.2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a checkpoint into the page cache before ranks copy slices from it.
 
 So the disk reads while slices are converted. The chunks of each file are divided among the ranks of
-a node, so that together the ranks request each byte once, from the first to the last. This order is
-right, because the ranks need slices of the same tensors at about the same time.
+a node. Together, the ranks request each byte once, from the first to the last. The ranks need
+slices of the same tensors at about the same time, so this order is useful for all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sparse latent attention of a decoder (DeepSeek V3.2, GLM-5): latent attention to the keys that an
 indexer chooses for each query.
 
-The products, norms and weights that ``layers/sparse_attention.py`` needs. The indexer has few small
-heads, which every rank computes completely, so that all ranks choose the same keys.
+Contains the products, norms and weights that ``layers/sparse_attention.py`` needs. The indexer has
+few small heads. Every rank computes all of them, so that all ranks choose the same keys.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class MultiHeadSparseAttention:
         down: hidden -> q_rank + 512 (latent) + 64 (key to rotate) + 128 (index key).
         q_norm: [q_rank], weight of a norm.
         q_up: q_rank -> heads * (plain dim + 64) + index heads * 128.
-        indexer: None if the layer uses the choice of the last layer with an indexer; then ``down``
-            and ``q_up`` compute no index keys and no index queries.
+        indexer: None if the layer uses the keys chosen by an earlier layer; then ``down`` and
+            ``q_up`` compute no index keys and no index queries.
     """
 
     down: Product
@@ -122,7 +122,7 @@ class MultiHeadSparseAttention:
 
 
 class SparseLatent(LatentKind):
-    """State that the layers share: that of latent attention."""
+    """State that the layers share; it is the state of latent attention."""
 
     takes_long_queries = True
     reads_device_rows = True
@@ -191,10 +191,10 @@ class SparseLatent(LatentKind):
         return slices.matrix(name, (out, width), 0, 0, out).rearranged(self._half_split)
 
     def _half_split(self, columns: Tensor) -> Tensor:
-        """Move index elements that are rotated together half of the rotated part apart.
+        """Move neighbouring elements of a rotated pair to the two halves of the rotated part.
 
         The order of elements changes no product of index queries and index keys. So one form of
-        rotation is enough for all checkpoints, whichever elements they rotate together.
+        rotation is enough for all checkpoints.
 
         Args:
             columns: [n, index heads * 128]; the first elements of a head are rotated.
@@ -218,7 +218,7 @@ class SparseLatent(LatentKind):
 
 @dataclass(frozen=True)
 class ChosenLatent:
-    """The layers that use the choice of an earlier layer. They share the state of the other layers.
+    """Layers that use the keys chosen by an earlier layer. These layers share ``sparse``'s state.
 
     Attributes:
         sparse: the kind of the layers with an indexer.

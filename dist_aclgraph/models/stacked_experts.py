@@ -36,8 +36,7 @@ def load_stacked_products(
     def stack(name: str, shape: tuple[int, ...], dim: int, first: int, last: int) -> Tensor:
         return slices.stack(f"{prefix}.{name}", (count, *shape), here, dim, first, last)
 
-    # The columns of gate and up alternate, so a part of the inner width is a
-    # range of columns.
+    # The columns of gate and up alternate, so a part of the inner width is a range of columns.
     gate_up = stack("gate_up_proj", (hidden, 2 * width), 1, 2 * start, 2 * stop)
     down = stack("down_proj", (width, hidden), 0, start, stop)
     if not experts.has_product_biases:
@@ -45,7 +44,7 @@ def load_stacked_products(
     gate_up_bias = stack("gate_up_proj_bias", (2 * width,), 0, 2 * start, 2 * stop)
     down_bias = stack("down_proj_bias", (hidden,), 0, 0, hidden)
     if stop - start < width and slices.group.rank > 0:
-        down_bias.zero_()  # The ranks that share an expert add its bias once.
+        down_bias.zero_()  # Only one of the ranks that share an expert adds its bias.
     return (
         GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
         GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),
@@ -60,8 +59,9 @@ def load_joined_products(
     here: Sequence[int],
     share: tuple[int, int],
 ) -> tuple[GroupedProduct, GroupedProduct]:
-    """Return the same products from tensors [experts, out, in] without biases, in which all rows of
-    gate come before the rows of up.
+    """Return the products of gate and up, and of down, from tensors [experts, out, in].
+
+    The tensors have no biases, and all rows of gate come before the rows of up.
 
     Raises:
         ConfigError: the deployment converts matrices to int8.
@@ -88,5 +88,5 @@ def load_joined_products(
 
 
 def _bias(bias: Tensor) -> Tensor:
-    """Return a bias in the type that the operator takes beside weights of this type."""
+    """Return a bias in the type that the operator needs for weights of the bias's type."""
     return bias.float() if bias.dtype == torch.bfloat16 else bias

@@ -1,7 +1,7 @@
 """Limits of a chip and its CANN release, checked before the model is loaded.
 
 The rules come from the documents and tilings of operators (FusedInferAttentionScore, the cache
-writes). They were not tested on an NPU.
+writes), and were not tested on an NPU.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Chip:
         if config.dtype == "float32":
             yield "dtype is float32; attention takes bfloat16 and float16: set dtype=bfloat16"
         if facts.indexer:
-            return  # Sparse attention takes both half types, and all block sizes.
+            return  # Sparse attention accepts float16, bfloat16 and all block sizes.
         if config.dtype == "float16" and not has_split_fuse:
             yield "dtype is float16; attention of this model takes bfloat16: set dtype=bfloat16"
         if facts.mla:
@@ -131,7 +131,7 @@ class Chip:
                 + (", or install CANN 9" if self.is_cann_8 else "")
             )
         if config.parallel.dcp * config.parallel.pcp > 1 and counts_shared:
-            # Tokens or pieces of a prompt are separate rows that use the same blocks.
+            # Each token or piece of a prompt is a separate row, and the rows use the same blocks.
             yield (
                 f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
                 "attention of this model refuses rows that need more blocks than the cache has, "

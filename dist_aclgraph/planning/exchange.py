@@ -19,8 +19,8 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 
 # Another exchange is chosen only if it saves at least this many bytes per layer in comparison with
-# all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators. This
-# was not measured on an NPU.
+# all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
+# times were not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
 MIN_CAPACITY = 16  # rows for one rank; few tokens are distributed less evenly than many
 
@@ -158,7 +158,7 @@ class ExchangeRule:
         """Return the decisions for all batch sizes, from one token to ``max_tokens``."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            last = min(self.max_tokens, first + self.tp - 1)  # up to ``last``, slices are equal
+            last = min(self.max_tokens, first + self.tp - 1)  # up to ``last``: equal slices
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
                 found[-1] = found[-1]._replace(last=last)

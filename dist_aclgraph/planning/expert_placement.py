@@ -55,8 +55,8 @@ class ExpertPlacement:
     def slot_table(self) -> IntArray:
         """Return the slots of each expert, [num_experts + 1, most copies].
 
-        If an expert has fewer copies than others, its slots are repeated. The last row is for
-        padding tokens, which no expert runs: their slot is ``num_slots``.
+        If an expert has fewer copies than other experts, its slots are repeated. The last row is
+        for padding tokens, which no expert runs: their slot is ``num_slots``.
         """
         width = max(map(len, self.slots))
         rows = [[slots[i % len(slots)] for i in range(width)] for slots in self.slots]
@@ -68,10 +68,10 @@ def place_experts(
 ) -> ExpertPlacement:
     """Return the placement on ``ep`` ranks.
 
-    Without redundant experts, each rank has neighbouring experts. Otherwise each copy is given to
-    the expert with the largest load for each copy, and then the slots are given to the ranks, the
-    largest loads first, always to the rank with the smallest load. Copies of an expert are on
-    different ranks if there is room.
+    Without redundant experts, each rank has neighbouring experts. Otherwise, each additional copy
+    is given to the expert with the largest load per copy. Then the slots are given to the ranks:
+    slots with large loads first, each slot to the rank with the smallest load. Copies of an expert
+    are on different ranks if there is room.
 
     Args:
         redundant: number of additional copies.

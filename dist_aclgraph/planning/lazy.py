@@ -1,6 +1,6 @@
 """Lazy graphs: graphs for shapes that are not in the plan, but are frequent enough to be captured.
 
-This module only decides. It keeps an LRU list of a few shapes, chosen by their expected savings.
+This module only decides, and keeps an LRU list of a few shapes, chosen by their expected savings.
 The caller reports the result of each decision: a shape enters the list after every rank has
 captured it; a shape whose capture failed is not tried again for some time. Savings are counted in
 tokens: all tokens of an eager step, and the avoidable padding of a step that replayed a larger
@@ -33,7 +33,7 @@ class LazyGraphs:
     Args:
         families: kinds and sizes that may be captured lazily.
         capacity: maximum number of lazy graphs at the same time.
-        min_tokens: number of tokens that a graph could have saved before it is captured.
+        min_tokens: a graph is captured after it could have saved this number of tokens.
         retry_steps: number of steps for which a failed shape is not tried again.
     """
 

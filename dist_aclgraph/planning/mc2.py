@@ -1,4 +1,4 @@
-"""MC2: operators that send tokens to their experts. Their limits, and when they are worth using.
+"""MC2, the operators that send tokens to their experts: limits, and when MC2 is worth using.
 
 The limits come from the operators' documents; none was tested on an NPU.
 """

@@ -1,9 +1,9 @@
 """Device memory of one rank, itemised, and computed from shapes before the model is loaded.
 
-The sizes of weights and step buffers are exactly the runtime's allocations. The sizes of HCCL's
-buffers come from the vendor's document of HCCL_BUFFSIZE: each communicator has an input buffer and
-an output buffer of this size. We did not measure these sizes. The sizes of activations are
-estimates; they may be too high, but should not be too low.
+The sizes of weights and step buffers equal the runtime's allocations. The sizes of HCCL's buffers
+come from the vendor's document of HCCL_BUFFSIZE and were not measured: each communicator has an
+input buffer and an output buffer of this size. The sizes of activations are estimates; they may be
+too high, but should not be too low.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _how_to_shrink(part: MemoryPart, config: Config) -> str:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Return the parts for a rank's communication domains; the number is equal on all ranks."""
+    """Return the parts for a rank's communication domains; ranks have equally many domains."""
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()

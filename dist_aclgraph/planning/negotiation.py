@@ -123,8 +123,8 @@ def keep_room(
 ) -> tuple[list[StreamOffer], int]:
     """Return the offers with streams reserved for later graphs, and the number of later graphs.
 
-    The number is at most ``capacity``. It is also limited so that later graphs need at most a
-    quarter of any rank's streams.
+    The number is at most ``capacity``, and so small that later graphs need at most a quarter of any
+    rank's streams.
     """
     if not families:
         return list(offers), 0

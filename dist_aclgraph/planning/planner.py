@@ -1,7 +1,6 @@
-"""Planner: everything about a deployment's graph plans that follows from configuration and model.
+"""Planner: computes a deployment's graph plans from its configuration, its model and offers.
 
-The controller gets offers from ranks; the commands ``plan`` and ``simulate`` assume offers. All
-three pass the offers to this module.
+The controller gets the offers from ranks; the commands ``plan`` and ``simulate`` assume offers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dist_aclgraph.topology import ParallelLayout
 
 @dataclass(frozen=True)
 class NegotiatedPlan:
-    """A plan and the basis for it.
+    """A plan, and the offers from which it was chosen.
 
     Attributes:
         plan: the negotiated plan.

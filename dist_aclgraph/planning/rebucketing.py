@@ -1,4 +1,4 @@
-"""Adapts a plan to its traffic while serving: decides when to change it, and by which actions."""
+"""Adapts a plan to its traffic while serving: decides when a plan changes, and by which actions."""
 
 from __future__ import annotations
 

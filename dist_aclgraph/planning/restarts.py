@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 HOUR_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-# Processes of a replacement may need so many times as long as the slowest earlier start, and at
-# least so many seconds.
+# The limit for a start is START_FACTOR times the slowest earlier start, but at least
+# SHORTEST_START_S seconds.
 START_FACTOR, SHORTEST_START_S = 5.0, 10.0
 
 
@@ -40,9 +40,9 @@ class Backoff:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def could_not_begin(self, now_s: float) -> None:
-        """Note that an attempt found no place, or another change was running.
+        """Note that an attempt did not begin: it found no place, or another change was running.
 
-        The next attempt follows soon, whatever the pause, because the reason may end at any time.
+        The next attempt follows soon, even during a pause, because the reason may end at any time.
         """
         self._next_s = now_s + self._first_s
 
@@ -74,7 +74,7 @@ class RestartBudget(Backoff):
     def ages_s(self, now_s: float) -> tuple[float, ...]:
         """Return how many seconds ago each restart of the last hour was; any thread may call this.
 
-        A process with another clock can make a copy of the budget from these numbers.
+        A process with another clock can make a copy of the budget from these ages.
         """
         taken_s = tuple(self._taken_s)
         return tuple(now_s - each_s for each_s in taken_s if each_s > now_s - HOUR_S)
@@ -96,8 +96,9 @@ class RestartBudget(Backoff):
 class StartLimit:
     """Decides how long the processes of a group may take to start, from the time of earlier starts.
 
-    Ray does not report the death of a process that has not registered yet, so only a limit finds
-    it. Each start that exceeds the limit doubles the limit, because the machine may be busy.
+    Ray does not report the death of a process that has not registered yet, so only a time limit
+    detects it. Each start that exceeds the limit doubles the limit, because the machine may be
+    busy.
     """
 
     def __init__(self) -> None:

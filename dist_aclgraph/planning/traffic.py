@@ -67,7 +67,7 @@ def prior(largest: int, unit: int = 1) -> dict[int, float]:
     have most of the weight.
 
     Args:
-        unit: query length; batch sizes are multiples of it.
+        unit: query length; batch sizes are multiples of this number.
     """
     return {tokens: 1.0 / tokens for tokens in range(unit, largest + 1, unit)}
 

@@ -22,9 +22,8 @@ Way = Literal["RESUME", "RECOMPUTE", "REJOIN", "REBUILD"]
 # After 100 steps without a failure, the count of consecutive failures begins again.
 SOUND_STEPS = 100
 
-# The maximum number of consecutive times that a group resumes, for each kind of failure; 0 means
-# that it never resumes. If a failure follows directly after another one, resuming has not removed
-# the cause.
+# The maximum number of consecutive resumptions of a group, for each kind of failure; 0 means that
+# the group never resumes. If a failure follows soon after a resumption, its cause still exists.
 TRIES: dict[DeviceFault, int] = {
     "stopped": 2,  # reported by peers of a failed rank; the failed rank's fault sets the limit
     "link": 2,  # A link may fail only for a moment.
@@ -61,7 +60,7 @@ class Failure:
         lost: ranks whose process has exited or does not answer.
         in_a_row: number of resumptions since the last ``SOUND_STEPS`` steps without a failure.
         may_resume: whether the configuration allows stopping and restarting devices.
-        is_over: whether the group's epoch has ended and its requests already run elsewhere.
+        is_over: whether the group's epoch has ended and its requests already run in other groups.
         size: number of ranks of the group.
         served_s: seconds since processes of an earlier group joined this group; None if all its
             processes are new.

@@ -1,4 +1,4 @@
-"""Applies the results of a step to the ranks that only decode, for all of them at once."""
+"""Applies the results of a step to all ranks that only decode, in one operation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def land_decoding(
         brought: the results of each rank.
 
     Returns:
-        The other ranks, whose results are not applied; and the outputs of the ranks that only
-        decode.
+        The ranks whose results are not applied yet; the outputs of the ranks that only decode.
     """
-    if len(ranks) == 1:  # A rank's own columns are faster.
+    if len(ranks) == 1:  # For one rank, its own columns are faster.
         return ranks, []
     found = [rank for rank, new in zip(ranks, brought, strict=True) if rank.only_decodes(new)]
     found = list(compress(found, rows.stay_below_limit(*_sizes(found))))

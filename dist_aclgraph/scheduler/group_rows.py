@@ -63,7 +63,7 @@ class GroupRows(Columns):
         return RunningRows(self._columns[:, rank], self._recent[rank], self._num_drafts)
 
     def take_off(self, ranks: Sequence[int]) -> None:
-        """Do ``RunningRows.take_off`` for a step in which all requests of several ranks decode.
+        """Apply ``RunningRows.take_off`` for a step in which all requests of several ranks decode.
 
         Args:
             ranks: indices of these ranks.
@@ -74,7 +74,7 @@ class GroupRows(Columns):
             self._columns[TAKING_OFF, ranks] += self._taken_off
 
     def stay_below_limit(self, ranks: Places, lens: Places) -> list[bool]:
-        """Return for each rank whether no request reaches its maximum length by its next token.
+        """Return for each rank whether no request reaches its maximum length with its next token.
 
         Args:
             ranks: [n], different ranks.
@@ -85,7 +85,7 @@ class GroupRows(Columns):
         return found
 
     def land_tokens(self, ranks: Places, lens: Places, tokens: IntArray) -> Landed:
-        """Do ``RunningRows.land_tokens`` for all requests of several ranks.
+        """Apply ``RunningRows.land_tokens`` to all requests of several ranks.
 
         Args:
             ranks, lens: as in ``stay_below_limit``.

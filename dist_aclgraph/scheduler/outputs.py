@@ -21,7 +21,7 @@ NO_PLACES: Places = np.empty(0, np.intp)
 
 
 class StepOutputs(Struct, frozen=True):
-    """New tokens of the sampled requests of a step; iterates as one delta per request.
+    """New tokens of the sampled requests of a step. Iteration yields one delta per request.
 
     Attributes:
         requests: [num_reqs].
@@ -99,7 +99,7 @@ class StepOutputs(Struct, frozen=True):
 
         Args:
             numbers: [n], the numbers that the client gave its requests.
-            picked: [n], indices of these requests in ascending order; None means all requests.
+            picked: [n], ascending indices of the client's requests; None means all requests.
         """
         notes = self._notes()
         tokens, ends, logprobs = self.token_ids, self.ends, self.logprobs
@@ -120,9 +120,7 @@ class StepOutputs(Struct, frozen=True):
         )
 
     def _notes(self) -> dict[int, Note]:
-        """Return additional results of the requests that got their first token or have ended, by
-        the request's index.
-        """
+        """Return a note for each request that got its first token or has ended, by its index."""
         notes = {}
         firsts = dict.fromkeys(self.firsts.tolist())
         for index in firsts | dict.fromkeys(self.finish_reasons):

@@ -24,7 +24,7 @@ class Prefixes:
 
     def match(self, request: Request) -> list[int]:
         """Return the cached blocks of a waiting request's prefix. If the model has recurrent state,
-        they end at a checkpoint.
+        the last of these blocks ends at a checkpoint.
 
         The last token is never matched, because it must be computed: its logits choose the next
         token.
@@ -41,9 +41,7 @@ class Prefixes:
         return found[: self._pool.checkpoints.longest(request.hashes[: len(found)])]
 
     def checkpoint_after(self, request: Request, shared: Sequence[int]) -> tuple[int, ...]:
-        """Return the checkpoint after the blocks that ``match`` found; empty if a request needs no
-        checkpoint.
-        """
+        """Return the checkpoint after the blocks that ``match`` found; empty if none is needed."""
         if self._pool.checkpoints is None or not shared:
             return ()
         return (self._pool.checkpoints.use(request.hashes[len(shared) - 1]),)
@@ -68,8 +66,9 @@ class Prefixes:
     def begin_checkpoints(
         self, rows: RunningRows, chunks: Sequence[Chunk], flight: Flight
     ) -> bytes:
-        """Choose checkpoints for the prompts whose chunks end at such a position, and note them in
-        ``flight``.
+        """Choose a checkpoint for each prompt whose chunk ends where the state must be copied.
+
+        Stores the checkpoints in ``flight``.
 
         Returns:
             Records for ``RankBatch.kept``.
@@ -93,8 +92,8 @@ class Prefixes:
         return pack_ints(records) if records else b""
 
     def end_checkpoints(self, flight: Flight) -> None:
-        """Store the checkpoints that a step has written. Drop those whose requests have left, or
-        whose blocks are not in the prefix cache.
+        """Store the checkpoints that a step has written. Drop a checkpoint if its request has left,
+        or if its last block is not in the prefix cache.
         """
         checkpoints = self._pool.checkpoints
         for index, block_hash in flight.kept:

@@ -1,10 +1,10 @@
 """RankScheduler: the running requests of one data-parallel rank, and their next tokens.
 
-There are no phases: a request runs known tokens until all known tokens are computed. For a new
-request, known tokens are the prompt, which runs in chunks. For a request that decodes, they are the
-last sampled tokens. After a preemption, they are the prompt and the output. Requests that decode
-are scheduled first; a step always has room for all of them. The other requests share the rest of
-the step in the order of their deadlines.
+There are no phases: in each step, a request runs known tokens that are not computed yet. A new
+request runs its prompt, in chunks. A request that decodes runs the tokens that it sampled last. A
+preempted request runs its prompt and its output again. Requests that decode are scheduled first; a
+step always has room for all of them. The other requests share the rest of the step in the order of
+their deadlines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Lack(NamedTuple):
     """Requests that decode and lack blocks for their next tokens.
 
     Attributes:
-        short: [n], indices of these requests; missing: [n], number of blocks that each one lacks.
+        short: [n], indices of these requests.
+        missing: [n], number of blocks that each of these requests lacks.
     """
 
     short: Places
@@ -69,10 +70,10 @@ class RankScheduler:
     Args:
         index: index of this data-parallel rank in the group.
         rows: this rank's rows, which are empty.
-        num_drafts: number of drafts that workers have for each sampled request.
+        num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
-        exact: whether existing output of a request is computed again in decode steps, token by
-            token, as when it was sampled.
+        exact: whether output that must be computed again runs in decode steps, one token per
+            step, as when it was sampled.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class RankScheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._appended: IntArray = NO_PAIRS  # row, token id: new tokens to send to workers
         self._steady: RankStep | None = None  # the last step, if the next step may repeat it
-        # The builder of quiet steps, which have no work beside the decoding requests. Every other
-        # step removes it; a quiet step comes only after such a step with the same requests.
+        # The builder of quiet steps. A quiet step decodes the same requests as the previous step,
+        # and runs nothing else. A step that is not quiet removes the builder.
         self._quiet_builder: StepBuilder | None = None
         self._margin = 0  # number of tokens for which steps stay quiet, see ``_measure_margin``
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
@@ -112,7 +113,7 @@ class RankScheduler:
         self.num_preemptions = 0
         # how often a request's drafts were verified and could be accepted
         self.num_verified = 0
-        # index: number of accepted drafts; value: number of verifications that accepted this number
+        # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)
 
     @property
@@ -142,7 +143,7 @@ class RankScheduler:
         return None if self._is_quiet else self._missing_blocks()
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether to wait for steps in flight, which may free blocks, instead of preempting."""
+        """Whether the rank waits for steps in flight, which may free blocks, before it preempts."""
         if lack is None or not self._flights:
             return False
         return lack.num_blocks > self.pool.num_free
@@ -180,7 +181,7 @@ class RankScheduler:
         return builder, victims
 
     def _unserved(self, kind: StepKind) -> list[int]:
-        """Return the indices of requests without a sampled token that may run, in order of
+        """Return the indices of requests that may run and have not sampled a token, in order of
         service.
         """
         rows = self.rows
@@ -230,8 +231,8 @@ class RankScheduler:
     def has_room_for(self, builder: StepBuilder, request: Request) -> bool:
         """Whether the step may start the request.
 
-        False if no row or no tokens are free. Also False if blocks were missing at the last try and
-        no further block has become free since then.
+        False if the rank has no free row, or the step has no free token. Also False if the last try
+        found too few blocks, and no block has become free since then.
         """
         if not (builder.is_open and builder.budget > 0 and self._free_rows):
             return False
@@ -279,7 +280,7 @@ class RankScheduler:
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
         """Return the decided step, which is empty if no request runs, and its message.
 
-        If all requests decode, the caller must take off the step in ``GroupRows``.
+        If all requests decode, the caller must call ``GroupRows.take_off`` for the step.
         """
         is_quiet = self._is_quiet and builder.is_steady
         if not builder.is_steady:
@@ -333,8 +334,9 @@ class RankScheduler:
         """Undo the steps in flight, because workers have lost the state of these steps.
 
         Requests keep their blocks. Later steps write the KV of the undone steps again before any
-        step reads it. But recurrent state cannot be computed twice from itself. So if the model has
-        such state, all requests wait again, and start from checkpoints; they are returned.
+        step reads it. But a step overwrites the recurrent state from which it starts, so it cannot
+        run again. If the model has recurrent state, all requests wait again and will start from
+        checkpoints; ``rewind`` returns these requests.
         """
         while self._flights:
             flight = self._flights.pop()
@@ -423,8 +425,7 @@ class RankScheduler:
         return found
 
     def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> list[Request]:
-        """Let requests wait for their grammars; return the requests that lose
-        their rows.
+        """Let requests wait for their grammars; return the requests that lose their rows.
 
         A request that the oldest step sampled without a mask is taken out of all steps in flight,
         and does not run while a rank compiles its grammar. Other requests run meanwhile. If the
@@ -464,7 +465,7 @@ class RankScheduler:
             self._renewed.append(request.start(self.index, request.row))
 
     def free_held(self) -> int:
-        """Let held requests run, so that their step asks again; return their number."""
+        """Let held requests run again, to ask for their grammars; return their number."""
         num_held = int(self.rows.held.sum())
         self.rows.held[:] = 0
         return num_held
@@ -514,8 +515,9 @@ class RankScheduler:
         return outputs, finished
 
     def only_decodes(self, new: NewTokens) -> bool:
-        """Whether all requests were in the oldest step, each gets one token, and none can stop at
-        its token; only the length may end a request.
+        """Whether every request was in the oldest step and gets one token that is not a stop token.
+
+        A request may still end at its maximum length.
         """
         flight = self._flights[0]
         return (

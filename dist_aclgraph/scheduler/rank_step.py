@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
     Attributes:
         num_tokens: number of tokens of the prefill rank with the largest share.
         num_reqs: number of requests.
-        query_len: query length if it is the same for all requests, else 0.
+        query_len: query length of every request; 0 if the query lengths differ.
         num_samples: number of requests that get tokens.
     """
 
@@ -129,8 +129,8 @@ class StepBuilder:
         num_prompt_ranks: number of ranks that split prompts.
         kind: the work that the step may contain. "mixed" allows any work; "decode" allows only
             requests whose prompt is computed; "prompt" allows only a chunk of one prompt.
-        checkpoints: for a model with recurrent state, its checkpoints. A chunk ends where its state
-            is copied to a checkpoint.
+        checkpoints: the checkpoints of a model with recurrent state; else None. A chunk ends where
+            its state is copied to a checkpoint.
     """
 
     rows: RunningRows
@@ -195,7 +195,7 @@ class StepBuilder:
             chunk.length += more
             self.budget -= more
         rows, indices, num_decoding = self.rows, self.decoding, self.num_decoding
-        if isinstance(indices, slice):  # Requests that arrive while the step runs are excluded.
+        if isinstance(indices, slice):  # Exclude requests that arrive while the step runs.
             indices = slice(0, num_decoding)
         if self.chunks:
             decoding = np.arange(len(rows))[self.decoding][:num_decoding]
@@ -231,10 +231,10 @@ class RankStep:
         num_decoding: number of requests that decode; they come first.
         decode_len: number of tokens of a request that decodes: its last token and its drafts.
         num_prompt_ranks: number of ranks that split prompts.
-        is_uniform: whether the other requests run in the same way as requests that decode, because
-            the other requests compute existing output again.
-        needs_hidden: whether a request wants logits of its prompt or a hidden state; no full graph
-            keeps the hidden states from which they are made.
+        is_uniform: whether the requests that do not decode also run like decoding requests: they
+            compute existing output again, token by token.
+        needs_hidden: whether a request wants log-probabilities of its prompt, or a hidden state.
+            These results need hidden states that full graphs do not keep.
     """
 
     indices: Indices
@@ -264,8 +264,8 @@ class RankStep:
     def shape(self) -> StepShape:
         """The shape of the step.
 
-        If a prompt has one token or ``decode_len`` tokens, the query length is 0, because prompts
-        sample at other places than a decode step.
+        If a prompt has one token or ``decode_len`` tokens, the query length is 0, because a prompt
+        samples at other positions than a request that decodes.
         """
         lengths = self.records[:, 2]
         query_len = int(lengths[0])
@@ -303,7 +303,7 @@ class RankStep:
         )
 
     def _check_indices(self, result: StepResult) -> None:
-        """Check that the result is about requests of this step only."""
+        """Check that the result names only requests of this step."""
         num_samples = len(self.num_logits)
         if not all(0 <= prompt.place < self.num_reqs for prompt in result.prompts):
             raise self._mismatch(result, "prompts of other requests")
@@ -313,7 +313,7 @@ class RankStep:
             raise self._mismatch(result, f"embeddings of requests {sorted(result.embeddings)}")
 
     def read_unmasked(self, result: StepResult) -> IntArray:
-        """Return [n], indices of the sampled requests that had no mask on one rank.
+        """Return [n], indices of the sampled requests for which one rank had no grammar mask.
 
         Raises:
             WorkerError: the result does not fit this step.
@@ -385,7 +385,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the shape that has room for each of the steps; it may be larger than every step.
+    """Return the maximum of each number over all steps; it may be larger than the largest step.
 
     The query length is 0 if the steps have different query lengths.
     """

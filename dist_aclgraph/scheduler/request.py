@@ -27,16 +27,16 @@ class Request:
             request is scheduled.
         arrival: order of arrival; the scheduler sets ``arrival``, ``deadline`` and
             ``max_total_tokens``.
-        deadline: the step by which the prompt should have run. At arrival, it is set to the current
-            step plus one step for each ``SchedulerConfig.prompt_share`` tokens. The earliest
-            deadline is served first. So short prompts overtake a long prompt, until the long prompt
-            has waited as long as its computation takes.
+        deadline: number of the step by which the prompt should have run. At arrival, the deadline
+            is the current step plus one step for each ``SchedulerConfig.prompt_share`` tokens. The
+            request with the earliest deadline is served first. So short prompts overtake a long
+            prompt, until the long prompt has waited as long as its computation takes.
         max_total_tokens: maximum length of prompt and output together.
         dp_rank: the data-parallel rank that runs the request.
         row: row of the request in the batch of ``dp_rank``; -1 while the request waits.
         block_ids: the block table.
-        hashes: hashes of the first full blocks; only hashes that were needed are computed. A
-            preemption keeps the hashes.
+        hashes: hashes of the first full blocks, computed when they are needed. A preemption keeps
+            the hashes.
         prompt_end: position where the output begins. If a request was submitted again, the last
             part of its submitted prompt is existing output.
         num_cached_tokens: number of prompt tokens found in the prefix cache; -1 until the first
@@ -44,7 +44,7 @@ class Request:
         prompt_logprobs: log-probabilities of the prompt's tokens computed since the last start.
         embedding: the hidden state after the prompt's last token, float32 [hidden]; empty if the
             request does not ask for it.
-        is_suspect: whether the logits have been NaN or infinite once; then the request is computed
+        is_suspect: whether the logits have been NaN or infinite once. Such a request is computed
             again without shared blocks.
     """
 
@@ -152,7 +152,7 @@ def row_sampling(
 
     Args:
         seed: used if ``params`` has no seed.
-        end_ids: all ids that end the output; they are forbidden until it has ``min_tokens``.
+        end_ids: all ids that end the output; forbidden until the output has ``min_tokens`` tokens.
     """
     biases = dict(params.logit_bias)
     biases |= {word[0]: -math.inf for word in params.bad_word_ids if len(word) == 1}

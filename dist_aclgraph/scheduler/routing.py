@@ -61,8 +61,8 @@ def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[
 class PrefixMemory:
     """The hashes of blocks that were sent to a group; at most one per block of the group's cache.
 
-    If there would be more hashes, the least recently used hashes are dropped. Does not know the
-    real contents of the group's cache.
+    When the memory is full, the least recently used hashes are dropped. Does not know the real
+    contents of the group's cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -123,7 +123,7 @@ class RoutedCounts:
 
 @dataclass
 class RequestRouter:
-    """Owns one ingress's open requests, and its knowledge about each group, by the group's name.
+    """Owns the open requests of one ingress, and the estimated load and cache of each group.
 
     Args:
         first: index of the preferred group among equal ones; replicas have different values, so
@@ -196,7 +196,7 @@ class RequestRouter:
         return name
 
     def begun(self, request_id: str) -> None:
-        """Note the first token of a request, whose prompt is computed then."""
+        """Note that a request has its first token, which means that its prompt is computed."""
         request = self._open.get(request_id)
         if request is not None and request.uncomputed:
             self._groups[request.group].own_tokens -= request.uncomputed

@@ -19,8 +19,9 @@ Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 15
-# Columns that change together are neighbours, so that one operation changes them: ``computed`` to
-# ``slack`` when a step is decided, ``flying`` to ``num_recent`` when its tokens arrive.
+# Columns that change together are neighbours, so that one operation changes all of them. When a
+# step is decided, ``computed`` to ``slack`` change. When the tokens of the step arrive, ``flying``
+# to ``num_recent`` change.
 TAKING_OFF, LANDING = slice(2, 6), slice(4, 8)
 
 
@@ -46,8 +47,8 @@ class StepChanges(NamedTuple):
 class Columns:
     """The names of the columns, of one rank or of several ranks.
 
-    ``computed`` and ``known`` include the steps in flight, with their smallest possible result; if
-    drafts are accepted, both become larger by at most ``slack``.
+    ``computed`` and ``known`` include the steps in flight, as if these steps accepted no drafts.
+    Accepted drafts make both numbers larger, by at most ``slack``.
 
     Attributes: columns of int32, [num_requests] each, or [num_ranks, capacity] each.
         row: row of the request in the workers' batch.
@@ -59,8 +60,8 @@ class Columns:
         received: number of tokens in ``known`` that the host has.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
         started: number of tokens at the start of the row; later tokens were sampled in this row.
-        prompt_end: tokens before this position are computed in chunks; the other tokens at the
-            start of the row are computed one per step, in the way in which they were sampled.
+        prompt_end: tokens before this position are computed in chunks. Existing tokens after this
+            position are computed one per step, as when they were sampled.
         limit: maximum length of prompt and output together.
         covered: number of tokens for which the request has blocks.
         next_full: value of ``computed`` at which one more block is full.
@@ -172,7 +173,7 @@ class RunningRows(Columns):
         keep = np.ones(len(self.requests), bool)
         keep[indices] = False
         self._columns[:, :num_kept] = self._columns[:, : len(self.requests)][:, keep]
-        self.held[num_kept : len(self.requests)] = 0  # no request is there any more
+        self.held[num_kept : len(self.requests)] = 0  # These columns have no request now.
         self.requests = list(compress(self.requests, keep))
         self._update_names()
         self._index_of_row[self.row] = np.arange(num_kept)
@@ -181,7 +182,7 @@ class RunningRows(Columns):
     # ---- steps
 
     def take_off(self, indices: Indices, records: IntArray) -> None:
-        """Add the smallest possible result of a decided step to the columns.
+        """Add the result of a decided step to the columns, as if the step accepted no drafts.
 
         Args:
             records: [n, 4] as in ``RankBatch.scheduled``, for the requests at ``indices``.
@@ -203,7 +204,7 @@ class RunningRows(Columns):
         self.slack[indices] -= drafts
 
     def land(self, indices: Indices, records: IntArray, passed: IntArray | None) -> None:
-        """Correct the columns by the result of a finished step.
+        """Correct the columns with the result of a finished step.
 
         Args:
             indices, records: the arguments of ``take_off`` for this step.
@@ -240,8 +241,8 @@ class RunningRows(Columns):
             self.received[indices] += counts
 
     def land_tokens(self, indices: slice, tokens: IntArray) -> None:
-        """Do ``land`` and ``append`` for a step in which all requests decode, and each request gets
-        one token.
+        """Apply ``land`` and ``append`` for a step in which all requests decode, and each request
+        gets one token.
 
         Args:
             tokens: [n].

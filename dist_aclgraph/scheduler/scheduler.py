@@ -72,7 +72,7 @@ class Scheduler:
 
     Args:
         pools: one block pool for each data-parallel rank, all of the same size.
-        num_drafts: number of drafts that workers have for each sampled request.
+        num_drafts: number of drafts that workers make for each sampled request.
         tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first one owns its output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
         exact: whether the shape in which a token is computed depends only on its request. Then a
@@ -218,8 +218,8 @@ class Scheduler:
                 # ever.
                 self._kinds = (*(k for k in self._kinds if k != kind), kind)
                 return self._decide(builders)
-        # Only results of steps tell that a grammar is compiled. If nothing else runs, the held
-        # requests run again, and ask.
+        # Only the result of a step shows that a grammar is compiled. So if no other request can
+        # run, the held requests run again.
         if self._in_flight:
             return None
         num_held = sum(rank.free_held() for rank in self.ranks)
@@ -259,8 +259,8 @@ class Scheduler:
         grammar, the request gets no token, and waits until all ranks have compiled it.
 
         Raises:
-            WorkerError: the step failed on a rank, or does not have the expected tokens. Then the
-                epoch is over, and the caller must call ``abort_all()``.
+            WorkerError: the step failed on a rank, or a result does not have the expected tokens.
+                The epoch is over, and the caller must call ``abort_all()``.
         """
         if not self._in_flight or self._is_void:
             return NOTHING
@@ -311,7 +311,7 @@ class Scheduler:
             insort(self.waiting, request, key=_order)
 
     def _try_again(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests that were not suspect wait again; end and return the suspect requests."""
+        """Let requests that are not suspect wait again; end and return the suspect requests."""
         failed = []
         for request in requests:
             if request.is_suspect:
@@ -417,9 +417,7 @@ class Scheduler:
         return plan
 
     def _may_replay(self, steps: Sequence[RankStep], graph: BatchDescriptor) -> bool:
-        """Whether a graph gives all results that the steps need, and the caches have enough
-        blocks for the graph's padding.
-        """
+        """Whether a graph gives all results of the steps, and its padding fits in the caches."""
         return graph.mode != "FULL" or all(
             not step.needs_hidden and rank.has_room_for_padding(step, graph)
             for rank, step in zip(self.ranks, steps, strict=True)

@@ -1,9 +1,9 @@
 """Bytes of a decoder's activations, from its inputs to its logits, estimated from the model's
 shape.
 
-The estimate was never compared with an NPU. It is usually too high: it sums all tensors of a layer
+The estimate was never compared with an NPU, and is usually too high: it sums all tensors of a layer
 as if no tensor were freed before the layer's end, and it counts every exchange of tokens as an
-all-gather. It leaves out the workspaces of operators.
+all-gather. The workspaces of operators are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 FLOAT32_BYTES = 4
 FLOAT32_ELEMENTS = 2  # a float32 takes the place of two elements of 16 bits
-LOGS = 8  # most floats for the log-sum-exp of one head, alignment included
+LOGS = 8  # maximum number of floats for a head's log-sum-exp, alignment included
 
 
 def activation_bytes(
@@ -37,7 +37,7 @@ def activation_bytes(
 
     Args:
         ep: 1 if every tensor parallel group has all experts.
-        num_tokens: tokens of the rank's batch, padding included; all other ranks have as many.
+        num_tokens: tokens of the rank's batch, padding included; equal on all ranks.
         num_samples: number of these tokens whose logits are computed.
         num_direct: number of these tokens for which each shard computes attention on its own rank.
     """
@@ -52,7 +52,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # one part, all parts, and all in order
+    logits = part + 2 * tp * part  # own part, all parts, all parts in order
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged
@@ -101,8 +101,8 @@ def prompt_bytes(
 
 
 def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: int) -> int:
-    """Return the bytes of a token whose attention each shard computes on its own rank: queries of
-    all heads of the DCP group, and the shards' results in float32.
+    """Return the bytes of one token that attends to each shard on the shard's rank: queries of all
+    heads of the DCP group, and the shards' results in float32.
     """
     heads, groups = spec.num_heads // tp, dcp // pcp  # groups of heads; PCP ranks have copies
     rotated = spec.latent.rope_dim if spec.latent else 0
@@ -110,7 +110,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     # Queries in four forms: of the rank, of all ranks, in order, and in two parts. Then the results
     # of attention.
     queries = (1 + dcp + 2 * groups) * (found + rotated) + groups * found
-    # Results in float32: without empty ones, ordered by receiver, and joined. Then the sent, the
+    # Results in float32: without empty results, ordered by receiver, and joined. Then the sent, the
     # received and the merged results.
     floats = (4 * groups + 2 * dcp + 1) * (found + LOGS)
     return heads * (queries * element_bytes + floats * FLOAT32_BYTES)
@@ -131,13 +131,13 @@ def _grouped(spec: ModelSpec, tp: int) -> int:
 def _linear(linear: LinearSpec, tp: int) -> int:
     channels = linear.num_channels // tp
     width = linear.num_value_heads // tp * linear.value_dim
-    # Inputs of the convolution: as projected, beside the states, and in the order of the requests.
-    # Then three tensors for its sum in float32, and the inputs of the rule.
+    # Inputs of the convolution: as projected, joined with the states, and in the order of the
+    # requests. Then three float32 tensors for the convolution's sum, and the inputs of the rule.
     mixed = (3 + 3 * FLOAT32_ELEMENTS + 2) * channels
-    # In float32: decays, their inputs and logarithms, and the inputs of the rule, as received and
-    # scaled or decayed.
+    # In float32: decays, their inputs and logarithms; inputs of the rule as received, and inputs of
+    # the rule after scaling or decay.
     floats = 8 * width if linear.decays_by_channel else 0
-    # Gates of the results, the results, their norm, both beside each other, and their product.
+    # Gates; results; normalised results; gates and normalised results joined; their product.
     return mixed + 6 * width + FLOAT32_ELEMENTS * floats
 
 

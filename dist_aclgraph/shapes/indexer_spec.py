@@ -1,7 +1,7 @@
 """The indexer of sparse attention: its shape, and the layers that have one.
 
-An indexer keeps a small key for each token, and chooses the keys to which a query attends. Layers
-without an indexer use the choice of the last layer that has one.
+An indexer keeps a small key for each token, and chooses the keys to which a query attends. A layer
+without an indexer uses the keys that the last earlier layer with an indexer has chosen.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 MAX_INDEX_HEADS, INDEX_DIM = 64, 128  # limits of npu_lightning_indexer
-MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024  # likewise
-INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # if config.json does not say it
+MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024  # limits of the same operator
+INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # if config.json has no value
 KINDS = {"F": "full", "S": "shared"}  # letters of index_topk_pattern
 
 
@@ -56,10 +56,10 @@ def read_indexer_spec(config: ModelConfig) -> IndexerSpec | None:
 
 
 def check_indexer(config: ModelConfig, indexer: IndexerSpec) -> None:
-    """Check that the operator takes the sizes of an indexer.
+    """Check that the operator accepts the sizes of an indexer.
 
     Raises:
-        UnsupportedModelError: the operator does not take a size.
+        UnsupportedModelError: the operator does not accept a size.
     """
     if indexer.head_dim != INDEX_DIM or indexer.num_heads > MAX_INDEX_HEADS:
         raise config.unsupported(
@@ -88,7 +88,7 @@ def _layers(config: ModelConfig) -> frozenset[int]:
 
 
 def _kinds(config: ModelConfig, num_layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer, which config.json lists, spells or describes by a schedule."""
+    """Return the kind of each layer; config.json has a list, a pattern of letters or a schedule."""
     if kinds := config.texts("indexer_types"):
         return kinds
     pattern = config.raw.get("index_topk_pattern")

@@ -1,6 +1,6 @@
 """Matrices in four bits: which matrices of a checkpoint have them, and how they are multiplied.
 
-Two tools write them. ModelSlim lists all tensors with their types in
+Two tools write such checkpoints. ModelSlim lists all tensors with their types in
 ``quant_model_description.json``. compressed-tensors describes groups of matrices by patterns in
 config.json.
 """
@@ -17,10 +17,10 @@ from dist_aclgraph.shapes.json_files import read_json_object
 from dist_aclgraph.shapes.model_config import ModelConfig
 
 DESCRIPTION = "quant_model_description.json"  # from ModelSlim: types of all tensors
-# The only group of inputs for which the operators take int8 rows (document aclnnGroupedMatmulV5).
+# With int8 rows, the operators accept only groups of this size (document aclnnGroupedMatmulV5).
 INT8_GROUP = 256
-SMALLEST_GROUP = 32  # of npu_weight_quant_batchmatmul; larger groups are multiples of it
-EXPERT_INPUTS = 64  # npu_grouped_matmul with int8 rows takes a multiple of this number of inputs
+SMALLEST_GROUP = 32  # of npu_weight_quant_batchmatmul; larger groups are multiples of 32
+EXPERT_INPUTS = 64  # with int8 rows, npu_grouped_matmul needs a multiple of this number of inputs
 W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
 EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression
 SCALE_BYTES, PREPARED_SCALE_BYTES = 2, 8
@@ -41,8 +41,8 @@ class Int4Format:
 
     Attributes:
         quantises_rows: whether input rows are quantised to int8; else values become floats.
-        group: number of consecutive inputs with a common scale for each output; None: one scale for
-            all inputs.
+        group: number of consecutive inputs with a common scale for each output; None means one
+            scale for all inputs.
     """
 
     quantises_rows: bool
@@ -56,7 +56,8 @@ class Int4Format:
         """Return the bytes of one element, with its share of the scales.
 
         Scales for all inputs of an output are not counted. Products with int8 rows have a scale of
-        eight bytes for every 256 inputs; those of experts do without if the checkpoint does.
+        eight bytes for every 256 inputs; products of experts have such scales only if the
+        checkpoint has groups.
         """
         if not self.quantises_rows:
             return 0.5 + (SCALE_BYTES / self.group if self.group else 0)

@@ -14,10 +14,10 @@ EXPERTS = "experts"
 
 
 def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Check that the operators take each rank's part of the matrices.
+    """Check that the operators accept each rank's part of the matrices.
 
     Raises:
-        ConfigError: they do not; the message names the width, the part and the remedy.
+        ConfigError: the operators refuse a part; the message names width, part and remedy.
     """
     widths = dict(_inner_widths(spec, parallel))
     for part in spec.int4:

@@ -65,7 +65,7 @@ def read_text(path: Path) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """Raise ModelError if a file is missing, or if it could block a reader like a pipe.
+    """Raise ModelError if a file is missing or is not regular; a pipe, for example, could block.
 
     A symbolic link counts as its target, because caches of downloads consist of links.
     """

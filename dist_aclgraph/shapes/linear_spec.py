@@ -13,10 +13,10 @@ from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 HEAD_DIM = 128  # width of keys and values, required by npu_chunk_gated_delta_rule
 MAX_CONV_WIDTH = 16
-MAX_DIRECT_TOKENS = 8  # of one request: limit of npu_recurrent_gated_delta_rule
+MAX_DIRECT_TOKENS = 8  # tokens of one request; limit of npu_recurrent_gated_delta_rule
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
-# Bytes of an element of the matrix in a state. CANN's operators keep it in bfloat16; the rule that
-# is composed of plain operators keeps it in float32.
+# Bytes of an element of the matrix in a state. CANN's operators keep the matrix in bfloat16; plain
+# operators keep it in float32.
 MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
 
 
@@ -26,11 +26,11 @@ class LinearSpec:
 
     Attributes:
         layers: layers with linear attention; the other layers attend to all keys.
-        num_key_heads, num_value_heads: each key head serves the same number of value heads.
+        num_key_heads, num_value_heads: the same number of value heads shares each key head.
         key_dim, value_dim: width of a key or query head, and of a value head.
         conv_width: number of tokens, the token itself included, that the convolution mixes.
-        has_grouped_weights: true: a matrix holds the queries, keys, values and gates of one key
-            head after another; false: all queries, all keys, and so on.
+        has_grouped_weights: true: a matrix stores the queries, keys, values and gates key head by
+            key head; false: first all queries, then all keys, and so on.
         decays_by_channel: true: each channel of a key has its own decay (Kimi Delta Attention);
             false: each head has one decay.
     """
@@ -50,7 +50,7 @@ class LinearSpec:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def check(self, parallel: ParallelConfig, num_drafts: int) -> None:
-        """Refuse ranks among which the state of a request cannot be divided, and too many drafts.
+        """Refuse parallel sizes that cannot divide the state of a request, and too many drafts.
 
         Raises:
             ConfigError: the heads cannot be divided evenly among the ranks, ranks share contexts,

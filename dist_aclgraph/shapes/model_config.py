@@ -1,5 +1,4 @@
-"""ModelConfig: a checkpoint's config.json, read once, with typed look-ups. Only this module reads
-it.
+"""ModelConfig: a checkpoint's config.json, with typed look-ups. Only this module reads the file.
 
 Names are those of config.json. A key that is null counts as absent, because checkpoints write
 absent values as null.
@@ -25,7 +24,7 @@ MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
 # names of the number of next-token modules, by the family that uses it
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-# families whose published checkpoints have one such module, while their config.json has no such key
+# families whose published checkpoints have one next-token module, but no such key in config.json
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 # families that use other names for usual keys, and the usual names
 KEY_NAMES = {
@@ -48,7 +47,7 @@ class ModelConfig:
     Attributes:
         path: path of the file, for error messages.
         raw: the object, with the usual names of keys. In a model with several parts, keys of the
-            text part replace keys at the top.
+            text part replace keys at the top level.
         generation: the object of generation_config.json; empty without this file.
     """
 

@@ -140,8 +140,9 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     Raises:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
-            cannot be sharded over ``parallel.dcp``; contexts with a sliding window, with linear
-            attention or with an indexer are shared; or the dtype is float32 with int8 matrices.
+            cannot be sharded over ``parallel.dcp``; ranks share contexts although the model has a
+            sliding window, linear attention or an indexer; or the dtype is float32 with int8
+            matrices.
     """
     if config.dtype == "float32" and (config.quantization or facts.holds_int8 or facts.holds_int4):
         held = "int4" if facts.holds_int4 else "int8"
@@ -258,8 +259,9 @@ def _window(config: ModelConfig) -> SlidingWindow | None:
 
 
 def _has_int8(file: Path, int4: Int4Formats) -> bool:
-    """Return whether a file contains an int8 tensor that has no values of four bits;
-    ``check_weight_files`` refuses broken files.
+    """Return whether a file contains an int8 tensor that does not store values of four bits.
+
+    Ignores broken files, which ``check_weight_files`` refuses.
     """
     try:
         tensors = read_header(file).items()

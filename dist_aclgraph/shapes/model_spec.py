@@ -14,7 +14,7 @@ from dist_aclgraph.shapes.int4_formats import Int4Part
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
-# Kinds of attention. A layer of the kind "chosen" uses the choice of an earlier "sparse" layer.
+# Kinds of attention. A "chosen" layer uses the keys that an earlier "sparse" layer has chosen.
 LayerKind = Literal["grouped", "latent", "linear", "sparse", "chosen"]
 
 
@@ -41,7 +41,7 @@ class ExpertSpec(ExpertFacts):
             layers. The other layers have a dense MLP.
         scoring: how a router's logits become the weights of experts.
         num_groups, top_groups: experts are chosen only from the ``top_groups`` best of
-            ``num_groups`` groups; 1 and 1 means no groups.
+            ``num_groups`` groups; both are 1 if there are no groups.
         group_score: score of a group: the score of its best expert, or the sum of its two best
             scores.
         scaling: factor for the experts' weights.
@@ -103,16 +103,16 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """How a checkpoint names its tensors, if it does not use the names that Llama and DeepSeek V3
-    use.
+    """How a checkpoint names its tensors, if its names differ from the usual names (the names that
+    Llama and DeepSeek V3 use).
 
     Attributes:
         prefix: beginning of the names of all tensors of the decoder.
-        changes: pairs of a part of a usual name and the part in the checkpoint. All pairs are
+        changes: pairs: a part of a usual name, and its replacement in the checkpoint. All pairs are
             applied, one after another.
         of_experts: further pairs, for the tensors of routed experts only.
         ignored: beginnings of the names of tensors that belong to other parts of the model, such as
-            an encoder of images.
+            an image encoder.
     """
 
     prefix: str = ""
@@ -133,7 +133,7 @@ class ModelSpec(ModelFacts):
     """The shape of a supported decoder: the facts of its model, and its details.
 
     Attributes:
-        rotary_dim: number of rotated elements of a head, the first ones; None means all elements.
+        rotary_dim: number of first elements of a head that are rotated; None means all elements.
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.

@@ -42,8 +42,8 @@ def read_task(config: Config) -> ModelTask:
 
     Raises:
         ModelError: a file of the checkpoint cannot be read.
-        UnsupportedModelError: the model makes embeddings in another way than by their last tokens,
-            or it has no output head, which the task needs.
+        UnsupportedModelError: the model's embeddings are not hidden states of last tokens, or the
+            model has no output head, which the task needs.
     """
     directory = Path(config.model)
     model = read_model_config(directory)

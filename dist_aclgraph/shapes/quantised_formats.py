@@ -25,7 +25,8 @@ FP8 = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 INTEGERS = {"type": "int", "symmetric": True}
 INT8_WEIGHTS = {"num_bits": 8, **INTEGERS, "strategy": "channel"}
 INT8_INPUTS = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
-# Formats of compressed-tensors: eight values of four bits in an int32; a value in each byte.
+# Formats of compressed-tensors. PACKED: eight values of four bits in an int32. BYTES: one value in
+# each byte.
 PACKED, BYTES = "pack-quantized", "int-quantized"
 IN_ORDER = (None, "static", "weight")  # values of actorder that keep inputs in their order
 MXFP4_REMEDY = (
@@ -109,7 +110,7 @@ def _strategy_refusal(weights: Mapping[str, Any], *, has_int8_rows: bool) -> str
 
 
 def _takes(group: int | None, *, has_int8_rows: bool) -> bool:
-    """Return whether the operators take groups of this size; None means no groups."""
+    """Return whether the operators accept groups of this size; None means no groups."""
     if group is None:
         return True
     return group == INT8_GROUP if has_int8_rows else group % SMALLEST_GROUP == 0

@@ -57,8 +57,8 @@ class ContextLengths:
 
     Attributes:
         longest: length of the longest request that the model supports.
-        usual: default of ``max_model_len``. It is shorter if longer requests would change the
-            embedding of short requests.
+        usual: default of ``max_model_len``, shorter than ``longest`` if longer requests would
+            change the embedding of short requests.
     """
 
     longest: int
@@ -117,10 +117,10 @@ def read_rotary_dim(config: ModelConfig, head_dim: int, usual_part: float) -> in
     """Return the number of rotated elements of a head, for families that rotate a part of it.
 
     Args:
-        usual_part: part of the elements that is rotated if config.json does not say it.
+        usual_part: part of the elements that is rotated if config.json has no value for it.
 
     Raises:
-        ModelError: the part gives no even number of elements from 2 to ``head_dim``.
+        ModelError: the number of rotated elements is not an even number from 2 to ``head_dim``.
     """
     part = _rotated_part(config, usual_part)
     dim = int(head_dim * part) if 0 < part <= 1 else 0
@@ -172,8 +172,8 @@ def _kind(scaling: ModelConfig) -> str:
 
 
 def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:
-    """Return the context length before the scaling. A key beside the scaling's object takes
-    precedence over a key inside it.
+    """Return the context length before the scaling. A key of config.json takes precedence over the
+    key of the scaling's object.
     """
     holder = config if config.has(ORIGINAL) else scaling
     return holder.integer(ORIGINAL, config.max_position_embeddings, least=2, most=MAX_CONTEXT)

@@ -46,14 +46,14 @@ def weight_parts(
     """Return the parts of the weights on one rank, with their bytes.
 
     Args:
-        ep: with 1, every expert is split over the tensor parallel ranks; else a rank has whole
+        ep: 1 if every expert is split over the tensor parallel ranks; else a rank has whole
             experts.
         matrix_bytes: bytes of an element of the layers' matrices, if they are quantised to int8.
             The scales, one for each output, are not counted. Matrices that have four bits in the
             checkpoint keep them.
         drafts: whether the next-token module is counted; it shares the decoder's embedding and
             head.
-        redundant_experts: number of copies beside the experts of all ``ep`` ranks.
+        redundant_experts: number of additional copies of experts on all ``ep`` ranks together.
     """
     sizes = _Sizes(element_bytes, matrix_bytes or element_bytes, {p.name: p for p in spec.int4})
     indices = range(spec.num_layers + (1 if drafts else 0))
@@ -91,8 +91,8 @@ def weight_parts(
 
 
 class _Sizes(NamedTuple):
-    """Bytes of an element: of most weights, and of matrices that do not have four bits; then the
-    parts whose matrices have four bits.
+    """Bytes of an element of most weights; bytes of an element of a matrix that does not have four
+    bits; the parts whose matrices have four bits.
     """
 
     element: int
@@ -111,8 +111,8 @@ def _part(name: str, elements: _Elements, copies: int, sizes: _Sizes) -> WeightP
 
 
 def _offsets(routed: _Elements, sizes: _Sizes) -> int:
-    """Return the bytes of the zeros that all layers of experts with floats as rows share: as many
-    as the scales of gate and up.
+    """Return the bytes of the zeros that all layers of experts share if rows are floats. There is
+    one zero for each scale of gate and up.
     """
     int4 = sizes.int4.get(EXPERTS)
     if int4 is None or int4.form.quantises_rows or int4.form.group is None:
@@ -196,6 +196,6 @@ def _experts(
         others=hidden * experts.gates_shared
     )
     router = (hidden + experts.has_bias + experts.has_product_biases) * experts.num_experts
-    # The operator takes biases in float32 beside bfloat16.
+    # The operator needs biases in float32 if weights are bfloat16.
     floats = biases if experts.has_product_biases else 0
     return _Elements(routed, floats=floats), shared, _Elements(0, floats=router)

@@ -32,7 +32,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return a row for each set of graphs: padding, eager steps, and streams.
 
-    ``is_affordable`` tells whether the ranks could capture the set; ``usable`` is the number of
+    ``is_affordable`` returns whether the ranks could capture the set; ``usable`` is the number of
     streams of the rank with the fewest streams.
     """
     rows = [

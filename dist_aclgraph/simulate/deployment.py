@@ -55,7 +55,7 @@ class AssumedDeployment:
     """The facts about a deployment that are known or assumed before any device is opened.
 
     Attributes:
-        planner: everything that follows from configuration and model.
+        planner: computes plans from configuration and model.
         memory: memory of the rank with the least memory.
         unknown_shape: the reason why the sizes of weights are not computed from the decoder's
             shape; "" if they are computed from it.

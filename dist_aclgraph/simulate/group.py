@@ -50,7 +50,7 @@ OnProgress = Callable[[], None]
 
 @dataclass
 class SimulatedRanks:
-    """The ranks of a group. One reply stands for the replies of all ranks; every capture succeeds.
+    """The ranks of a group. One reply represents the replies of all ranks; every capture succeeds.
 
     Attributes:
         captures, releases: numbers of captured and of released graphs.

@@ -6,8 +6,8 @@ A trace is a file of JSON lines, or of CSV with a header. Each line is either
   ``num_reqs`` and ``query_len``; or ``tokens`` (a mixture of prefill and decode; if prompts are
   split, the rank's share); or
 - a request. Columns: ``arrival_s``, ``prompt_tokens``, ``output_tokens``. Lines are in the order of
-  arrival. If several prompts have the same prefix: ``shared_tokens``, the length of this prefix,
-  and ``shared``, a number that identifies the prefix if there are several prefixes.
+  arrival. Further columns if prompts share prefixes: ``shared_tokens``, the length of the shared
+  prefix, and ``shared``, the number of the prefix if there are several prefixes.
 
 Other columns are ignored. Only one line is in memory at a time.
 """
@@ -116,7 +116,7 @@ class Load(Generic[Item]):
 
 
 class Trace:
-    """A trace file. Its first line determines its kind.
+    """A trace file of batches or of requests; the first line determines which.
 
     Raises:
         ConfigError: the file cannot be read, or its first line is neither a batch nor a request.

@@ -92,8 +92,8 @@ def line_times(
     """Return times that consist of a constant and a time per token.
 
     Args:
-        eager_step_ms, eager_token_ms: the same for steps without a graph; None means the values of
-            steps with a graph.
+        eager_step_ms, eager_token_ms: the constant and the time per token of steps without a graph;
+            None means the values of steps with a graph.
 
     Raises:
         ConfigError: steps would take no time, or negative time.

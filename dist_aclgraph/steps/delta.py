@@ -68,7 +68,7 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
 
     numbers: bytes  # int32 [num_reqs]
     token_ids: bytes = b""  # int32 [num_new], request by request
-    ends: bytes = b""  # int32 [num_reqs], ends of requests' tokens; empty: one token each
+    ends: bytes = b""  # int32 [num_reqs], end of each request's tokens; empty: one each
     notes: tuple[Note, ...] = ()
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new]; empty if not requested
 

@@ -21,9 +21,8 @@ class DraftPlaces:
     Attributes:
         rows, most, num_logits: [S].
         positions: [S, k + 1]; slots: [S, 3 k]; places: [S, k + 1], indices into the step's tokens.
-        behind: [S]. The row of the request, if only the device knows how many drafts of the request
-            were accepted in the previous step; then the device adds this number to the positions.
-            Otherwise -1.
+        behind: [S], the row of the request, if only the device knows how many of its drafts the
+            previous step accepted; the device adds this number to the positions. Else -1.
     """
 
     rows: IntArray
@@ -35,7 +34,7 @@ class DraftPlaces:
     behind: IntArray
 
     def moved(self, is_moved: npt.NDArray[np.bool_]) -> DraftPlaces:
-        """Return the same places with ``behind`` set for the requests of ``is_moved``, [S]."""
+        """Return the same places; ``behind`` is set where ``is_moved`` [S] is true."""
         return replace(self, behind=np.where(is_moved, self.rows, -1).astype(np.int32))
 
 

@@ -24,9 +24,9 @@ class HostStep:
 
     Attributes:
         rows: [num_reqs], row of each request.
-        token_ids, positions, slots: [num_tokens]. A reference stands for a token that only the
-            device knows (``references.py``). If the row has no block for a token, the slot is in
-            the dummy block.
+        token_ids, positions, slots: [num_tokens]. If only the device knows a token, its id is a
+            reference (``references.py``). If the row has no block for a token, the slot is in the
+            dummy block.
         query_ends, kv_lens: [num_reqs], cumulative query lengths and KV lengths.
         block_table: [num_reqs, num_blocks], as wide as the longest request and its drafts need.
         sampled: [num_samples], indices in the batch of the requests that get tokens.
@@ -38,8 +38,8 @@ class HostStep:
             know that token. Empty without drafts.
         drafts: places where drafting continues; None without drafts.
         prompts: the work of the other prefill ranks, if prompts are split between ranks; else None.
-            If prompts are split, tokens and places are those of this rank, but requests are those
-            of the whole step.
+            If prompts are split, this object has the tokens and places of this rank, but the
+            requests of the whole step.
     """
 
     rows: IntArray

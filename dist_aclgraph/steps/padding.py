@@ -35,8 +35,8 @@ class Lens(NamedTuple):
 class GraphLens:
     """Pads the lengths of steps to graphs.
 
-    The same lengths are often padded twice: when they are guessed, and when the step arrives. So
-    this object keeps the last result.
+    The same lengths are often padded twice: when the worker guesses the next step, and when the
+    step arrives. So this object keeps the last result.
 
     Args:
         place: place of the rank; KV lengths count the keys that this rank keeps.

@@ -1,5 +1,5 @@
-"""The messages between engine and workers: the engine decides one StepPlan per step, sends each
-worker its part of the plan, a RankPlan, and each worker replies with one StepResult.
+"""The messages between engine and workers. For each step, the engine decides one StepPlan and sends
+each worker its part of the plan, a RankPlan. Each worker replies with one StepResult.
 
 Messages are plain MessagePack: msgspec encodes them, and any MessagePack library can read them.
 Integer arrays are sent as little-endian int32 bytes. Workers keep the running batch, so the engine
@@ -32,7 +32,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int = -1  # number of most probable tokens to report; -1 reports nothing
-    prompt_logprobs: int = -1  # the same number for positions of the prompt
+    prompt_logprobs: int = -1  # like ``logprobs``, for positions of the prompt
     num_prompt_tokens: int = 0  # position where the output begins
     suppressed: tuple[int, ...] = ()  # end ids, forbidden until the output has min_tokens
     min_tokens: int = 0
@@ -55,7 +55,7 @@ class RowSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the row takes the most probable token and wants no log-probabilities."""
+        """Whether the row needs only the most probable token, without log-probabilities."""
         return (
             self.temperature == 0.0
             and not self.has_penalties
@@ -129,7 +129,7 @@ class RankPlan(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The decision of one step, for every rank of a lockstep group. It stays in the engine.
+    """The decision of one step, for every rank of a lockstep group. The plan stays in the engine.
 
     Every rank replays ``graph``, even if the rank has no work; if ``graph`` is None, the step runs
     eagerly. ``exchange`` sends tokens to their experts; None if experts are not spread. ``largest``
@@ -164,11 +164,11 @@ class RowLogprobs(msgspec.Struct, frozen=True):
 
     token_ids: bytes  # int32 [1 + n]
     logprobs: tuple[float, ...]  # [1 + n]
-    rank: int  # rank of the chosen token; 1 means the most probable one
+    rank: int  # rank of the chosen token; 1 means the most probable token
 
     def ranked(self) -> dict[int, tuple[float, int]]:
-        """Return log-probability and rank by token id. The chosen token comes first; it may be one
-        of the most probable tokens, too.
+        """Return log-probability and rank by token id. The chosen token comes first; it may also be
+        one of the most probable tokens.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))
         found: dict[int, tuple[float, int]] = {}

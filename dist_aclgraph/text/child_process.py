@@ -1,9 +1,9 @@
 """ChildProcess: another Python process, which replies to messages. The kernel limits its time and
 memory.
 
-Templates and grammars of clients may need any amount of time and memory. So they are processed in
-such processes (``template_process``, ``grammar_process``). The messages have the format of
-``template_process.receive``.
+Templates and grammars of clients may need any amount of time and memory. So child processes render
+the templates (``template_process``) and compile the grammars (``grammar_process``). The messages
+have the format of ``template_process.receive``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ChildProcess:
     """One process; it serves one message at a time.
 
     Args:
-        module: the file of this module is the program.
+        module: the module whose file the process runs.
         imports: modules outside the standard library that the program imports.
         first: the first message; it is sent together with the first request, and gets no reply.
         wait_s: how long ``ask`` waits.

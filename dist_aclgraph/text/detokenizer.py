@@ -39,8 +39,8 @@ class Detokenizer:
         self._without = tokenizer.unspoken_ids if skip_special_tokens else tokenizer.nameless_ids
         self._window = self._context(prompt_ids)
         before = self._decode(self._window)
-        # The bytes at the end of the prompt may become a character of the output. If they do not,
-        # their replacement character belongs to the prompt.
+        # The bytes at the end of the prompt may become a character of the output. Otherwise, the
+        # replacement character of these bytes belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
         self._num_shown = len(before) - self._is_open  # characters of the window's text
         self._held: list[int] = []  # tokens whose own text is not certain
@@ -92,7 +92,7 @@ class Detokenizer:
         return text
 
     def _context(self, ids: Sequence[int]) -> list[int]:
-        """Return the last tokens; the text after them depends on them.
+        """Return the last tokens, on which the text of the next tokens depends.
 
         The first returned token is outside any run of byte tokens. Tokens without a text are left
         out.

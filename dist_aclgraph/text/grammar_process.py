@@ -29,10 +29,11 @@ from dist_aclgraph.formats.one_of import is_any_of
 from dist_aclgraph.text.grammar_errors import LINE, reason_of
 from dist_aclgraph.text.template_process import packed, receive
 
-# CPU time of the first two masks of a grammar whose masks workers compute aside. In a fork, the
-# first mask takes several milliseconds for every grammar, because the fork copies the vocabulary.
+# If the first two masks of a grammar take more CPU time than this, workers compute its masks on a
+# separate thread. In a fork, the first mask of every grammar takes several milliseconds, because
+# the fork copies the vocabulary.
 SLOW_S = 0.05
-SLOW_CHARS = 1 << 15  # also that of a grammar made of a schema with at least so many characters
+SLOW_CHARS = 1 << 15  # the masks of a schema's grammar with at least this length also count as slow
 
 
 def make_grammar(source: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ CONTENT = "content"
 _OF_PARTS = frozenset({"text", "type"})  # keys of a part
 # Filters whose result is still a list of parts.
 _OF_LISTS = frozenset({"default", "list", "rejectattr", "reverse", "selectattr"})
-# Tests by which a template tells a text from a list of parts.
+# Tests by which a template distinguishes a text from a list of parts.
 _OF_KIND = frozenset({"iterable", "sequence", "string"})
 
 

@@ -27,7 +27,7 @@ class TextPiece(msgspec.Struct, frozen=True):
         token_ids: the output's new tokens, end token included; no tokens after a stop string.
         logprobs: one report for each token whose text became certain since the last piece; empty if
             log-probabilities were not requested.
-        token_texts: the texts of these tokens. The token texts of all pieces join to the text
+        token_texts: the texts of these tokens. Joined, the token texts of all pieces are the text
             before a stop string cuts it.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is an end token, which has no text.

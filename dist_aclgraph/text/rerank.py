@@ -56,7 +56,7 @@ class RerankPrompts:
             max_tokens: largest number of tokens of the text between the prompt's fixed parts.
 
         Raises:
-            RequestTooLongError: the text is longer.
+            RequestTooLongError: the text has more than ``max_tokens`` tokens.
         """
         text = BODY.format(
             instruction=INSTRUCTION if instruction is None else instruction,
@@ -95,7 +95,8 @@ def choice_params(first: int, second: int) -> SamplingParams:
 def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
     """Return the pairs of queries and documents.
 
-    One query is paired with every document; several queries are paired one by one.
+    One query is paired with every document. The n-th of several queries is paired with the n-th
+    document.
 
     Raises:
         InvalidParameterError: the lists have different lengths.

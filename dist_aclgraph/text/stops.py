@@ -50,7 +50,7 @@ class StopMatcher:
         return held
 
     def _find(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """Return begin and text of the first stop string that ends after the held-back text."""
+        """Return start and text of the first stop string that ends after the held-back text."""
         found = [(text.find(stop, max(0, num_held + 1 - len(stop))), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if not ends:

@@ -115,7 +115,7 @@ def render(request: dict[str, Any], max_chars: int) -> dict[str, str]:
     """Return the ``text`` of a render, or the ``error`` that ended the render.
 
     Templates read calls of tools in different forms. If a template cannot render messages with
-    calls, the other forms are tried, too.
+    calls in the first form, the other forms are tried.
     """
     messages = [_with_reasoning(message) for message in request["variables"]["messages"]]
     forms = FORMS_OF_CALLS if any(message.get("tool_calls") for message in messages) else ({},)

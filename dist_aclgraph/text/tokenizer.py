@@ -30,12 +30,12 @@ MIN_LONGEST_TOKEN = 64  # characters; normalisers may remove characters of a tex
 # The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
 # of this many characters.
 PART_CHARS = 1 << 16
-# An end of a text that may become an ending that ``_without_spaces`` looks for.
+# The end of a text that later text may complete to an ending that ``_without_spaces`` changes.
 _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 
 
 class Tokenizer:
-    """Turns text into token ids and back. It has no state of requests, so threads may share it.
+    """Turns text into token ids and back. Threads may share it, as it has no state of requests.
 
     Attributes:
         eos_ids: ids that end an output: the tokenizer's own end token, and the ids of
@@ -110,7 +110,7 @@ class Tokenizer:
         Raises:
             InvalidParameterError: the tokenizer cannot encode the text, or the text contains a
                 token that the model does not have.
-            RequestTooLongError: the text has more tokens.
+            RequestTooLongError: the text has more than ``max_tokens`` tokens.
         """
         if not self.has_text:
             raise InvalidParameterError(

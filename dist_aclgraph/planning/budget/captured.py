@@ -24,21 +24,20 @@ AFTER_ATTENTION = 5
 # Additional operators before attention if norms span the heads of several ranks: six for the scales
 # of both norms; a product and a conversion for each of q and k.
 SUMMED_NORMS = 10
-# Additional operators before sparse attention: the queries of latent attention have one more; the
-# indexer has a layer norm, two rotations, two joins, and a product for the weights of its heads.
+# Additional operators before sparse attention: one for the queries of latent attention; for the
+# indexer, a layer norm, two rotations, two joins, and a product for the weights of its heads.
 # Sparse attention itself has no more entries than attention whose parameters are updated.
 INDEXER = 7
-# Operators of a layer of experts, instead of the three products and activation of a dense layer:
-# router, routing, products and shared experts. Gathering tokens adds ten operators, an all-to-all
-# with its indices adds thirty-nine.
+# Operators of a layer of experts: router, routing, products and shared experts. These operators
+# replace the two products and the activation of a dense layer (DENSE). Gathering tokens adds ten
+# operators; an all-to-all with its indices adds thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
 SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
 # The cache write and attention need one entry each; the wait for attention's parameters and the
 # reset of its event need four entries each.
 ATTENTION = 10
-# Upper limit of the additional operators if the cache is sharded (reached with latent attention and
-# ranks that repeat heads): queries are joined; results are converted to float32, masked, sent and
-# merged.
+# Upper limit of the additional operators if the cache is sharded: queries are joined; results are
+# converted to float32, masked, sent and merged. Latent attention with copies of heads needs all.
 SHARDED = 16
 EMBEDDING = 3  # gathers rows of the embedding, and of the cos and sin tables
 LAST_NORM = 1

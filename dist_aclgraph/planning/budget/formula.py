@@ -99,7 +99,7 @@ def legacy_sizes(inputs: LegacyInputs, variant: Variant) -> list[int]:
     limit = max_buckets(inputs, variant)
     if variant != "v0.11":
         return trim_sizes(inputs.candidate_sizes, limit)
-    # Version 0.11 chose from a descending list, so half-way indices are rounded the other way.
+    # Version 0.11 chose from a descending list, so an index of n + 0.5 is rounded the other way.
     sizes = trim_sizes(inputs.candidate_sizes[::-1], limit)[::-1]
     if limit <= 1:
         sizes = inputs.candidate_sizes[-1:]

@@ -57,7 +57,7 @@ class Limit:
         return sum(p * n for p, n in zip(self.prices, counts, strict=True)) <= self.amount
 
     def most(self, family: int) -> int | None:
-        """Return how many buckets one family could have alone; None if there is no limit."""
+        """Return how many buckets a family could have if it were the only one; None: no limit."""
         price = self.prices[family]
         return None if price == 0 else max(0, self.amount // price)
 

@@ -76,7 +76,7 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The distinct rank sets in which rank 0 runs collectives; the number is equal for all."""
+        """The distinct rank sets in which rank 0 runs collectives; ranks have equally many sets."""
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(

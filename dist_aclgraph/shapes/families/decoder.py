@@ -21,8 +21,8 @@ def read_decoder(
     """Return the shape of a decoder without biases and without norms of q and k.
 
     Args:
-        rotated_part: part of a head's elements that the family rotates if config.json does not say
-            it; None means that the family rotates whole heads.
+        rotated_part: part of a head's elements that is rotated if config.json has no value for it;
+            None means that the family rotates whole heads.
         num_draft_layers: number of next-token modules whose weights the family publishes.
 
     Raises:

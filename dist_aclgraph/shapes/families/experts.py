@@ -82,8 +82,8 @@ def read_deepseek_experts(config: ModelConfig, *, is_v3: bool) -> ExpertSpec | N
 
 
 def _listed_layers(config: ModelConfig) -> frozenset[int]:
-    """Return the layers that ``mlp_layer_types`` gives experts, and the layers of drafts; nothing
-    without this list.
+    """Return the layers with experts according to ``mlp_layer_types``, and the layers of drafts;
+    empty if config.json does not have this list.
     """
     kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
     if not kinds:

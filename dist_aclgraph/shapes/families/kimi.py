@@ -1,5 +1,5 @@
-"""Kimi Linear, and the text part of Kimi K2.5, which is a DeepSeek V3. Kimi K2 names the
-architecture of DeepSeek V3 itself.
+"""Kimi Linear, and the text part of Kimi K2.5, which has the architecture of DeepSeek V3. The
+config.json of Kimi K2 names that architecture, so ``deepseek.py`` reads it.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def read_qwen_experts(
 
     Args:
         num_drafts: number of next-token modules, whose layers come after the decoder's layers.
-        renormalizes: whether the weights of a token's experts sum to one if config.json does not
-            say it.
+        renormalizes: whether the weights of a token's experts sum to one if config.json has no
+            value for it.
 
     Raises:
         ModelError: a key is missing, or has an impossible value.

@@ -11,9 +11,9 @@ from dist_aclgraph.shapes.families.qwen import read_qwen_experts
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 
-ROTATED_PART = 0.25  # if config.json does not say it
+ROTATED_PART = 0.25  # if config.json has no value
 SHARED_NAME = (".mlp.shared_experts.", ".mlp.shared_expert.")
-# The text part of a model with an encoder of images. The head is outside of it.
+# The prefix of the text part of a model with an image encoder. The output head has no such prefix.
 TEXT_NAME = ("model.", "model.language_model.")
 OTHER_PARTS = ("model.visual.",)
 
@@ -39,7 +39,7 @@ def read_qwen3_next(config: ModelConfig) -> ModelSpec:
 
 
 def read_beside_images(config: ModelConfig) -> ModelSpec:
-    """Read the text part of a checkpoint that also has an encoder of images."""
+    """Read the text part of a checkpoint that also has an image encoder."""
     spec = read_qwen3_next(config)
     names = replace(spec.names, changes=(*spec.names.changes, TEXT_NAME), ignored=OTHER_PARTS)
     return replace(spec, names=names)

@@ -9,8 +9,8 @@ from dist_aclgraph.shapes.indexer_spec import check_indexer, read_indexer_spec
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
-# The operator takes latents and rotated parts of these sizes only. It multiplies the other parts of
-# a head by matrices, whose sizes must be multiples of 16.
+# The attention operator accepts only latents and rotated parts of these sizes. The other parts of
+# a head are multiplied by matrices, whose sizes must be multiples of 16.
 LATENT, ROPE, PRODUCT_STEP = 512, 64, 16
 
 
