@@ -2,7 +2,7 @@
 
 Six models decode in one process on the emulator, with modelled time. A step's launches, updates,
 uploads, downloads, synchronizes and modelled time do not depend on the speed of the machine. If a
-number is worse than in ``perf_gate.yaml`` by more than its tolerance, the gate fails and names the
+number is worse than in ``perf_gate.json`` by more than its tolerance, the gate fails and names the
 model and the number. ``--write`` writes the numbers, so that a review of a change shows them.
 """
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-import yaml
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,7 +29,7 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.errors import DistAclGraphError
 
-NUMBERS = Path(__file__).with_name("perf_gate.yaml")
+NUMBERS = Path(__file__).with_name("perf_gate.json")
 LAYERS, BATCH, WARM_UP, STEPS = 4, 8, 24, 40
 # The largest growth of a number that is no failure. Counts are averages over the steps; a count of
 # the first or last step may fall outside of the measurement.
@@ -113,9 +112,9 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         found = {name: count_case(Path(folder), CASES[name]) for name in names}
     console.print(table_of(found).for_terminal())
-    known: dict[str, Row] = yaml.safe_load(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    known: dict[str, Row] = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
     if write:
-        NUMBERS.write_text(yaml.safe_dump({**known, **found}, sort_keys=False))
+        NUMBERS.write_text(json.dumps({**known, **found}, indent=2) + "\n")
         return
     worse = growths(known, found)
     if worse:

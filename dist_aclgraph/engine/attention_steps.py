@@ -219,9 +219,10 @@ def _uniform_rows(positions: Tensor, ahead: int, slots: Tensor) -> DeviceRows:
     ends = torch.arange(
         query_len, num_reqs * query_len + 1, query_len, dtype=torch.int32, device=positions.device
     )
-    # The KV length of a padding request covers its queries, as on the host.
-    kv_lens = (positions[:, -1] + 1).clamp(min=query_len)
-    return DeviceRows(ends, kv_lens + ahead if ahead else kv_lens, _index_slots(slots))
+    # The KV length of a padding request covers its queries, as on the host. The last positions
+    # would begin at an address that operators read slowly.
+    kv_lens = positions[:, 0] + (query_len + ahead)
+    return DeviceRows(ends, kv_lens, _index_slots(slots))
 
 
 def _index_slots(slots: Tensor) -> Tensor:

@@ -85,8 +85,9 @@ class Row:
             self._answer = 0
         elif self._answer is not None and self.num_seen < self._answer:
             self._answer = None
-        if self.num_seen == 0:
+        if self.num_seen == 0:  # The first token decides whether the output begins with reasoning.
             self._opens = False
+            self._answer = None if structure.think_end >= 0 else 0
 
     @property
     def _is_thinking(self) -> bool:

@@ -13,6 +13,8 @@ from tests.lockstep import lockstep
 CONFIGS = Path(__file__).parents[2] / "configs"
 # The weights of other configurations are not in the repository.
 DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
+# A product returns b and a of linear attention side by side, so a begins at an unaligned address.
+UNALIGNED = {"tiny-qwen3.5": {"aclnnInplaceCopy"}}
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -35,7 +37,7 @@ def test_between_two_decode_steps_the_host_waits_for_the_tokens_alone(name: str)
     ranks_per_batch = config.parallel.tp * config.parallel.pcp
     for index, step in enumerate(decoding[0]):
         assert bool(step.result.token_ids) == (index % ranks_per_batch == 0)
-    for ranks in decoding[1:]:
-        assert [step.slow for step in ranks] == [()] * len(ranks)
-        for step in ranks:
-            assert step.counted == {"host_syncs": 1, "ai_cpu": 0, "unaligned_views": 0}
+    for step in (step for ranks in decoding[1:] for step in ranks):
+        assert set(step.slow) == UNALIGNED.get(name, set())
+        assert step.counted["host_syncs"] == 1 and step.counted["ai_cpu"] == 0
+        assert bool(step.counted["unaligned_views"]) == (name in UNALIGNED)

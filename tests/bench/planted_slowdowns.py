@@ -4,6 +4,7 @@ finds. It runs in a separate process, because it needs modelled time.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import yaml
 
 from benchmarks import perf_gate
 from dist_aclgraph.engine.model_runner import ModelRunner
@@ -84,7 +84,7 @@ SLOWDOWNS: dict[str, tuple[str, Callable[[], Plant]]] = {
 
 
 def main() -> None:
-    known = yaml.safe_load(perf_gate.NUMBERS.read_text())
+    known = json.loads(perf_gate.NUMBERS.read_text())
     for name, (case, plant) in SLOWDOWNS.items():
         with tempfile.TemporaryDirectory() as folder, plant():
             found = {case: perf_gate.count_case(Path(folder), perf_gate.CASES[case])}

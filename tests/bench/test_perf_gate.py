@@ -25,7 +25,7 @@ def test_this_code_passes() -> None:
 
 def test_each_planted_slowdown_is_found() -> None:
     output = run_module("tests.bench.planted_slowdowns")
-    found = [line for line in output.splitlines() if "in perf_gate.yaml" in line]
+    found = [line for line in output.splitlines() if "in perf_gate.json" in line]
 
     assert len(found) == 10, output
     assert "not found" not in output

@@ -154,6 +154,17 @@ def test_the_model_may_open_the_reasoning_with_its_first_token_only():
     assert (row.masks()[0] == fresh_mask(GRAMMARS["choice"], row.output)).all()
 
 
+def test_a_first_token_that_is_undone_leaves_the_choice_to_reason_open():
+    row = Row(thought(grammar=GRAMMARS["choice"], end_ids=ENDS), 0)
+    first = row.masks()[0]
+
+    row.output = TOKENIZER.encode("n", add_special_tokens=False)
+    row.masks()
+    row.output = []
+
+    assert (row.masks()[0] == first).all()
+
+
 @pytest.mark.parametrize(("is_thinking", "begun"), [(True, []), (False, [BEGIN])])
 @pytest.mark.parametrize("grammar", ["", GRAMMARS["regex"]])
 def test_the_reasoning_is_ended_after_its_budget(is_thinking, begun, grammar):
