@@ -12,6 +12,7 @@ reasoning is ended.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.input_batch import InputBatch
 from dist_aclgraph.engine.permitted import ALL, BITS, FORBIDS_ALL, Permitted
 from dist_aclgraph.engine.sampling_places import StepPlaces
-from dist_aclgraph.engine.slow_row import SlowRow
+from dist_aclgraph.engine.slow_row import PATIENCE_S, SlowRow
 from dist_aclgraph.engine.token_counts import ToDevice
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
@@ -75,6 +76,8 @@ class Matchers:
         batch: the rows, with all tokens that the engine has sent back.
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
+        rows_may_wait: whether a row whose mask is late may wait in its place. It may not if the
+            model has recurrent states, because then it would lose its row.
     """
 
     def __init__(
@@ -83,8 +86,11 @@ class Matchers:
         read_vocabulary: Callable[[], Vocabulary],
         vocab_size: int,
         num_places: int,
+        *,
+        rows_may_wait: bool = True,
     ) -> None:
         self._batch = batch
+        self._rows_may_wait = rows_may_wait
         self._grammars = Grammars(read_vocabulary)
         self._num_words = -(-vocab_size // BITS)
         self._num_places = num_places
@@ -94,6 +100,9 @@ class Matchers:
         # whose grammars were not compiled yet.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
+        # Rows that were sampled without a mask, until they begin again. Steps that are already in
+        # flight sample them once more, after a token that is discarded.
+        self._late: set[int] = set()
         # The sampled rows in the last call of ``concern``, and the result of this call.
         self._asked: IntArray | None = None
         self._concerns = False
@@ -102,9 +111,13 @@ class Matchers:
         """Begin to track a row in which a request begins or resumes."""
         self._asked = None
         self._tails.pop(row, None)
+        self._late.discard(row)
         old = self._rows.pop(row, None)
+        slow = old if isinstance(old, SlowRow) else None
         structure = sampling.structure
         if structure is None:
+            if slow is not None:
+                slow.drop()
             return
         matcher = None
         if structure.grammar:
@@ -113,13 +126,28 @@ class Matchers:
         for token in structure.end_ids:
             allow(ends, token)
         permitted = Permitted.of_row(sampling, self._num_words)
-        if not structure.is_slow:
-            self._rows[row] = Row(sampling, matcher, ends, permitted)
-        elif isinstance(old, SlowRow) and old.can_continue(sampling):
-            old.permitted = permitted
-            self._rows[row] = old
-        else:
-            self._rows[row] = SlowRow(sampling, matcher, ends, permitted, self._grammars)
+        is_slow = structure.is_slow and self._rows_may_wait
+        if (
+            is_slow
+            and slow is not None
+            and slow.can_continue(sampling, self._output(row, sampling))
+        ):
+            slow.permitted = permitted
+            self._rows[row] = slow
+            return
+        if slow is not None:
+            slow.drop()
+        self._rows[row] = (
+            SlowRow(sampling, matcher, ends, permitted, self._grammars)
+            if is_slow
+            else Row(sampling, matcher, ends, permitted)
+        )
+
+    def _output(self, row: int, sampling: RowSampling) -> list[int]:
+        """Return the output of a row that begins."""
+        begin, end = sampling.num_prompt_tokens, int(self._batch.num_tokens[row])
+        output: list[int] = self._batch.token_ids[row, begin:end].tolist()
+        return output
 
     @property
     def is_empty(self) -> bool:
@@ -162,13 +190,17 @@ class Matchers:
         wanted = [(i, sample) for i, sample in enumerate(samples) if rows[sample] in self._rows]
         # A place without a separate mask allows every token.
         words = np.full((len(wanted) * size, self._num_words), ALL)
+        until_s = time.monotonic() + PATIENCE_S
         for at, (_, sample) in enumerate(wanted):
             num_logits, row = int(step.num_logits[sample]), rows[sample]
             drafted = [] if drafts is None else drafts[row, : num_logits - 1].tolist()
             own = words[at * size : (at + 1) * size]
             try:
-                error = self._fill(row, firsts[sample], drafted, own)
+                if row in self._late:
+                    raise NotReadyError
+                error = self._fill(row, firsts[sample], drafted, own, until_s)
             except NotReadyError:
+                self._late.add(row)
                 self._unmasked.append(sample)
                 own[:] = ALL
                 continue
@@ -192,18 +224,23 @@ class Matchers:
         compiling = [index for index, row in self._rows.items() if row.is_compiling]
         return GrammarReport(failed, unmasked, compiling)
 
-    def _fill(self, row_id: int, first: int, drafts: list[int], words: IntArray) -> str:
+    def _fill(
+        self, row_id: int, first: int, drafts: list[int], words: IntArray, until_s: float
+    ) -> str:
         """Write the masks of the places of a row; return the reason if the row's matcher has
         failed, otherwise "".
 
         Args:
             first: position of the token that is sampled at the first place.
             words: [>= 1 + len(drafts), num_words].
+            until_s: how long to wait for masks that a thread computes (``time.monotonic``).
         """
         row = self._rows[row_id]
         target = first - row.begin
         if isinstance(row, SlowRow):
-            if error := row.fill_aside(self._tokens(row_id, row.begin, first), words[0]):
+            output = self._tokens(row_id, row.begin, first)
+            patience_s = max(0.0, until_s - time.monotonic())
+            if error := row.fill_aside(output, words[0], patience_s):
                 return error
             words[1:] = words[0]
             drafts = []  # no draft is accepted

@@ -205,7 +205,11 @@ class ModelRunner:
         num_latest = self._work.tokens.num_latest
         self._batch = InputBatch(max_rows, max_len, self._place, num_latest, k)
         self._matchers = Matchers(
-            self._batch, partial(read_vocabulary, config.model), model.spec.vocab_size, k + 1
+            self._batch,
+            partial(read_vocabulary, config.model),
+            model.spec.vocab_size,
+            k + 1,
+            rows_may_wait=self._states is None,
         )
         self._landing_drafts = LandingDrafts(npu, max_rows, k) if k else None
         self._output = StepOutput(

@@ -22,7 +22,7 @@ from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammar_errors import TOO_AMBIGUOUS
 
-PATIENCE_S = 0.005  # seconds that a step waits for a mask
+PATIENCE_S = 0.005  # seconds that a step waits for the masks of all slow rows
 MAX_MASK_S = 1.0  # CPU time of one mask; a request whose mask takes longer ends
 
 
@@ -43,6 +43,7 @@ class SlowRow(Row):
         self._mask: Future[tuple[IntArray, str]] | None = None
         self._read: list[int] = []  # the tokens that the state includes
         self._num_words = len(end_words)
+        self._is_dropped = False
 
     @property
     def is_compiling(self) -> bool:
@@ -52,22 +53,30 @@ class SlowRow(Row):
     def error(self) -> str:
         return ""  # ``fill_aside`` returns the error of the mask
 
-    def can_continue(self, sampling: RowSampling) -> bool:
+    def can_continue(self, sampling: RowSampling, output: list[int]) -> bool:
         """Return whether the row may serve this request: the request that had to wait, or another
-        request with the same grammar.
+        request with the same grammar. A row that has failed serves only the request with the output
+        at which it failed, so that this request gets the reason.
         """
         is_same = self.structure == sampling.structure and self.begin == sampling.num_prompt_tokens
         mask = self._mask
         has_failed = mask is not None and mask.done() and bool(mask.result()[1])
-        is_good = not (has_failed or self.complaint)
+        is_good = self._output == output or not (has_failed or self.complaint)
         return is_same and is_good and self.free_from == sampling.min_tokens
 
-    def fill_aside(self, output: list[int], words: IntArray) -> str:
+    def drop(self) -> None:
+        """Compute no further masks; no request uses this row any more."""
+        self._is_dropped = True
+        if self._mask is not None:
+            self._mask.cancel()
+
+    def fill_aside(self, output: list[int], words: IntArray, patience_s: float) -> str:
         """Write the mask of the token after ``output``; return the reason if the matcher has
         failed, otherwise "".
 
         Args:
             words: [num_words].
+            patience_s: how long to wait for the mask.
 
         Raises:
             NotReadyError: the mask is not computed yet.
@@ -78,7 +87,7 @@ class SlowRow(Row):
             self._output = output
             self._mask = self._grammars.submit_slow(self._compute, output)
         try:
-            found, error = self._mask.result(PATIENCE_S)
+            found, error = self._mask.result(patience_s)
         except NotDoneError:
             raise NotReadyError from None
         words[:] = found
@@ -93,6 +102,8 @@ class SlowRow(Row):
         self.go_back(num_same)
         del self._read[num_same:]
         for token in [*output[num_same:], None]:
+            if self._is_dropped:
+                break
             begin_s = time.thread_time()
             self.fill(words)
             if token is not None:

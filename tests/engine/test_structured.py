@@ -9,6 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dist_aclgraph.engine import slow_row
+from dist_aclgraph.engine.grammar_row import NotReadyError
 from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.model_runner import ModelRunner
 from dist_aclgraph.engine.slow_row import SlowRow
@@ -327,6 +329,32 @@ def test_free_requests_run_while_a_mask_is_computed(
 
     assert found == expected
     assert gate.is_set()
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_mask_that_is_ready_one_step_late_is_used(
+    runners: Any, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, plan, runner = runners[place]
+    structure = replace(STRUCTURED["regex"]["structure"], is_slow=True, salt="late")
+    samplings = [SAMPLINGS[0][1], STRUCTURED["regex"] | RANDOM | {"structure": structure}]
+    expected = play_all(make_scheduler(GraphDispatcher(plan), k), runner, samplings)
+    fill, num_late = SlowRow.fill_aside, 0
+
+    def fill_late(row: SlowRow, output: list[int], words: Any, patience_s: float) -> str:
+        nonlocal num_late
+        try:
+            return fill(row, output, words, 0.0)
+        except NotReadyError:
+            num_late += 1
+            wait([mask for mask in (row._mask, row._coming) if mask is not None])
+            raise
+
+    monkeypatch.setattr(SlowRow, "fill_aside", fill_late)
+    found = play_all(make_scheduler(GraphDispatcher(plan), k), runner, samplings)
+
+    assert found == expected
+    assert num_late > 0
 
 
 def play_all(
