@@ -85,7 +85,7 @@ class OneRank:
         )
 
     def pool_sizes(self, config: Config) -> PoolSizes:
-        """Capture every graph of a configuration into its own pool, then all graphs into one pool."""
+        """Capture every graph of a configuration into its own pool, then all into one pool."""
         graphs = _graphs_of(config)
         runner = self.make_runner(config, graphs)
         alone, needs = {}, {}

@@ -238,7 +238,7 @@ def _percentiles(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def run_steps(
     npu: Npu, runner: ModelRunner, scheduler: Scheduler, steps: int
 ) -> Iterator[dict[str, float]]:
-    """Yield the microseconds of each step's parts: of the engine's turn and of the worker's step."""
+    """Yield the microseconds of each step's parts, of the engine's turn and the worker's step."""
     for _ in range(steps):
         laps, answered = [time.perf_counter()], list[StepResult]()
         plan = scheduler.schedule()

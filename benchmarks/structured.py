@@ -162,7 +162,7 @@ def measure_steps(
 def measure_arrivals(
     npu: Npu, runner: ModelRunner, config: Config, steps: int
 ) -> list[dict[str, Any]]:
-    """Return the times of steps while requests arrive, with new schemas and with compiled schemas."""
+    """Return step times while requests arrive, with new schemas and with compiled schemas."""
     each: dict[str, list[float]] = {"new": [], "compiled": []}
     batch, measured = BATCH - ARRIVALS, max(-(-steps // ROUNDS), ARRIVALS * EVERY)
     for number in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Random traffic of a hybrid, with everything at once: slots, checkpoints and blocks come back."""
+"""Random traffic of a hybrid, with all features: slots, checkpoints and blocks are freed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NUM_STEPS, NUM_CHECKPOINTS, NUM_BLOCKS, NUM_DRAFTS, LONGEST = 2000, 3, 14, 1, 16
 
 @dataclass
 class Traffic:
-    """Requests with random prompts of a few, and what they got.
+    """Requests with prompts from a small set, and their answers.
 
     Attributes:
         expected: the longest answer to each prompt.
-        got: for each request its prompt and its tokens.
+        got: prompt and tokens of each request.
     """
 
     runner: ModelRunner
@@ -131,7 +131,7 @@ def test_two_thousand_steps_give_every_slot_checkpoint_and_block_back(
 ) -> None:
     make_small_hybrid(tmp_path)
     chance = random.Random(3)
-    # More prefixes than checkpoints, so that checkpoints are written and evicted until the end.
+    # There are more prefixes than checkpoints, so that checkpoints are always written and evicted.
     prompts = [
         tuple(chance.choices(range(NUM_GUESSABLE), k=shared)) + (own,) * (own + 1)
         for shared in (32, 64, 96)

@@ -299,7 +299,7 @@ class Rig:
     # ---- remains
 
     def _left(self, service: Service, stopped: Sequence[int]) -> list[str]:
-        """Return the files, processes and requests that a strike left behind in a running service."""
+        """Return the files, processes and requests that a strike left in a running service."""
         left = []
         if service.disarm():
             left.append("a fault that struck nobody")
