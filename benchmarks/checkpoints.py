@@ -59,9 +59,7 @@ class Decoder(ABC):
         }
 
     def sizes(self) -> Sizes:
-        """Return the tensors: matrices are [outputs, inputs], and all vectors are weights of
-        norms.
-        """
+        """Return the tensors. Matrices are [outputs, inputs]; all vectors are weights of norms."""
         hidden = self.hidden
         sizes: Sizes = {
             "model.embed_tokens.weight": (self.vocab, hidden),
@@ -109,9 +107,7 @@ class Shape(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape(Decoder):
-    """A DeepSeek V2 decoder without experts. Its latent attention has the only head size that NPU
-    operators support.
-    """
+    """A DeepSeek V2 decoder without experts, with the head size that NPU operators require."""
 
     FAMILY = "deepseek_v2"
     ARCHITECTURE = "DeepseekV2ForCausalLM"

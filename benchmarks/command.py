@@ -22,7 +22,7 @@ Results = dict[str, Any]
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the integers of an option, in which commas separate them."""
+    """Return the integers of an option's text, e.g. ``1,2,4``."""
     return tuple(map(int, text.split(",")))
 
 

@@ -51,7 +51,8 @@ HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The settings that the bench compares: numbers of shards, of prompt ranks, and of tokens.
-    ``blocks`` is the number of blocks per rank in the search for the longest request.
+
+    ``blocks`` is the number of blocks per rank for the longest requests.
     """
 
     shards: Sequence[int]
@@ -130,8 +131,10 @@ def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) 
 
 
 def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[str, Any]]:
-    """Serve two requests with each number of shards. A rank always has the same number of blocks.
-    The first request is as long as the base can serve, the second one is the longest possible.
+    """Serve two requests with each number of shards; a rank always has the same number of blocks.
+
+    The first request is the longest that the base can serve. The second request is the longest that
+    this number of shards can serve.
     """
     found: list[dict[str, Any]] = []
     for shards, engine in engines.items():
@@ -174,7 +177,7 @@ def _decode_engine(
         {"tp": tp, "dcp": shards},
         _blocks_for(max(sizes.contexts) + sizes.steps),
         kernels=kernels,
-        prefix_cache=True,  # only decode steps are timed, so a context need not be computed again
+        prefix_cache=True,  # a context is computed only once, because only decode steps are timed
     )
 
 
@@ -226,9 +229,7 @@ def _make_engine(
 
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures for each number of shards and each context, with ratios to the first
-    number of shards.
-    """
+    """Return the figures by number of shards and context, with ratios to the first number."""
     base, *_ = decode.runs
     return [
         {
@@ -249,9 +250,7 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures for each number of prompt ranks and each prompt, with ratios to the first
-    number of prompt ranks.
-    """
+    """Return the figures by number of prompt ranks and prompt, with ratios to the first number."""
     base = next(iter(turns.runs.values()))
     return [
         {
@@ -270,9 +269,7 @@ def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
-    """Return the number of pairs of a token and a key that each prompt rank computes in one
-    step.
-    """
+    """Return how many pairs of a token and a key each prompt rank computes in one step."""
     lens = np.array([num_tokens], np.int32)
     split = PromptSplit.of(lens, num_ranks)
     return [share_of_work(pieces, np.zeros_like(lens), lens) for pieces in split.pieces]

@@ -60,9 +60,7 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw caches, decode steps, the steps' host time, and prompts, each in relation to the first
-    one.
-    """
+    """Draw caches, decode steps, their host time, and prompts, as ratios to the first setting."""
     caches = [
         {"dcp": row["dcp"], "what": what, "ratio": row[key]}
         for row in _against_the_first(results["caches"])

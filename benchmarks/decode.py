@@ -151,8 +151,9 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
 def update_cost(
     shape: Shape, kernels: str, folder: Path, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Decode alternately with lengths that are sent before the replay and after it; return one
-    record per batch.
+    """Decode with lengths that are sent before and after the replay, in turns.
+
+    Returns one record per batch.
     """
     dtype = {"skip": "bfloat16", "compute": "float32"}[kernels]
     path = write_checkpoint(shape, folder / f"{shape.name}-{dtype}", getattr(torch, dtype))
@@ -202,8 +203,9 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def run(batch: int, new_tokens: int) -> float:
-        """Return the mean time of a decode step. It is computed from the difference of two runs of
-        different length, which excludes the prefill.
+        """Return the mean time of a decode step.
+
+        The difference of two runs of different length excludes the prefill.
         """
         prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
         times = []

@@ -14,7 +14,7 @@ from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # different token ids in prompts
-LIMIT_S = 300.0  # limit of each phase of a start; deployments that start together share the cores
+LIMIT_S = 300.0  # limit of each phase of a start; long, because several deployments share the cores
 
 
 class DecodeEngine:

@@ -1,9 +1,9 @@
 """``make bench-hybrid``: a decode step, the cache and a shared prefix of models of equal width.
 
-The models have random weights and as many layers: a dense one, a hybrid with linear attention in
-three of four layers, and a sparse one with latent attention to keys that an indexer chooses. They
-take turns in one process, with kernels skipped, so times are the host's alone. The figures are of
-the emulator and say nothing about an NPU.
+The models have random weights and equal numbers of layers: a dense model, a hybrid model with
+linear attention in three of four layers, and a sparse model with latent attention to keys that an
+indexer chooses. The models take turns in one process. Kernels are skipped, so the times are only
+the host's. The figures are of the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def make_candidate(folder: Path, name: str, layers: int, batch: int) -> Candidat
 def measure_all(
     models: Mapping[str, Candidate], batch: int, steps: int, rounds: int, bar: Progress
 ) -> dict[str, dict[str, float]]:
-    """Return each quantity of each model. Times are medians over the rounds, in microseconds."""
+    """Return all quantities of each model. Times are medians over the rounds, in microseconds."""
     times: dict[str, dict[str, list[float]]] = {}
     task = bar.add_task("rounds", total=rounds)
     for number in range(rounds):
@@ -183,7 +183,7 @@ def _first_token_us(model: Candidate, scheduler: Scheduler, name: str, tokens: I
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of all quantities, with the ratio of each model to the dense one."""
+    """Return a table of all quantities, with the ratio of each model to the dense model."""
     lines, others = [], list(MODELS)[1:]
     for what, values in results["rows"].items():
         base, cells = values["dense"], [f"{values['dense']:,.0f}"]

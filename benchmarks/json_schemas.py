@@ -1,9 +1,9 @@
-"""Compiles the schemas of JSONSchemaBench, and reads the values that come with them.
+"""Compiles the schemas of JSONSchemaBench, and checks the values that belong to the schemas.
 
-The data is not in this repository: clone guidance-ai/jsonschemabench, and name a folder of its
-``maskbench/data``. Each file has a schema, and values with the verdict that is right for them. The
-script uses the compiler's process as the service does, a generated vocabulary of 151,936 tokens,
-and the limits of workers. Times are CPU times.
+The data is not in this repository: clone guidance-ai/jsonschemabench, and pass a folder of its
+``maskbench/data``. Each file contains a schema, and values that are marked as valid or invalid. The
+script uses the compiler's process in the same way as the service, a generated vocabulary of 151,936
+tokens, and the limits of workers. Times are CPU times.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _accepts(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of counts, and one of times."""
+    """Return a table of counts, and a table of times."""
     times = [[name, *(f"{us:.0f}" for us in results[name])] for name in ("compile", "mask")]
     counts = [[name, str(count)] for name, count in results["counts"].items()]
     return Report(

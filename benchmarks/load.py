@@ -6,11 +6,11 @@ disk and from the page cache. The bench measures how long the deployment is in t
 also measures the time of one process that only reads the files from beginning to end. This is the
 first lower bound.
 
-The memory of an emulated device is memory of this machine, which the system has to provide first.
-So for the second lower bound, the same read is measured while other processes, one per rank, fill
-the same number of unused bytes in all, in small pages as devices have them.
+The memory of an emulated device is memory of this machine, which the system must provide first. So
+for the second lower bound, the same read is measured while one process per rank fills new memory,
+in total as many bytes as the files have, in small pages like the memory of devices.
 
-The host of a virtual machine may take back freed memory within seconds; then the next process that
+The host of a virtual machine may take back freed memory within seconds. Then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so
 the bench delays its reads by the same time.
 """
@@ -73,9 +73,7 @@ def read_once(files: list[Path]) -> float:
 
 
 def read_and_fill(files: list[Path], num_processes: int) -> float:
-    """Return the seconds of ``read_once`` while processes together fill the same number of
-    bytes.
-    """
+    """Return the seconds of ``read_once`` while processes fill as many bytes in total."""
     share = sum(file.stat().st_size for file in files) // num_processes
     forks = multiprocessing.get_context("fork")
     began_s = time.monotonic()
@@ -94,9 +92,7 @@ def _fill(num_bytes: int) -> None:
 
 
 def later(work: Callable[[], float]) -> float:
-    """Run ``work`` after the delay with which a deployment begins to load, and return the
-    result.
-    """
+    """Run ``work`` after the time that a deployment needs until it loads; return the result."""
     time.sleep(PAUSE_S)
     return work()
 
@@ -111,7 +107,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         status.update(f"Writing {gib:g} GiB of random weights")
         model = write_checkpoint(make_shape(gib * GIB), Path(folder) / "model", torch.bfloat16)
-        os.sync()  # data that is not on the disk yet cannot be dropped from the page cache
+        os.sync()  # because only data that is on the disk can be dropped from the page cache
         files = sorted(model.glob("*.safetensors"))
         config = make_config(
             {

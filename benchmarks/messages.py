@@ -211,8 +211,9 @@ def report(results: dict[str, Any]) -> Report:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw medians, and below each the 10th percentile, which is close to the median on a quiet
-    machine.
+    """Draw each median, and below it the 10th percentile.
+
+    On a quiet machine, the 10th percentile is close to the median.
     """
     sizes = list(dict.fromkeys(row["bytes"] for row in results["rows"]))
     title = "From a plan to the last result: median (bar), p10 (line)"

@@ -1,7 +1,7 @@
 """The program of the workers of ``make bench-messages``. A worker replies to every plan at once.
 
-The workers are forked from one process, as in a deployment with more workers than cores. The memory
-pages that the workers share stay in the cache from one wake-up to the next.
+The workers are forked from one process, as in a deployment with more workers than cores. So the
+workers share memory pages, which stay in the CPU's cache from one wake-up to the next.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def answer_anything(path: str) -> None:
 
 
 def main() -> None:
-    """Fork a worker for each line of the input, print the workers' process ids, and wait until all
-    workers have ended.
-    """
+    """Fork a worker for each line of the input, print the process ids, and wait for all workers."""
     pids = []
     for rank, line in enumerate(sys.stdin.read().splitlines()):
         if not (pid := os.fork()):

@@ -174,9 +174,7 @@ def _workloads(tokenizer: Tokenizer, steps: int) -> Workloads:
 
 
 def _capture(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the cost of a variant's graphs: seconds on the slowest rank, streams and bytes on one
-    rank.
-    """
+    """Return the cost of a variant's graphs: the slowest rank's seconds, one rank's resources."""
     buckets = report["buckets"]
     return {
         "start_s": report["ready_seconds"],

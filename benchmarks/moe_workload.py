@@ -28,8 +28,9 @@ def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]
 
 
 def mixed_chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
-    """Return ``batch`` requests for stories, and one question at every fourth token of the first
-    request.
+    """Return ``batch`` requests for stories, and questions.
+
+    One question arrives at every fourth token of the first request.
     """
     later = [
         Arrival(_prompt(tokenizer, question), LATER_TOKENS, at)

@@ -1,7 +1,7 @@
 """One rank of a tensor parallel group, alone in this process. It counts operators and pool bytes.
 
-The rank has the weights and shapes of rank 0. Its peers are missing, so an operator of the same
-shape on the rank's own memory replaces each collective. Sizes are right, values are meaningless.
+The rank has the weights and shapes of rank 0, but no peers. An operator of the same shape on the
+rank's own memory replaces each collective. So sizes are right, but values are meaningless.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ UPDATED = "npu_fused_infer_attention_score"  # attention whose lengths are on th
 
 
 class LoneGroup(CommGroup):
-    """A group with a single member. Its collectives return tensors of the right shapes, but not the
-    right values.
-    """
+    """A group with a single member. Its collectives return right shapes, but wrong values."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.mul_(1)
@@ -132,7 +130,7 @@ class OneRank:
 
 
 class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that cause work on the device. Views and bare allocations cause none.
+    """Counts the operators that cause work on the device, without views and bare allocations.
 
     Attributes:
         count: number of these operators.
@@ -177,9 +175,7 @@ def _storages(values: list[Any]) -> set[int]:
 
 
 def _graphs_of(config: Config) -> list[BatchDescriptor]:
-    """Return all graphs that a configuration captures if every rank can afford them, largest
-    first.
-    """
+    """Return all graphs that a configuration captures if resources suffice, largest first."""
     graphs = [
         family.describe(bucket, config.scheduler.max_num_seqs)
         for family in candidate_families(config)

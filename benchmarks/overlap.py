@@ -2,10 +2,10 @@
 two.
 
 The device is modelled (``docs/develop/device-time.md``). The host is real: it does all work that
-serving requires. There are no weights. The bench shows the time of a decode step, the part of this
-time in which the device was busy, and the causes of the device's waits in the other part. Ranks of
-tensor parallel deployments share the cores of this machine, and this sharing also delays the ranks.
-The figures say nothing about an NPU.
+serving requires. There are no weights. The bench shows the time of a decode step, how long the
+device was busy in this time, and the causes of the device's waits. Ranks of tensor parallel
+deployments share the cores of this machine, which also delays the ranks. The figures say nothing
+about an NPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 MAX_LEN = 40960
 MEMORY_MB = 1 << 16  # memory of a device, counted and never committed
-ALLOWED_WAIT = 0.02, 60.0  # share of a step, or microseconds; the larger of the two is the limit
+ALLOWED_WAIT = 0.02, 60.0  # share of a step, microseconds; the larger time is the limit
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
 
 
@@ -42,8 +42,9 @@ def qwen3(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
 
 
 def dense_deepseek() -> dict[str, Any]:
-    """Return config.json of a dense DeepSeek decoder as large as Qwen3-8B, with a next-token
-    module.
+    """Return config.json of a dense DeepSeek decoder with a next-token module.
+
+    The decoder is as large as Qwen3-8B.
     """
     published = json.loads((shipped("configs/shapes") / "deepseek-v3" / "config.json").read_text())
     attention = {"num_attention_heads": 32, "num_key_value_heads": 32}
@@ -59,8 +60,9 @@ class Model:
 
     Attributes:
         config: the model's config.json.
-        choices: number of tokens that may be sampled; one of ``choices`` drafts is accepted.
-        gap_us: time between two kernels, which replaces the time in the table of rates.
+        choices: number of tokens that may be sampled, so on average one of ``choices`` drafts is
+            accepted.
+        gap_us: time between two kernels, in place of the time in the table of rates.
     """
 
     config: dict[str, Any]
@@ -176,9 +178,7 @@ def _engine(
 
 
 def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> dict[str, Any]:
-    """Decode once to warm up, then decode again and measure; return a step's times in
-    microseconds.
-    """
+    """Decode once to warm up, then decode and measure; return a step's times in microseconds."""
     cold = engine.deployment.report()
     engine.decode(batch, PROMPT_LEN, WARM_UP)
     before = engine.deployment.report()
@@ -187,7 +187,7 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
-        # Counts that are read at a step's result include the steps queued after this step. So the
+        # The counts at a step's result include the steps that are queued after this step. So the
         # first decode step is counted together with the step of the prompts.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {

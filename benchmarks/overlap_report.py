@@ -26,8 +26,7 @@ STEPS = {
     "other ranks": "{idle_collective_us:.0f}",
 }
 NUM_COLUMNS = 3
-# The parts of a bar from bottom to top, and their colours; each part is a kind of device work in a
-# step.
+# The parts of a bar from bottom to top, with their colours. A part is a kind of the device's work.
 PARTS = (
     ("busy", ("busy",), "#4878a8"),
     ("waits for the host", ("idle_host",), "#c44e52"),

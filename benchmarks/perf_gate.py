@@ -1,9 +1,9 @@
-"""``make perf-gate``: what a decode step asks of the device, compared with numbers in this folder.
+"""``make perf-gate``: the device work of a decode step, compared with numbers in this folder.
 
 Six models decode in one process on the emulator, with modelled time. A step's launches, updates,
 uploads, downloads, synchronizes and modelled time do not depend on the speed of the machine. If a
-number is worse than in ``perf_gate.json`` by more than its tolerance, the gate fails and names the
-model and the number. ``--write`` writes the numbers, so that a review of a change shows them.
+number is larger than in ``perf_gate.json`` by more than its tolerance, the gate fails and names the
+model and the number. ``--write`` writes the numbers to the file, so that reviews show changes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dist_aclgraph.errors import DistAclGraphError
 
 NUMBERS = Path(__file__).with_name("perf_gate.json")
 LAYERS, BATCH, WARM_UP, STEPS = 4, 8, 24, 40
-# The largest growth of a number that is no failure. Counts are averages over the steps; a count of
-# the first or last step may fall outside of the measurement.
+# Tolerances: the largest growth that is no failure. Counts are averages over the steps, and the
+# measurement may miss a count of the first or the last step.
 COUNT_TOLERANCE = 0.25  # per step
 TIME, TIME_TOLERANCE = "modelled busy us", 0.01  # a share of the time
 COUNTERS = {
@@ -54,8 +54,8 @@ class Case(NamedTuple):
     """A model and a way of sampling.
 
     Attributes:
-        model: keys of config.json beside those of ``EQUAL``.
-        sampling: name of one of the ways of ``benchmarks.step``.
+        model: keys of config.json, in addition to the keys in ``EQUAL``.
+        sampling: name of a way of sampling in ``benchmarks.step``.
     """
 
     model: Mapping[str, Any]
@@ -157,13 +157,16 @@ def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) 
 
 
 def growths(known: Mapping[str, Row], found: Mapping[str, Row]) -> list[str]:
-    """Return a phrase for each number that is worse than the known number."""
-    return [
-        f"{name}: {what} {value:g}, {known[name][what]:g} in {NUMBERS.name}"
-        for name, row in found.items()
-        for what, value in row.items()
-        if value > _limit(what, known[name][what])
-    ]
+    """Return a phrase for each number that is worse than the known number, or has none."""
+    worse = []
+    for name, row in found.items():
+        for what, value in row.items():
+            old = known.get(name, {}).get(what)
+            if old is None:
+                worse.append(f"{name}: {what} is not in {NUMBERS.name}, run with --write")
+            elif value > _limit(what, old):
+                worse.append(f"{name}: {what} {value:g}, {old:g} in {NUMBERS.name}")
+    return worse
 
 
 def _limit(what: str, known: float) -> float:

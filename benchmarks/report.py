@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 class Table(NamedTuple):
-    """A table of words and numbers: words in the first column, numbers in the others."""
+    """A table with words in the first column and numbers in the other columns."""
 
     title: str
     headings: Sequence[str]
@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The results of a bench for people.
+    """The results of a bench for readers.
 
     Attributes:
         what: the measured quantity, in a few words.
@@ -71,7 +71,7 @@ class Report(NamedTuple):
 
 
 class Cells(string.Formatter):
-    """Formats cells: ``{size!K:.0f}`` divides by 1,024, ``!M`` by its square; None is a dash."""
+    """Formats cells: ``{size!K:.0f}`` divides by 1,024, ``!M`` by 1,024 squared; None is a dash."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion in SCALES and value is not None:
@@ -95,7 +95,7 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Row]) -> T
     """Return a table with one line for each of ``rows``.
 
     Args:
-        columns: for each heading, the format of the cells below it, see ``Cells``.
+        columns: the format of the cells (see ``Cells``) by the heading of the column.
     """
     lines = [[CELLS.of(row, cell) for cell in columns.values()] for row in rows]
     return Table(title, list(columns), lines)

@@ -1,5 +1,4 @@
-"""The cost of sampling: the bench compares steps of random, filtered and penalised requests with
-steps of greedy requests.
+"""The cost of sampling: steps of random, filtered and penalised requests, against greedy steps.
 
 All ways of sampling are measured alternately in one run of the whole engine. The ratios are of the
 emulator and say nothing about an NPU.

@@ -1,10 +1,9 @@
 """``make bench-scale``: the engine's work in a step of groups with 8 to 1,024 workers.
 
-The bench uses a deployment's scheduler, messages and sockets. One process plays all workers,
+The bench uses a deployment's scheduler, messages and sockets. One process simulates all workers,
 without devices and without a model. All requests decode, and their blocks become full in different
 steps. The workers of a group are either all on the engine's node (Unix sockets) or all on other
-nodes (ZeroMQ over TCP with CURVE). CPU time is measured for the engine's process, with all of
-its threads.
+nodes (ZeroMQ over TCP with CURVE). CPU time is the time of all threads of the engine's process.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ COLUMNS = {
 
 
 class Shape(NamedTuple):
-    """A group: data-parallel ranks, and workers of each."""
+    """A group: number of data-parallel ranks, and number of workers of each rank."""
 
     dp: int
     tp: int
@@ -68,7 +67,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Workers:
-    """The process that plays all workers of a group."""
+    """The process that simulates all workers of a group."""
 
     process: subprocess.Popen[str]
 
@@ -120,7 +119,7 @@ def measure(
 
 
 def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict[str, Any]:
-    """Run steps of one group; return medians of a step."""
+    """Run steps of one group; return the medians over the steps."""
     scheduler, recipients = make_scheduler(
         requests, steps + WARM_UP, num_ranks=shape.dp, tp=shape.tp, spread=BLOCK_SIZE - 1
     )
@@ -129,7 +128,7 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
     engine_ns, send_ns, receive_ns = [], [], []
     node_id = NODE if place.host is None else OTHER_NODE
     gc.collect()
-    gc.freeze()  # as an engine does
+    gc.freeze()  # as in an engine
     with played_workers(sender, node_id, shape) as workers:
         for _ in range(steps + WARM_UP):
             began = time.thread_time_ns()
@@ -165,14 +164,14 @@ def median_ms(times_ns: Sequence[int]) -> float:
 
 
 def sizes(plan: StepPlan, shape: Shape) -> dict[str, int]:
-    """Return the bytes that all workers of a step get together, and the bytes of one worker."""
+    """Return how many bytes of a step all workers get together, and one worker."""
     sent = [len(encoder.encode(plan.for_rank(rank))) for rank in range(shape.dp)]
     return {"plan_bytes": sum(sent) * shape.tp, "rank_bytes": max(sent)}
 
 
 @contextmanager
 def played_workers(sender: StepSender, node_id: str, shape: Shape) -> Iterator[Workers]:
-    """Start the process that plays the workers; end it after the last step."""
+    """Start the process that simulates the workers; end the process after the last step."""
     command = [sys.executable, "-m", scale_workers.__name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None

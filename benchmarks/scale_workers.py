@@ -1,7 +1,7 @@
-"""The program that plays all workers of a group for ``make bench-scale``.
+"""The program that simulates all workers of a group for ``make bench-scale``.
 
-After every worker has received its plan, the program writes a line. After it has read a line, every
-worker answers. So the costs of sending and of receiving do not mix in the engine's process.
+When every worker has received its plan, the program writes a line. When the program has read a
+line, every worker answers. So the engine's process can measure sending and receiving separately.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], address: dict[str, Any]) ->
 
 
 def main() -> None:
-    """Play workers whose addresses are in the first line, until a message is not a plan."""
+    """Simulate the workers whose addresses are in the first line, until a message is not a plan."""
     addresses = json.loads(sys.stdin.readline())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2 * len(addresses) + 1)

@@ -42,13 +42,13 @@ def make_scheduler(
     tp: int = 1,
     spread: int = 0,
 ) -> tuple[Scheduler, Recipients]:
-    """Return a scheduler with ``num_reqs`` requests on each of ``num_ranks`` data-parallel ranks,
-    which all decode for ``num_steps`` steps, and return these requests.
+    """Return a scheduler whose requests all decode for ``num_steps`` steps, and its recipients.
 
     Args:
-        num_waiting: number of further requests, which wait.
-        spread: the prompt of request i has ``i % (spread + 1)`` further tokens, so that requests do
-            not fill their blocks in the same step.
+        num_reqs: number of running requests on each of the ``num_ranks`` data-parallel ranks.
+        num_waiting: number of waiting requests.
+        spread: the prompt of request i has ``i % (spread + 1)`` additional tokens, so that requests
+            do not fill their blocks in the same step.
     """
     length = PROMPT_TOKENS + spread + num_steps + 100
     num_running = num_reqs * num_ranks
@@ -86,9 +86,7 @@ def make_scheduler(
 
 
 def run_step(scheduler: Scheduler, token_ids: bytes) -> tuple[StepPlan, StepOutputs, int, int]:
-    """Run one step; return its plan, its outputs, and the CPU time of schedule() and update() in
-    nanoseconds.
-    """
+    """Run one step; return plan, outputs, and the CPU times of schedule() and update() in ns."""
     begin = time.thread_time_ns()
     plan = scheduler.schedule()
     middle = time.thread_time_ns()
@@ -111,8 +109,9 @@ def hand_out(recipients: Recipients, outputs: StepOutputs) -> int:
 def measure(
     num_reqs: int, num_steps: int = 2000, *, num_waiting: int = 0, num_clients: int = 1
 ) -> dict[str, float]:
-    """Return the CPU time of a step in microseconds: median, mean and 99th percentile for the
-    scheduler, medians for the encoding and for step output.
+    """Return the CPU times of a step in microseconds.
+
+    For the scheduler: median, mean and 99th percentile. For encoding and step output: medians.
     """
     scheduler, recipients = make_scheduler(
         num_reqs, num_steps, num_waiting=num_waiting, num_clients=num_clients

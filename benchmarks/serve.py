@@ -3,9 +3,9 @@
 A paced engine sends each stream a token at every step, over the usual links between engines and
 clients. The bench measures the CPU time per token of the processes that serve HTTP, and the time
 from a step's result to the client's frame. It compares ``dist-aclgraph serve`` with a bare uvicorn
-that sends the same frames (the floor), and with Ray Serve, once with Ray's own proxy and once with
-HAProxy. All servers take turns in one run. CPU times are meaningful on a busy machine, too; wall
-times are not.
+that sends the same frames (the floor), with Ray Serve behind Ray's own proxy, and with Ray Serve
+behind HAProxy. All servers take turns in one run. On a busy machine, CPU times are still
+meaningful, but wall times are not.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measure(
     with ExitStack() as stack:
         client = stack.enter_context(Client())
         served = stack.enter_context(plain(config, folder))
-        # The first turn warms up. Later the floor sends the frames of this turn.
+        # The first turn warms up. The floor later sends the frames of this turn.
         frames = turn(client, served, request, 1, pace, tokens).frames
         servers = [stack.enter_context(floor(_by_steps(frames))), served]
         for name in ("proxy", "haproxy") if on_ray else ():
@@ -210,9 +210,7 @@ def turn(
 
 
 def part_cores(servers: Sequence[Server], client: Client) -> None:
-    """Give the servers one core; give all other cores to the client and to the engine in this
-    process.
-    """
+    """Give the servers one core, and all other cores to the client and to this process."""
     *others, last = sorted(os.sched_getaffinity(0))
     if not others:
         raise ConfigError("--apart needs two cores, and this process may use one; leave it out")
@@ -225,10 +223,8 @@ def part_cores(servers: Sequence[Server], client: Client) -> None:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the CPU time that the processes have used so far, with a resolution of one
-    nanosecond.
-    """
-    # The number by which the system knows the clock of a process's CPU time.
+    """Return the CPU time that the processes have used, with a resolution of one nanosecond."""
+    # The expression is the id of the clock that counts a process's CPU time.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
@@ -244,9 +240,7 @@ def _body(config: Config, max_tokens: int) -> bytes:
 
 
 def _by_steps(frames: Sequence[bytes]) -> list[bytes]:
-    """Return the bytes of each step. The bytes before the first token's frame count for the first
-    step.
-    """
+    """Return the bytes of each step. The first step includes the bytes before the first token."""
     first, last = FRAMES_BEFORE + 1, len(frames) - 1
     return [b"".join(frames[:first]), *frames[first : last - 1], b"".join(frames[last - 1 :])]
 

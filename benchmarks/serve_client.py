@@ -17,9 +17,7 @@ FRAMES = re.compile(rb"data: .*?\n\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Ask:
-    """A command to open a number of streams at a server of this machine. All streams send the same
-    request.
-    """
+    """A command to open several streams with the same request at a server of this machine."""
 
     port: int
     request: bytes
@@ -31,7 +29,7 @@ class Stream:
     """One reply of a server.
 
     Attributes:
-        arrivals_s: time at which each frame's end was read, on the system's monotonic clock.
+        arrivals_s: when the end of each frame was read, on the system's monotonic clock.
         received: all bytes of the reply.
     """
 
@@ -70,9 +68,7 @@ def read_streams(ask: Ask) -> list[Stream]:
 
 
 def run_client(asks: Connection) -> None:
-    """Reply to each ``Ask`` with the arrival times of all streams and the frames of the first
-    stream.
-    """
+    """Reply to each ``Ask`` with all streams' arrival times, and the first stream's frames."""
     while (ask := asks.recv()) is not None:
         streams = read_streams(ask)
         asks.send(([stream.arrivals_s for stream in streams], streams[0].frames))

@@ -83,9 +83,7 @@ class PacedEngine:
 
 
 class ByteSource:
-    """Sends one byte to the floor's server for each step. The server sends one byte back for each
-    stream that opens.
-    """
+    """Sends the floor's server one byte for each step, and gets one byte for each opened stream."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

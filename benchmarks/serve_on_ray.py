@@ -94,15 +94,14 @@ class _Found:
 
 
 def _here(found: PacedDeployment, node_id: str) -> Callable[..., PacedDeployment]:
-    """Return a function that finds the deployment, and reports this node of Ray as the deployment's
-    node.
-    """
+    """Return a function that returns the deployment, as if it were on this node of Ray."""
     return _Found(replace(found, address=replace(found.address, node_id=node_id), node_id=node_id))
 
 
 def _settled(ancestor: int) -> tuple[int, ...]:
-    """Return the processes on the path of a token. Serve replaces the HAProxy process when replicas
-    appear.
+    """Return the processes on the path of a token, after Serve has replaced the HAProxy process.
+
+    Serve replaces this process when replicas appear.
     """
     found: tuple[int, ...] = ()
     since_s = time.monotonic()

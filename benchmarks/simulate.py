@@ -1,9 +1,9 @@
 """``make bench-simulate``: compare a load on emulated NPUs with the simulation of the same load.
 
-The deployment serves a first load, in which the times of its steps are measured, and then a second
-load. Then ``simulate`` simulates the second load with the measured times. Steps and padding of the
-two should be equal, except for the effect of requests that arrive while the scheduler decides the
-first step. Seconds should differ by less than 15 %.
+The deployment serves a first load, in which step times are measured, and then a second load. Then
+``simulate`` simulates the second load with the measured times. Steps and padding of deployment and
+simulation should be equal, except for requests that arrive while the scheduler decides the first
+step. The seconds should differ by less than 15 %.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``make bench-start``: compare the start of one group with the start of several groups, in one
 run.
 
-Kernels are skipped, so ranks have no work. Groups start at the same time. If each group had its own
-cores, several groups would start as fast as one group. The emulated NPUs and all processes share
-this machine's cores, and importing libraries keeps a core busy; the bench shows the difference
-phase by phase.
+Kernels are skipped, so ranks have no work. Groups start at the same time. With separate cores,
+several groups would start as fast as one group. But the emulated NPUs and all processes share this
+machine's cores, and the import of libraries keeps a core busy. The bench shows the difference for
+each phase.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIG = "configs/tiny-qwen3.yaml"
 
 @dataclass
 class Phases:
-    """Seconds of each phase, as accurate as the polling of the progress permits."""
+    """Seconds of each phase. The interval between two polls of the progress limits the accuracy."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _state: str = PHASES[0]
@@ -72,7 +72,7 @@ def main(
     local = start_ray(several)
     found: dict[int, list[dict[str, float]]] = {1: [], groups: []}
     try:
-        start_once(one)  # not compared: the first start reads files, and builds the emulator
+        start_once(one)  # not measured, because the first start reads files and builds the emulator
         for _ in range(turns):
             found[1].append(start_once(one))
             found[groups].append(start_once(several))

@@ -1,9 +1,9 @@
 """``make bench-step``: the host's work in a decode step, part by part, with kernels skipped.
 
 The engine's scheduler and a worker's runner take turns in one process, without messages and
-clients. All requests decode, so each request has one token more than in the previous step. A row
-shows the 10th percentile over all steps, because other work on the machine delays most steps. The
-figures are of the emulator and say nothing about an NPU.
+clients. All requests decode, so each request gets one token in each step. A row shows the 10th
+percentile over all steps, because other work on the machine delays most steps. The figures are of
+the emulator and say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dist_aclgraph.steps.step import (
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
 WARM_UP = 40  # number of steps, including those of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
-# Ways of sampling by name. Each way has the fields of a row, except the seed.
+# The keys are names of ways of sampling. The values are fields of a row, without the seed.
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 0.8, "top_p": 0.9},
@@ -91,8 +91,9 @@ def measure_all(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of the time of each part, with a column for each model, number of requests
-    and way of sampling.
+    """Return a table with a row for each part of a step.
+
+    Each model, number of requests and way of sampling has a column.
     """
     columns = {
         f"{row['layers']} x {row['batch']} {row['sampling']}": row["us"] for row in results["rows"]
@@ -170,7 +171,7 @@ def make_scheduler(
     """Return a scheduler whose requests all decode for the given number of steps.
 
     Args:
-        samplings: for each request, fields of its row beside its seed.
+        samplings: fields of each request's row, without the seed.
         pool: the blocks; None means an empty cache.
     """
     num_drafts = config.speculative.num_tokens
@@ -207,8 +208,9 @@ def measure(
     steps: int,
     ways: Sequence[str],
 ) -> dict[str, dict[str, float]]:
-    """Return, for each way of sampling, the 10th percentile over its steps for each part, in
-    microseconds. The ways take turns.
+    """Return the 10th percentile over the steps, in microseconds, by way of sampling and part.
+
+    The ways take turns.
     """
     each: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
@@ -236,9 +238,7 @@ def _percentiles(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def run_steps(
     npu: Npu, runner: ModelRunner, scheduler: Scheduler, steps: int
 ) -> Iterator[dict[str, float]]:
-    """Yield the microseconds of each step's parts: the parts of the engine's turn, and those of the
-    worker's step.
-    """
+    """Yield the microseconds of each step's parts, of the engine's turn and the worker's step."""
     for _ in range(steps):
         laps, answered = [time.perf_counter()], list[StepResult]()
         plan = scheduler.schedule()

@@ -3,13 +3,13 @@
 The engine's scheduler and a worker's runner take turns in one process, with two steps in flight. In
 each step, some of the requests have a grammar: a typical JSON schema. The bench measures several
 numbers of such requests alternately. The device is modelled (``docs/develop/device-time.md``) with
-the shapes of Qwen3-8B, and of a dense DeepSeek of this size with one draft, and without weights; it
-computes nothing, so the tokens are arbitrary. Instead of these tokens and drafts, the bench gives
-the matchers the tokens of a valid answer. The vocabulary
-is generated. The figures say nothing about an NPU.
+the shapes of Qwen3-8B, and of a dense DeepSeek of the same size with one draft, without weights.
+The device computes nothing, so the tokens are arbitrary. So the bench replaces tokens and drafts by
+the tokens of a valid answer before the matchers read them. The vocabulary is generated. The figures
+say nothing about an NPU.
 
-The bench also lets requests with large schemas arrive while other requests decode. It compares the
-steps while these schemas are new with the steps while they are compiled already.
+The bench also lets requests with large schemas arrive while other requests decode. It compares
+steps with new schemas with steps with schemas that are already compiled.
 
 The last part is the ingress: its CPU time for the text of a token, with and without a reader of
 calls.
@@ -52,7 +52,8 @@ VOCAB = 151_936
 NOTE = "modelled device on the CPU; not an NPU figure"
 BATCH, WARM_UP, ROUNDS = 32, 40, 8
 NUM_SCHEMAS = 200  # compiled for the times of compiling
-# Requests, keys of their schemas, steps between two of them. Workers keep so many compiled schemas.
+# Number of requests, number of keys of their schemas, number of steps between two requests. Workers
+# can keep ARRIVALS compiled schemas.
 ARRIVALS, KEYS, EVERY = 4, 1500, 10
 SCHEMA = {
     "type": "object",
@@ -88,9 +89,7 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return the times of steps by number of constrained requests, and the times of compiling a
-    grammar and of computing a mask.
-    """
+    """Return step times by number of constrained requests, and times to compile and of masks."""
     models = [
         {**config, "vocab_size": VOCAB}
         for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())
@@ -140,9 +139,7 @@ def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[st
 def measure_steps(
     npu: Npu, runner: ModelRunner, config: Config, constrained: Sequence[int], steps: int
 ) -> Iterator[tuple[int, list[float]]]:
-    """Yield the microseconds of steps for each number of constrained requests; the numbers take
-    turns.
-    """
+    """Yield the microseconds of steps for each number of constrained requests, in turns."""
     each: dict[int, list[float]] = {number: [] for number in constrained}
     for _ in range(ROUNDS):
         for number in constrained:
@@ -165,9 +162,7 @@ def measure_steps(
 def measure_arrivals(
     npu: Npu, runner: ModelRunner, config: Config, steps: int
 ) -> list[dict[str, Any]]:
-    """Return the times of steps while requests with new schemas arrive, and while requests with
-    compiled schemas arrive.
-    """
+    """Return step times while requests arrive, with new schemas and with compiled schemas."""
     each: dict[str, list[float]] = {"new": [], "compiled": []}
     batch, measured = BATCH - ARRIVALS, max(-(-steps // ROUNDS), ARRIVALS * EVERY)
     for number in range(ROUNDS):
@@ -210,7 +205,7 @@ def _arriving(index: int, grammar: str) -> Request:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of steps, and one of compiling and masks."""
+    """Return a table of steps, and a table of compiling and masks."""
     free = {row["drafts"]: row["us"] for row in results["rows"] if not row["constrained"]}
     lines = [
         [
@@ -245,7 +240,7 @@ def report(results: dict[str, Any]) -> Report:
 
 
 class _Scripted(Matchers):
-    """Matchers that read the tokens of one valid answer, whatever the device has sampled."""
+    """Matchers that read the tokens of one valid answer, not the tokens that the device sampled."""
 
     answer: list[int]
 
@@ -257,7 +252,7 @@ class _Scripted(Matchers):
         return found
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # called only for its time
+        super()._tokens(row, begin, end)  # only to spend the usual time
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 
@@ -317,8 +312,9 @@ def write_tokenizer(path: Path) -> None:
 
 
 def measure_compiling(tokenizer: Tokenizer) -> dict[str, float]:
-    """Return percentiles of the times to compile generated schemas, and to compute their masks, in
-    microseconds.
+    """Return percentiles of the times to compile generated schemas and to compute their masks.
+
+    Times are in microseconds.
     """
     rng, prepared = random.Random(3), open_tokenizer(vocabulary_of(tokenizer))
     compiled, masks = [], []

@@ -27,11 +27,11 @@ _json = msgspec.json.Encoder()
 
 
 def measure_text(tokenizer: Tokenizer, sentences: int = 8) -> list[dict[str, Any]]:
-    """Return for each format the CPU time of a token in microseconds: of content without a reader,
-    of content with a reader, and of a call's arguments.
+    """Return the CPU times of a token in microseconds, for each format.
 
-    The time includes the conversion of the token to text, the reader, and the JSON of the chunk.
-    It does not include the messages of the engine and of HTTP, which a reader does not change.
+    The times are: of content without a reader, of content with a reader, and of a call's arguments.
+    A time includes the conversion of the token to text, the reader, and the JSON of the chunk. It
+    does not include the messages of the engine and of HTTP, which do not depend on the reader.
     """
     content = tokenizer.encode(SENTENCE * sentences, add_special_tokens=False)
     rows = []

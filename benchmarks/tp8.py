@@ -48,8 +48,8 @@ PROMPT_LEN = 16
 WARM_UP_STEPS = 12
 VOCAB = 2048
 MAX_LEN = 256
-# The largest size holds all prompts of a workload. If a prompt were split into chunks, attention
-# would round differently, and the chunks would depend on timing.
+# The largest size is enough for all prompts of a workload. If a prompt were split into chunks,
+# attention would round differently, and the chunks would depend on timing.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MODES = "NONE,PIECEWISE,FULL"
 # Stages in which the host queues a step's work. Lengths sent ahead of a step do not count: the host

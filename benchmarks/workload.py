@@ -24,14 +24,13 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 SILENCE_S = 120.0
 QUERY_S = 60.0
-# Times that the worker measures in parallel to a step's stages, or reports a second time under
-# another name.
+# Times that overlap the stages of a step, or that a stage already contains.
 BESIDE = ("update_ahead", "update_per_layer", "update_wait")
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request; it is sent when the first request of its workload has ``at_token`` tokens."""
+    """One request, which is sent when the workload's first request has ``at_token`` tokens."""
 
     prompt: list[int]
     max_tokens: int
@@ -47,13 +46,12 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements from the time at which all initial requests decode, until the first of these
-    requests ends.
+    """Measurements while all initial requests decode. They end with the first of these requests.
 
     Attributes:
         gaps_ms: times between two deliveries to the first request, which are the step times.
         tokens: all tokens of each request.
-        num_tokens, num_deliveries, seconds: number of tokens delivered to all requests, number of
+        num_tokens, num_deliveries, seconds: number of tokens of all deliveries, number of
             deliveries (one per request and step), and duration.
         timings_us: the engine's host time for each mode and stage, and number of steps for each
             mode.
@@ -64,9 +62,9 @@ class Run:
         num_reruns: number of steps that ran again.
         kv_usage: share of the KV blocks in use when all initial requests decoded.
         first_token_s: time from sending the first request until its first token.
-        counted: for each mode of steps, counts since the first request was sent: steps, and, if the
-            device counts them, the collectives of these steps on one rank and the collectives'
-            bytes.
+        counted: for each mode of steps, counts since the first request was sent: the number of
+            steps; and, if the device counts collectives, number and bytes of one rank's
+            collectives.
     """
 
     gaps_ms: list[float]
@@ -115,8 +113,10 @@ def decode_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list
 
 
 def mixed_workload(batch: int, prompt_len: int, steps: int, vocab: int) -> list[Arrival]:
-    """Return ``batch`` requests that decode, and one further request at every fourth token of the
-    first request. The further requests have prompts of many lengths and answers of a few tokens.
+    """Return ``batch`` requests that decode, and further requests.
+
+    One further request arrives at every fourth token of the first request. The further requests
+    have prompts of many lengths, and answers of a few tokens.
     """
     random = np.random.default_rng(batch + 1000)
     later = [
@@ -256,11 +256,10 @@ def _by_mode_and_stage(counts: dict[str, float]) -> dict[str, dict[str, float]]:
 def whole_steps(
     deliveries: Sequence[Sequence[Delivery]], begin_s: float, index: int
 ) -> tuple[list[float], list[int]]:
-    """Return the times of deliveries to one request from ``begin_s`` on, and the token counts of
-    all deliveries between the first and the last of these times.
+    """Return the times of one request's deliveries from ``begin_s`` on, and token counts.
 
-    The time between two deliveries to the same request contains each request's share of every step
-    exactly once.
+    The token counts are of all deliveries between the first and the last of these times. The time
+    between two deliveries to the same request contains each step exactly once for each request.
     """
     steps_s = [delivery.at_s for delivery in deliveries[index] if delivery.at_s >= begin_s]
     counts = [n for each in deliveries for at_s, n in each if steps_s[0] < at_s <= steps_s[-1]]
@@ -299,9 +298,7 @@ def step_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def mean_stages(timings_us: dict[str, float]) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the microseconds per step for each stage, over all modes of a run, and the number of
-    steps of each mode.
-    """
+    """Return the microseconds per step of each stage over all modes, and the steps of each mode."""
     modes = _by_mode_and_stage(timings_us)
     steps = {mode: int(found["steps"]) for mode, found in modes.items() if found.get("steps")}
     stages: dict[str, float] = {}

@@ -29,9 +29,7 @@ API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Return the environment of worker processes. It has variables for torch and Ray that no other
-    code may set.
-    """
+    """Return environment variables of worker processes. No other code may set these variables."""
     variables = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "OMP_NUM_THREADS": "1",
@@ -45,8 +43,9 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 def python_environment(config: Config) -> dict[str, str]:
-    """Return the environment of a Python process that finds this process's modules, and loads torch
-    in the same way as worker processes.
+    """Return the environment for a Python process that must find this process's modules.
+
+    The process loads torch in the same way as worker processes.
     """
     paths = os.pathsep.join(filter(None, sys.path))
     return {**os.environ, **child_environment(config), "PYTHONPATH": paths}
@@ -72,12 +71,12 @@ def raylet_pid() -> int | None:
 def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     """Set this node's network variables before torch_npu is loaded; existing values stay.
 
-    So the environment of ``ray start`` on a node overrides the configuration. The configuration is
-    the same for all nodes.
+    The configuration is the same for all nodes. The environment of ``ray start`` on a node has
+    priority, because existing values stay.
 
     Args:
-        address: this node's own address, if the ranks of its group are on several nodes; HCCL uses
-            this address if no other variable selects an address.
+        address: this node's own address, if the ranks of its group are on several nodes. HCCL uses
+            this address unless another variable selects an address.
     """
     asked = {
         "HCCL_SOCKET_IFNAME": config.hccl_interfaces,
@@ -88,14 +87,15 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
     for name, value in asked.items():
         if value is not None:
             os.environ.setdefault(name, value)
-    # HCCL prefers an address to interfaces, so no address is set if interfaces are selected.
+    # An address has priority over interfaces in HCCL, so set no address if interfaces are selected.
     if address is not None and "HCCL_SOCKET_IFNAME" not in os.environ:
         os.environ.setdefault("HCCL_IF_IP", address)
 
 
 def set_hccl_buffsize(mb: int) -> None:
-    """Set the size of HCCL's buffer for communication domains that do not set their own size.
-    torch_npu reads the variable once, when this process makes its first communicator.
+    """Set the size of HCCL's buffer for communication domains without a size of their own.
+
+    torch_npu reads the variable once, when this process creates its first communicator.
     """
     os.environ["HCCL_BUFFSIZE"] = str(mb)
 
@@ -108,9 +108,7 @@ def network_variables() -> dict[str, str]:
 
 
 def sourced_cann() -> Path | None:
-    """Return the path of CANN that its set-up script has set; None if the script was not
-    sourced.
-    """
+    """Return the path of CANN from its set-up script; None if the script was not sourced."""
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if os.environ.get(name):
             return Path(os.environ[name])
@@ -118,8 +116,9 @@ def sourced_cann() -> Path | None:
 
 
 def sourced_parts() -> dict[str, Path | None]:
-    """Return the parts of CANN that torch_npu requires after the set-up script was sourced, with
-    their paths. A path is None if the script did not set it.
+    """Return the paths of the parts of CANN that torch_npu requires, by name of the part.
+
+    CANN's set-up scripts set the paths. A path is None if no script has set it.
     """
     if (home := os.environ.get("ASCEND_HOME_PATH")) is None:
         return {}
@@ -133,17 +132,17 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return CANN's installed set-up scripts; the script of the newest folder layout is first."""
+    """Return CANN's installed set-up scripts. The script of the newest folder layout is first."""
     root = Path(os.environ.get("ASCEND_INSTALL_PATH") or "/usr/local/Ascend")
     scripts = [root / folder / "set_env.sh" for folder in ("cann", "ascend-toolkit")]
     return [script for script in scripts if script.is_file()]
 
 
 def ascend_toolkit() -> Path:
-    """Return the path of CANN that its set-up script has set; otherwise CANN's default path."""
+    """Return the path of CANN from its set-up script; otherwise CANN's default path."""
     if sourced := sourced_cann():
         return sourced
-    # CANN is in cann/ from version 8.5 on; older versions are in ascend-toolkit/latest/.
+    # From version 8.5 on, CANN is in cann/; older versions are in ascend-toolkit/latest/.
     folders = [script.parent for script in cann_scripts()]
     found = folders[0] if folders else Path("/usr/local/Ascend/cann")
     return found / "latest" if found.name == "ascend-toolkit" else found
@@ -152,7 +151,7 @@ def ascend_toolkit() -> Path:
 def prepare_device(config: DeviceConfig, *, is_npu: bool, deterministic: bool) -> None:
     """Set the variables that depend on this process's device, before torch_npu is loaded.
 
-    The user's own settings of the allocator are not changed.
+    The user's own settings of the allocator stay.
 
     Args:
         deterministic: whether collectives sum in a fixed order.
@@ -196,8 +195,8 @@ def binds_cores_itself() -> bool:
 def is_soft_partition() -> bool:
     """Return whether the NPU that this process has opened is a soft partition (eNPU).
 
-    The library of soft partitions sets a variable with C's setenv; ``os.environ`` does not show
-    such variables.
+    The library of soft partitions sets a variable with C's setenv, so ``os.environ`` does not show
+    the variable.
     """
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
@@ -210,7 +209,7 @@ def ray_address() -> str | None:
 
 
 def may_use_ray_token() -> bool:
-    """Return whether the environment lets a Ray that is started here require a token."""
+    """Return whether the environment allows a token for a Ray that is started here."""
     return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 
@@ -223,38 +222,38 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     """Before Ray starts, set variables whose defaults are unsuitable; the user's own values stay.
 
     Args:
-        is_local: whether this package starts Ray, or has started it. A cluster that was started in
-            another way keeps its own settings.
-        waits_for_gcs: whether calls of this process wait while Ray's control store is away, because
-            another process may start it again, and this process watches Ray itself.
+        is_local: whether this package starts Ray, or has started it. Any other cluster keeps its
+            own settings.
+        waits_for_gcs: whether calls of Ray wait while Ray's control store (GCS) is away. Then
+            another process may start the store again, and this process itself watches Ray.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # After this number of seconds without Ray's control store, Ray ends this process.
+    # Ray ends this process after this number of seconds without the control store.
     os.environ.setdefault(
         "RAY_gcs_rpc_server_reconnect_timeout_s", "3600" if waits_for_gcs else "10"
     )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        # A client of Ray can run code. If RAY_AUTH_MODE is not set, Ray requires a token. This
-        # variable allows clusters of several machines; 0 makes Ray listen on loopback only, on all
-        # systems.
+        # A client of Ray can run code. If RAY_AUTH_MODE is not set, Ray requires a token. With 0,
+        # this variable allows no clusters of several machines, so Ray listens on loopback only, on
+        # all systems.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # A worker may wait for cores or for the fork server; our own time limits apply to this
-        # wait.
+        # Long, because a worker may wait for cores or for the fork server. This package limits this
+        # wait itself.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
-        # When host memory runs short, Ray would end our actors instead of the program that uses the
-        # memory.
+        # Disables Ray's memory monitor: if host memory is short, it would end our actors, even if
+        # another program uses the memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-        # A daemon that hangs is found after 12 to 42 s.
+        # With this period, a daemon that hangs is noticed after 12 to 42 s.
         os.environ.setdefault("RAY_health_check_period_ms", "2000")
         os.environ.setdefault("RAY_health_check_timeout_ms", "5000")
         os.environ.setdefault("RAY_health_check_failure_threshold", "6")
 
 
 def disable_backend_autoload() -> None:
-    """Stop torch from importing torch_npu by itself: the emulator's libraries must come first."""
+    """Stop torch from importing torch_npu by itself, before the emulator's libraries are loaded."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 

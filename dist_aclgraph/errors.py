@@ -36,9 +36,8 @@ from typing import Literal
 
 FailureCause = Literal["streams", "memory", "operator", "timeout"]  # why a device refused a call
 # Causes of a stopped device, in the order of the names: an abort; a link; perhaps a peer; failed
-# retries of HCCL; suspect memory; faulty memory (uce), which may be known to belong to the KV cache
-# alone (uce_kv) or to certain tensors (uce_tensor); memory that lost several bits at once; a
-# kernel.
+# retries of HCCL; suspect memory; faulty memory of unknown use (uce), of the KV cache only
+# (uce_kv), or of certain tensors (uce_tensor); memory that lost several bits at once; a kernel.
 DeviceFault = Literal[
     "stopped",
     "link",
@@ -66,7 +65,7 @@ class MissingPackageError(DistAclGraphError):
 
 
 class PlacementError(DistAclGraphError):
-    """The cluster cannot place the workers: too few NPUs or ports, or none answered in time."""
+    """The cluster cannot place the workers: too few NPUs, too few ports, or no answer in time."""
 
 
 class WorkerError(DistAclGraphError):
@@ -143,7 +142,7 @@ class CaptureError(GraphError):
 
 
 class ReplayMismatchError(GraphError):
-    """A captured graph got inputs that differ from those of its capture."""
+    """A replay of a graph got other inputs than the capture of the graph."""
 
 
 class StreamBudgetError(GraphError):
@@ -216,7 +215,7 @@ class NotAMessageError(DistAclGraphError):
 
 
 class EngineUnavailableError(DistAclGraphError):
-    """The engine cannot take the request now; trying again later may help."""
+    """The engine cannot accept the request now. A later retry may succeed."""
 
 
 class EngineDeadError(EngineUnavailableError):

@@ -18,23 +18,23 @@ from dist_aclgraph.extras import require
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS, WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
 MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
-# Other formats of the same weights. Folders that begin with a digit describe the modules of a model
-# for embeddings, such as 1_Pooling.
+# Files that are not loaded, because they contain the same weights in other formats. Folders whose
+# names begin with a digit are loaded: they describe modules of an embedding model (1_Pooling).
 UNUSED = ("[!0-9]*/*", "*/*.safetensors", "consolidated*")
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """Return the configuration with its model's directory; load the model if it is on a hub.
+    """Return the configuration with its model's directory; load a model that is on a hub.
 
-    A local directory with the name ``model`` takes precedence over the hub. Clients of the API use
-    the hub name of the model.
+    A local directory with the name ``model`` has priority over the hub. Clients of the API use the
+    model's hub name.
 
     Args:
-        weights: whether the files of weights are needed, too.
+        weights: whether the files of weights are also needed.
 
     Raises:
         MissingPackageError: the client of ModelScope is not installed.
-        ModelError: the model could not be loaded and is not in the cache, or is no checkpoint.
+        ModelError: the model is no checkpoint; or it cannot be loaded and is not in the cache.
     """
     name = config.model
     if Path(name).exists() or not HUB_NAME.fullmatch(name):
@@ -55,7 +55,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     try:
         try:
             directory = Path(load())
-        except ConnectionError:  # ModelScope's client does not try its cache by itself
+        except ConnectionError:  # try the cache, which ModelScope's client does not do by itself
             directory = Path(load(local_files_only=True))
     except Exception as e:  # an error of a client, or of a library that it uses
         reason = " ".join(str(e).split())

@@ -16,7 +16,7 @@ assert sys.byteorder == "little" and array("i").itemsize == INT_BYTES
 
 
 def int_list(values: Sequence[int] | IntArray = ()) -> array[int]:
-    """Return a growing list of int32, which can be packed by copying its bytes."""
+    """Return a growing list of int32. To pack the list means to copy its bytes."""
     if not isinstance(values, np.ndarray):
         return array("i", values)
     found = array("i")
@@ -31,7 +31,7 @@ def pack_ints(values: Sequence[int] | IntArray) -> bytes:
 
 
 def listed_ints(data: bytes) -> list[int]:
-    """Return packed integers as a list; for few integers, a list is much cheaper than an array."""
+    """Return packed integers as a list, which is much cheaper than an array for few integers."""
     return memoryview(data).cast("i").tolist()
 
 

@@ -1,7 +1,8 @@
 """The folder on this node for the log files of one start of a service.
 
-Each process holds a shared lock on a file in its folder, until the process ends. A new folder
-removes old folders whose lock is free. A folder without this file is not ours, and stays.
+Each process holds a shared lock on a file in its folder until the process ends. When a new folder
+is created, old folders whose lock is free are removed. A folder without a lock file is not ours,
+and stays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def with_log_folder(config: Config, folder: str | None = None) -> Config:
     """Return a configuration whose log folder has a name.
 
     Args:
-        folder: the name if the configuration has none; None means the time now and the model.
+        folder: the name, if the configuration has no name; None makes a name from time and model.
     """
     logging = config.logging
     if logging.folder is not None:
@@ -43,10 +44,10 @@ def folder_path(config: LoggingConfig) -> Path:
 
 
 def open_folder(config: LoggingConfig) -> tuple[Path, int]:
-    """Make the folder if it does not exist, and lock it; return its path and the locked file.
+    """Create the folder if it does not exist, and lock it; return its path and the locked file.
 
     Raises:
-        OSError: the folder cannot be made or locked.
+        OSError: the folder cannot be created or locked.
     """
     path = folder_path(config)
     is_new = not path.exists()
@@ -83,7 +84,7 @@ def _sweep(new: Path, num_kept: int) -> None:
 
 
 def last_change_s(path: Path) -> float:
-    """Return when a file or folder was changed, 0 if another process has removed it meanwhile."""
+    """Return when a file or folder was last changed; 0 if another process has just removed it."""
     try:
         return path.stat().st_mtime
     except OSError:

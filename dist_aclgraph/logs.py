@@ -1,7 +1,7 @@
 """The log of this process: its lines, and the files to which they are written.
 
-Modules write with ``logging.getLogger(__name__)``. An event is a line that programs can read: a
-stable name, and values by name. ``docs/operate/logs.md`` lists the events.
+Modules write with ``logging.getLogger(__name__)``. An event is a line that programs can read: it
+has a stable name, and values with names. ``docs/operate/logs.md`` lists the events.
 
 ``ProcessLog.open`` attaches handlers to the package's own logger, and in a process with a terminal
 to Ray's logger. Other loggers, and a user's program that uses ``LLM``, are not changed.
@@ -39,7 +39,7 @@ def event(source: logging.Logger, name: str, level: int = logging.INFO, **fields
     """Write an event.
 
     Args:
-        fields: the values; None means that there is no such value. Seconds are floats.
+        fields: the values by name; a value that is None is left out. Seconds are floats.
     """
     if source.isEnabledFor(level):
         found = {key: value for key, value in fields.items() if value is not None}
@@ -66,8 +66,8 @@ class ProcessLog:
 
     Attributes:
         role: the purpose of the process.
-        group, rank, get_epoch: what the process works for; None before that is known. Each line
-            has the values at its time.
+        group, rank, get_epoch: group, rank and epoch of the process; None while they are unknown.
+            Each line contains their values at the time of the line.
         folder: the folder of the files; None while there are no files.
     """
 
@@ -80,7 +80,7 @@ class ProcessLog:
         self._host = socket.gethostname()
 
     def open(self, config: LoggingConfig, *, has_terminal: bool = False) -> None:
-        """Write the lines of this process from now on. Replaces the log that a parent has opened.
+        """Write this process's lines from now on. Replaces the log that the parent has opened.
 
         If the files cannot be written, the lines are written to stderr.
 
@@ -99,7 +99,7 @@ class ProcessLog:
             handler.setFormatter(_FORMATTERS[config.format](self))
         shown = [_TerminalHandler()] if has_terminal and self.folder is not None else []
         _attach(PACKAGE, config.level, main, *shown)
-        if shown:  # Ray's messages mean nothing to a user
+        if shown:  # a user does not need Ray's messages
             _attach(RAY, "error", main, propagates=False)
         _attach(ACCESS, "info" if config.access else "error", access, propagates=False)
         if problem:
@@ -109,7 +109,7 @@ class ProcessLog:
         """Return the handlers of ordinary lines and of access lines.
 
         Raises:
-            OSError: a file cannot be made.
+            OSError: a file cannot be created.
         """
         folder, _ = open_folder(config)  # the folder stays locked until the process ends
         suffix = f"{file_name(self._host)}-{os.getpid()}.log"
@@ -175,7 +175,7 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _TerminalHandler(_StderrHandler):
-    """Writes warnings for a user, without times and names. Events are not sentences: left out."""
+    """Writes warnings for a user, without times and names. Omits events, which are no sentences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def _text_of(value: Any) -> str:
     text = str(value)
     if _BARE.fullmatch(text):
         return text
-    # With quotes and escapes, a client's text cannot look like another value or another line.
+    # Quotes and escapes, so that a client's text cannot look like another value or another line.
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 

@@ -20,15 +20,16 @@ MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 16384
 MAX_STRUCTURE_CHARS = 1 << 16
-# Unlimited white space is valid JSON, and some models would write white space until the limit of
-# tokens.
+# JSON allows any amount of white space, and some models would write white space until the limit of
+# tokens. So the amount is limited.
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The form that an answer must have: exactly one of the first six fields is set. The names are
-    those of vLLM's ``StructuredOutputsParams``.
+    """The form that an answer must have. Exactly one of the first six fields is set.
+
+    The fields have the names of vLLM's ``StructuredOutputsParams``.
 
     Attributes:
         json: a JSON schema, as text or as an object; keys of an object stay in their order.
@@ -36,10 +37,10 @@ class StructuredOutputs:
         choice: texts, one of which is the answer.
         grammar: a grammar in the language of Lark or of GBNF ("::=").
         json_object: whether the answer is any JSON object.
-        lark: a grammar of llguidance with its extensions; made of tools.
+        lark: a grammar of llguidance with its extensions, made from the request's tools.
         whitespace_pattern: a regular expression of white space in JSON; None means at most eight
             blanks or newlines in a row.
-        disable_any_whitespace: whether the grammar of JSON leaves no choice of white space.
+        disable_any_whitespace: whether the grammar of JSON fixes all white space.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -102,17 +103,17 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """The limits on an output's form, in tokens of the model's vocabulary.
+    """The form that an output must have, in tokens of the model's vocabulary.
 
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
-        is_slow: whether computing the tokens that the grammar allows may take longer than a step.
+        is_slow: whether the computation of the allowed tokens may take longer than a step.
         salt: compiled grammars are shared only between requests with the same salt.
-        end_ids: tokens that end the output; they are forbidden in reasoning before a grammar.
-        think_begin, think_end: tokens around the reasoning, to which the grammar does not apply; -1
-            without reasoning.
-        is_thinking: whether the output begins within the reasoning. Otherwise ``think_begin`` may
-            be its first token.
+        end_ids: tokens that end the output. They are forbidden in reasoning before a grammar.
+        think_begin, think_end: tokens around the reasoning; -1 without reasoning. The grammar does
+            not apply to the reasoning.
+        is_thinking: whether the output begins within the reasoning. If not, the output's first
+            token may be ``think_begin``.
         max_thought: maximum number of tokens of reasoning; -1 sets no limit.
     """
 
@@ -132,20 +133,20 @@ class SamplingParams:
 
     Attributes:
         n: number of outputs of `LLM` for the prompt; output j uses the seed ``seed + j``.
-        max_tokens: largest number of tokens to generate; with None, only the context limits the
-            number.
+        max_tokens: maximum number of tokens to generate; None means as many as the context allows.
         temperature: [0, 2]; below 1e-5 means greedy; values from 1e-5 to 0.01 are raised to 0.01.
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         top_p: (0, 1], keep the smallest set of most probable tokens whose total probability reaches
             top_p.
         min_p: [0, 1], drop tokens below min_p times the highest probability.
-        presence_penalty, frequency_penalty: [-2, 2], subtracted from logits of tokens generated so
-            far.
-        repetition_penalty: > 0, divides (or multiplies) logits of tokens seen in prompt or output.
+        presence_penalty, frequency_penalty: [-2, 2], subtracted from the logits of tokens that are
+            in the output.
+        repetition_penalty: > 0, divides positive logits, and multiplies negative logits, of tokens
+            that are in the prompt or the output.
         seed: random numbers depend only on seed and position; None draws a random seed.
-        logprobs: number of alternatives reported per token; None reports nothing.
-        prompt_logprobs: number of alternatives reported per prompt token; the first token has no
-            logprobs.
+        logprobs: number of alternatives to report for each token; None reports nothing.
+        prompt_logprobs: number of alternatives to report for each prompt token except the first
+            one.
         stop: strings that end the text.
         include_stop_str_in_output: whether the text contains the stop string that ended it.
         stop_token_ids: ids that end the output, in addition to the model's end tokens.
@@ -157,11 +158,11 @@ class SamplingParams:
         bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
         skip_special_tokens: whether the text omits special tokens.
         structured_outputs: the form that the answer must have.
-        thinking_tokens: maximum number of tokens of reasoning; after this number, the reasoning is
-            ended.
-        structure: the form of the output; made of other parameters (``text/structure.py``).
-        returns_embedding: the answer is the hidden state after the prompt's last token, and not
-            text; ``LLM.embed`` sets it.
+        thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
+            ends.
+        structure: the form of the output, made from other parameters (``text/structure.py``).
+        returns_embedding: whether the answer is the hidden state after the prompt's last token, in
+            place of text. ``LLM.embed`` sets this.
     """
 
     n: int = 1

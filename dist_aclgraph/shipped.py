@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-INSIDE = PACKAGE / "shipped"  # setup.py copies the files to this folder when it makes a wheel
+INSIDE = PACKAGE / "shipped"  # setup.py copies the files to this folder of a wheel
 
 
 def is_installed() -> bool:
-    """Whether this package was installed from a wheel; otherwise it is in a clone."""
+    """Return whether this package was installed from a wheel; otherwise it is in a clone."""
     return INSIDE.is_dir()
 
 
 def shipped(name: str) -> Path:
     """Return ``configs``, ``models`` or ``emulator``, or a path below one of them.
 
-    In a clone these folders are beside the package; in an installed package they are inside it.
+    In a clone, these folders are beside the package. In a wheel, they are inside the package.
     """
     return (INSIDE if is_installed() else PACKAGE.parent) / name

@@ -1,4 +1,4 @@
-"""The only rule about token ids: each id is a row of the model, so it is in [0, vocab_size)."""
+"""The only rule about token ids: an id is a row of the model, so it is in [0, vocab_size)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dist_aclgraph.ints import IntArray
 
 
 def check_token_ids(ids: Sequence[int] | IntArray, vocab_size: int, param: str) -> None:
-    """Check that all ids are ids of the model's tokens.
+    """Check that the model has all these token ids.
 
     Args:
         param: the field of the request that contains the ids.

@@ -16,10 +16,10 @@ from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
 ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens are sent to experts
-MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # has room for usual routing only
+MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # has room only for usual routing
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
-# Messages for people contain world ranks. Within a lockstep group, ranks count from 0.
+# Messages for users contain world ranks. Group ranks count from 0 in each lockstep group.
 WorldRank = NewType("WorldRank", int)
 GroupRank = NewType("GroupRank", int)
 NO_RANK = WorldRank(-1)  # the worker has no rank yet, or its rank is not known
@@ -28,8 +28,8 @@ ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """Return None, because no tokens are exchanged if the model has no experts, or if each TP group
-    has all experts.
+    """Return None. For models without experts, and for layouts in which each TP group has all
+    experts.
     """
     return None
 
@@ -48,10 +48,10 @@ class ParallelLayout:
 
     ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of ranks in several whole
     data-parallel ranks; it divides the number of all ranks. ``dcp`` ranks share a request's KV
-    cache. ``dcp`` is 1, or the number of PCP ranks times a number of neighbouring TP ranks. A
-    rank's index in its DCP group is the index of its shard. With ``mc2``, experts have a second
-    communication domain with the same ranks as the EP domain. Only operators that communicate
-    inside their kernel may use this second domain.
+    cache. ``dcp`` is 1, or the number of PCP ranks times a number of neighbouring TP ranks. The
+    index of a rank's shard is the rank's index in its DCP group. With ``mc2``, experts have a
+    second communication domain with the same ranks as the EP domain. Only operators that
+    communicate inside their kernel may use this second domain.
     """
 
     tp: int = 1
@@ -123,23 +123,23 @@ class ParallelLayout:
         if kind == "dp":
             order = [(dp, pcp, tp) for pcp in self._pcp for tp in self._tp for dp in self._dp]
             return self._grouped(order, self.dp)
-        # A DCP group spans the prefill ranks first, and then TP ranks. The ranks of the group are
-        # in ascending order, so the first ranks together have all heads of the group.
+        # In a DCP group, PCP is the fastest axis, and then TP. The ranks of a group are in
+        # ascending order, so that the first ranks together have all heads of the group.
         order = [(dp, pcp, tp) for dp in self._dp for tp in self._tp for pcp in self._pcp]
         return self._grouped(order, self.pcp if kind == "pcp" else self.dcp)
 
     def group_of(self, kind: GroupKind, rank: int) -> Ranks:
-        """Return the group of a kind that holds ``rank``."""
+        """Return the group of a kind that contains ``rank``."""
         return next(group for group in self.groups(kind) if rank in group)
 
     @cached_property
     def domains(self) -> tuple[Ranks, ...]:
         """The communication domains: distinct sets of two or more ranks that meet in collectives.
 
-        Two named groups of the same ranks share one communicator, so its streams are counted once.
-        MC2 has a separate communicator, listed after all others. Copies of a dense model never
-        communicate with each other. If experts are spread over copies, the copies communicate in
-        the EP domain.
+        Two kinds of groups with the same ranks share one communicator, so its streams are counted
+        once. MC2 has a separate communicator, which is listed last. Copies of a dense model never
+        communicate with each other. If experts are spread over copies of the model, the copies
+        communicate in the EP domain.
         """
         kinds: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
         sets = {tuple(sorted(group)) for kind in kinds for group in self.groups(kind)}
@@ -151,12 +151,12 @@ class ParallelLayout:
         return self.groups("ep") if self.mc2 and self.ep > 1 else ()
 
     def domains_of(self, rank: int) -> tuple[Ranks, ...]:
-        """Return the communication domains that ``rank`` is a member of."""
+        """Return the communication domains that contain ``rank``."""
         return tuple(self._domains_by_rank[rank])
 
     @cached_property
     def lockstep_groups(self) -> tuple[Ranks, ...]:
-        """Connected components of the domains, ordered by first rank."""
+        """The lockstep groups, ordered by first rank: the connected components of the domains."""
         leader = list(range(self.world_size))
 
         def find(rank: int) -> int:
@@ -175,7 +175,7 @@ class ParallelLayout:
         return tuple(tuple(group) for group in members.values())
 
     def lockstep_group_of(self, rank: int) -> int:
-        """Return the index of the lockstep group that holds ``rank``."""
+        """Return the index of the lockstep group that contains ``rank``."""
         return self._group_by_rank[rank]
 
     @cached_property

@@ -10,7 +10,7 @@ VERSION = "0.1.0"
 
 
 def hash_sources() -> str:
-    """Return a hash of the sources as they are now: different clones can have one version."""
+    """Return a hash of the source files now, because clones with different code share a version."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -21,7 +21,7 @@ def hash_sources() -> str:
 
 @cache
 def build() -> str:
-    """Return version and hash of the code of this process; its files may change later."""
+    """Return version and hash of this process's code. The files of the code may change later."""
     return build_of(hash_sources())
 
 

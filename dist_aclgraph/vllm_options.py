@@ -1,9 +1,8 @@
 """Maps vLLM's options that describe a deployment to our configuration keys.
 
 ``dist-aclgraph serve MODEL --tensor-parallel-size 2`` and ``LLM(MODEL, tensor_parallel_size=2)``
-read the same table. An option without a counterpart is refused; the error names the nearest option.
-The command line imports this module for every command, so the module must not import anything
-large.
+read the same table. An option that is not in the table is refused; the error says what to use. The
+command line imports this module for every command, so the module must not have slow imports.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Option:
     Attributes:
         key: our configuration key, which gets the option's value.
         kind: type of the value: bool for a switch, dict and list for JSON.
-        words: our names of values that vLLM names differently; None leaves the key out.
+        words: our names of values, by vLLM's names; None leaves the key out.
         short: short names on the command line.
         note: the difference between the option and the key.
     """
@@ -134,16 +133,16 @@ METHODS = ("mtp", "deepseek_mtp")  # methods of drafting
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return our keys with the values of the options. Options with the value None are left out.
 
-    ``enable_expert_parallel`` adds no key, because the value of its key depends on the whole
+    ``enable_expert_parallel`` adds no key here, because the key's value depends on the whole
     configuration.
 
     Raises:
-        ConfigError: an option has no counterpart.
+        ConfigError: our configuration has no such option.
     """
     if unknown := options.keys() - OPTIONS.keys():
         raise ConfigError(refusal(min(unknown)))
     keys: dict[str, Any] = {}
-    for name, option in OPTIONS.items():  # keep the order: enforce_eager comes before a mode
+    for name, option in OPTIONS.items():  # in this order, because enforce_eager precedes the mode
         value = options.get(name)
         if value is None or name == EXPERT_PARALLEL:
             continue
@@ -157,7 +156,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(name: str) -> str:
-    """Return why an option is refused, and the nearest option."""
+    """Return the error text for an option that the table does not contain."""
     if name in REFUSED:
         return f"{name} has no counterpart here: {REFUSED[name]}"
     return f"{name} is no option; known are {', '.join(OPTIONS)}; keys are set by key=value"

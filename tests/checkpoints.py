@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from dist_aclgraph.shapes.families import read_model_spec
 
-VOCAB = 503  # a prime: no number of ranks divides it
+VOCAB = 503  # a prime number, so that no number of ranks divides it
 MAX_LEN = 512
 
 LLAMA3_ROPE = {
@@ -185,8 +185,8 @@ def make_reference(
     """Return a transformers model with seeded weights; write it to ``directory`` if given.
 
     Args:
-        as_saved: whether the keys and names are those that transformers writes, although the
-            authors of the model publish others.
+        as_saved: whether the checkpoint has transformers' keys and names; otherwise it has the keys
+            and names that the authors of the model publish.
     """
     import transformers
 
@@ -229,10 +229,10 @@ def _publish_kimi_linear(directory: Path) -> None:
 
 
 def make_kimi_k25(directory: Path) -> Any:
-    """Return a seeded Kimi K2.5 of transformers, with its encoder of images, and write it under the
-    published names.
+    """Return a seeded Kimi K2.5 of transformers with its image encoder; write it with the published
+    names.
 
-    transformers 5.23 names the class otherwise, and writes "blocks" in place of "layers".
+    transformers 5.23 has another name for the class, and writes "blocks" in place of "layers".
     """
     import transformers
 
@@ -303,9 +303,7 @@ def greedy(model: Any, prompts: Sequence[list[int]], count: int) -> list[list[in
 
 
 def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Return log-probabilities [len(answer), vocab] at the positions at which the answer's tokens
-    were chosen.
-    """
+    """Return the log-probabilities [len(answer), vocab] at the places of the answer's tokens."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1)
@@ -321,7 +319,7 @@ def add_next_token_module(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     random = torch.Generator().manual_seed(1)
     names, module = read_model_spec(directory).names, f"model.layers.{last + 1}."
-    # The module has full attention, also if the last layer has linear attention.
+    # The module has full attention, even if the last layer has linear attention.
     kinds = config.get("layer_types") or ["full_attention"]
     full = last if "linear_attention" not in kinds else kinds.index("full_attention")
     prefix = f"model.layers.{full}."

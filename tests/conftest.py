@@ -23,8 +23,7 @@ os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"tests-state-{os
 
 OUR_VARIABLES = ("ASCEND_", "HCCL_", "TASK_QUEUE_ENABLE", "DIST_ACLGRAPH_")
 
-# Shared machines stall sometimes, so a deadline of hypothesis would measure the machine, not the
-# code.
+# No deadline, because a shared machine sometimes stalls.
 settings.register_profile("quick", deadline=None, max_examples=laws.QUICK)
 settings.register_profile("full", deadline=None, max_examples=laws.FULL)
 settings.load_profile("quick")
@@ -62,9 +61,7 @@ def loggers_of_a_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove environment variables that change the behaviour of our code, so that tests give the
-    same results on every machine.
-    """
+    """Remove environment variables that would change the results of tests."""
     for name in list(os.environ):
         if name.startswith(OUR_VARIABLES):
             monkeypatch.delenv(name)
@@ -86,7 +83,7 @@ def npu() -> Any:
     opened = open_npu(config.device, 0)
     import torch
 
-    # One thread for transformers: a second thread would spin, and cost more time than it saves.
+    # One thread for transformers: a second thread would spin, and would cost more than it saves.
     torch.set_num_threads(1)
     return opened
 

@@ -61,7 +61,7 @@ def tokens_of(timeout_s: float, answers: list[Answer]) -> list[list[int]]:
 
 
 def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
-    """Return a small float32 deployment; sections given as mappings are merged, key by key."""
+    """Return a small float32 deployment. A mapping changes only the given keys of a section."""
     raw: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",

@@ -1,6 +1,7 @@
-"""New processes that have torch and the emulator's libraries in memory from the start. One server
-process forks them. The server has opened no device and started no thread. So no process spends the
-seconds that importing takes. Each process has its own environment and its own settings of the
+"""New processes that have torch and the emulator's libraries in memory from the start.
+
+One server process, which has opened no device and started no thread, forks these processes. So no
+process spends seconds for imports. Each process has its own environment and its own settings of the
 emulator.
 """
 
@@ -16,18 +17,14 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return the context whose processes the server forks. The server starts with the first
-    process.
-    """
+    """Return the context that forks processes from the server. The first process starts it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
 
 
 def begin(environment: Mapping[str, str]) -> None:
-    """Set the environment of a forked process. The variables that torch reads at import were set
-    before.
-    """
+    """Set the environment of a forked process, except variables that torch reads at import."""
     os.environ.update(environment)
     import torch
 

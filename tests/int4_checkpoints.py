@@ -1,6 +1,4 @@
-"""Checkpoints with values of four bits, written as the tools publish them, and the same weights in
-bfloat16.
-"""
+"""Writes checkpoints with 4-bit values like the published tools, and the weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch import Tensor
 KEPT = ("embed_tokens", "lm_head", "norm", ".gate.", "kv_b_proj")
 EXPERTS_ONLY = (*KEPT, "self_attn", "shared_experts", "mlp.gate_proj", "mlp.up_proj", "mlp.down")
 Tensors = dict[str, Tensor]
-Writer = Callable[[str, Tensor, Tensor], Tensors]  # of a module's values and scales
+Writer = Callable[[str, Tensor, Tensor], Tensors]  # arguments: module, values, scales
 
 
 def quantise(weight: Tensor, group: int | None, most: int = 7) -> tuple[Tensor, Tensor]:
@@ -123,9 +121,9 @@ def rewrite(
     """Write a checkpoint again: with values of four bits, and with the same weights in bfloat16.
 
     Args:
-        writer_of: returns the group size of a module and how it is written; None keeps floats.
+        writer_of: returns a module's group size and writer; None keeps the module in floats.
         config: keys of config.json.
-        description: other keys of ModelSlim's description; None writes no description.
+        description: additional keys of ModelSlim's description; None writes no description.
         kind: ModelSlim's type of the matrices.
         others: ModelSlim's type of the other matrices of products; ``W8A8_DYNAMIC`` writes them in
             int8.

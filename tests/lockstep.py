@@ -1,7 +1,7 @@
 """One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
 
-Workers, HCCL, negotiation, capture and the scheduler are those of a deployment, and the phases of
-the start are the same. There are no placement, channels and clients; other tests cover these parts.
+Workers, HCCL, negotiation, capture, scheduler and the phases of the start are the same as in a
+deployment. Placement, channels and clients are missing; other tests cover these parts.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Lockstep:
     """A group that has captured its graphs, and can answer requests.
 
     Attributes:
-        scheduler: the group's scheduler, like the one of an engine. ranks: the processes that run
-        the steps.
+        scheduler: the group's scheduler, as in an engine.
+        ranks: the processes that run the steps.
     """
 
     def __init__(self, planner: Planner, group: LockstepGroup, ranks: RankProcesses) -> None:
@@ -85,8 +85,8 @@ class Lockstep:
         """Remove all requests. No later request uses the contents of the caches.
 
         Args:
-            num_blocks: number of blocks of each rank, at most the number that exists; None means
-            all. is_eager: whether all following steps run eagerly.
+            num_blocks: number of blocks of each rank, not more than exist; None means all blocks.
+            is_eager: whether all following steps run eagerly.
         """
         planner, group, config = self._planner, self._group, self._planner.config
         offer, plan = group.offers[0], group.captured.plan
@@ -141,8 +141,7 @@ class Lockstep:
         return done
 
     def turn(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Schedule a step if this is permitted, and process the result of the oldest step, as an
-        engine does.
+        """Schedule a step if permitted, and process the oldest step's result, like an engine.
 
         Args:
             meanwhile: called while steps are in flight.
@@ -174,9 +173,7 @@ class Lockstep:
         return answers
 
     def report(self) -> dict[str, Any]:
-        """Return a report like that of a deployment: the plan, graphs with their counters, eager
-        steps by reason, and ranks.
-        """
+        """Return a report like a deployment: plan, graphs, eager steps by reason, ranks."""
         return {
             **group_report(self._group),
             **engine_report.group_report(self.scheduler, self._group.captured.costs, {}),

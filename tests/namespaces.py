@@ -32,9 +32,7 @@ def _call(command: Sequence[str]) -> None:
 
 
 class _Holder:
-    """An idle process that holds the namespaces of a node. When it ends, all processes in these
-    namespaces end.
-    """
+    """An idle process that holds the namespaces of a node. If it ends, all their processes end."""
 
     def __init__(self, setup: Sequence[str] = ()) -> None:
         script = " && ".join(["ip link set lo up", *setup, "echo ready", "exec cat"])
@@ -85,8 +83,8 @@ class Node:
     """One node, with its own network, /dev/shm and process ids.
 
     Attributes:
-        address: IPv4 address, to which other nodes can connect. temporary: a folder for this node's
-        temporary files; the TMPDIR of its processes.
+        address: IPv4 address to which other nodes can connect.
+        temporary: folder for this node's temporary files; the TMPDIR of its processes.
     """
 
     def __init__(self, index: int, holder: _Holder, switch: _Holder, temporary: Path) -> None:
@@ -96,7 +94,7 @@ class Node:
 
     def connect(self) -> None:
         """Connect the node's network to the bridge."""
-        # Made outside of the node, because only there the process id identifies the node.
+        # Created outside of the node, because only there the process id identifies the node.
         ends = f"{self._port} netns {self._switch.pid} type veth"
         peer = f"peer name eth0 netns {self._holder.pid}"
         _call(f"ip link add {ends} {peer}".split())
@@ -130,9 +128,7 @@ class Node:
         )
 
     def set_link(self, is_up: bool) -> None:
-        """Connect the node to the network, or disconnect it. While it is disconnected, packets are
-        lost without an error.
-        """
+        """Connect or disconnect the node. While disconnected, packets are lost without an error."""
         self._switch.do(f"ip link set {self._port} {'up' if is_up else 'down'}")
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Graph plans for tests, from bucket sizes alone."""
+"""Makes graph plans for tests from bucket sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,5 @@ def pieces(bucket: int) -> BatchDescriptor:
 def choose(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> tuple[int, ...]:
-    """Return the sizes with the lowest expected cost, at most ``max_buckets`` of them, in ascending
-    order.
-    """
+    """Return at most ``max_buckets`` sizes with the lowest expected cost, in ascending order."""
     return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))

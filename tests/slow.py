@@ -1,4 +1,4 @@
-"""The tests of ``make test-more``: variations of cases that ``make test`` tries once."""
+"""Marks tests for ``make test-more``: variations of cases that ``make test`` tries only once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,5 @@ def slow(*values: Any) -> Any:
 
 
 def slow_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of one parameter; all values that ``make test`` does not try are marked
-    slow.
-    """
+    """Return the values of one parameter, with a mark for values that ``make test`` leaves out."""
     return [value if is_kept(value) else slow(value) for value in params]

@@ -1,4 +1,4 @@
-"""Stream ids that a test holds, so that the emulated device has only a given number of free ids."""
+"""Holds stream ids, so that the emulated device has only a given number of free ids."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dist_aclgraph.device import emulator
 class HeldStreams:
     """While open, holds all stream ids of the device except ``left`` ids.
 
-    With software queues it first empties the pool of queues that earlier graphs left, so that the
-    numbers of free queues and free ids are equal.
+    With software queues, this object first empties the pool of queues of earlier graphs, so that
+    the numbers of free queues and free ids are equal.
     """
 
     def __init__(self, left: int) -> None:

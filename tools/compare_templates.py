@@ -1,12 +1,12 @@
 """Compare prompts with those of transformers: ``python -m tools.compare_templates DIR...``.
 
-A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.jinja). Each of its
-templates renders the conversations below with each of the options. Two results are equal if the
-texts are equal, or if both sides refuse the conversation.
+A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.jinja). Each
+template renders the conversations below with each set of options. Two results are equal if the
+texts are equal, or if both programs refuse the conversation.
 
-transformers passes a content to the template unchanged. The runtime passes text parts to a template
-that reads parts, and one text to any other template. So the reference is the form, parts or text,
-whose prompt has all texts of the conversation.
+transformers passes a message's content to the template unchanged. The runtime passes text parts to
+a template that reads parts, and one text to any other template. So the reference is the form of the
+conversation (parts or text) with which transformers' prompt contains all texts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TEXTS = ("How warm is it", "First.", "Second.")  # texts of users
 # The text that a template prints for a list of parts, if the template expects texts.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
-# transformers leaves this text in a prompt that has the last message twice.
+# transformers leaves LEFT_MARK in a prompt that has the last message twice.
 NONE_TEST = re.compile(r"content['\"\])]*\s+is\s+(not\s+)?none", re.IGNORECASE)
 LEFT_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
 NAMED = ("add_generation_prompt", "continue_final_message", "tools", "documents")
@@ -115,11 +115,11 @@ def theirs(
         }
         for m in chat
     ]
-    if "developer" not in source:  # a role that most templates do not know
+    if "developer" not in source:  # most templates do not know this role
         chat = [{**m, "role": m["role"].replace("developer", "system")} for m in chat]
     try:
         (text,), _ = render_jinja_template([chat], chat_template=source, **{**special, **options})
-    except Exception:  # each template has errors of its own
+    except Exception:  # any exception: a template may raise any error
         return None
     return str(text)
 
@@ -137,9 +137,10 @@ def ours(
 
 
 def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield a conversation in all forms: with its contents unchanged, as texts, and as parts. Each
-    form comes first with arguments of calls as objects, and then as JSON texts. Then all these
-    forms follow with empty contents in messages that have calls.
+    """Yield a conversation in all forms: with unchanged contents, as texts, and as parts.
+
+    Each form is yielded with arguments of calls as objects, and as JSON texts. Then all these forms
+    are yielded again, with empty contents in messages that have calls.
     """
     filled = [{**m, "content": m.get("content") or ""} if m.get("tool_calls") else m for m in chat]
     for each in (chat, filled):

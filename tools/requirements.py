@@ -1,5 +1,4 @@
-"""Prints the packages that pyproject.toml pins, and the packages of the extras that the arguments
-name.
+"""Prints the packages that pyproject.toml pins, and the packages of the given extras.
 
 With ``--only`` before the names, it prints only the packages of the extras.
 """
@@ -13,9 +12,7 @@ project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def pins(packages: list[str]) -> set[str]:
-    """Return the requirements, with the packages of each extra of this project in the place of the
-    extra.
-    """
+    """Return the requirements. The packages of an extra of this project replace the extra."""
     found = set()
     for package in packages:
         own = re.fullmatch(rf"{project['name']}\[([\w.-]+)\]", package)

@@ -34,9 +34,7 @@ def all_lines() -> list[str]:
 
 
 def set_up(line: str, environment: Path) -> str:
-    """Make the virtual environment and the emulator of a series; return the problem, or "" if there
-    is none.
-    """
+    """Make the virtual environment and the emulator of a series; return the problem, or ""."""
     command = ["make", "-s", "setup-dev", "emulator", f"NPU={line}", f"VENV={environment.name}"]
     try:
         done = subprocess.run(
@@ -67,9 +65,7 @@ def run_tests(environment: Path, paths: Sequence[str]) -> dict[str, int]:
 
 
 def count_outcomes(report: Path) -> dict[str, int]:
-    """Return the number of tests by outcome in a report of pytest. A missing report counts as one
-    failure.
-    """
+    """Return the number of tests by outcome in pytest's report. No report counts as one failure."""
     if not report.exists():
         return {"failed": 1}
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}

@@ -69,7 +69,7 @@ def announce(config: Config, report: dict[str, Any], console: Console) -> None:
     path, fields = EXAMPLES[read_task(config).name]
     body = json.dumps({"model": config.name, **fields})
     console.print(f"Ready at {url}/v1 -- try:")
-    # Not printed by rich, which would wrap this line; users copy the line.
+    # Not printed by rich, because rich would wrap this line, which users copy.
     print(
         f"curl -s {_curl_options(config)}{url}{path} "
         f"-H 'Content-Type: application/json' -d '{body}'"
@@ -85,14 +85,14 @@ def _scale_command(report: dict[str, Any]) -> str:
 
 
 def _curl_options(config: Config) -> str:
-    """Return curl's options for the service; they read a key from its file or variable."""
+    """Return curl's options for the service. They read a key from the keys file or the variable."""
     options = ""
     if config.serve.uds is not None:
         options += f"--unix-socket {shlex.quote(config.serve.uds)} "
     if api_key() is not None:
         options += f'-H "Authorization: Bearer ${API_KEY_VARIABLE}" '
     elif config.serve.api_keys_file is not None:
-        # A line may have a name and limits after the key.
+        # After the key, a line may have a name and limits.
         found = f"awk '/^[^# ]/ {{print $1; exit}}' {shlex.quote(config.serve.api_keys_file)}"
         options += f'-H "Authorization: Bearer $({found})" '
     return options

@@ -1,4 +1,4 @@
-"""Checks of files and shapes before anything is started; the checks take about a second."""
+"""Checks files and shapes before anything is started. The checks take about a second."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dist_aclgraph.shapes.weight_files import check_weight_files
 def check_deployment(config: Config) -> Config:
     """Return the configuration with the chosen device; raise an error if a deployment cannot start.
 
-    A plan can be made for any model. A model can be served only if its architecture is supported
-    and its files of weights exist.
+    A plan needs only a model's configuration. To be served, a model also needs a supported
+    architecture and files of weights.
 
     Raises:
-        DeviceError: this machine lacks the NPUs for its ranks.
+        DeviceError: this machine lacks NPUs for the ranks.
         ConfigError: the configuration does not fit the model or the devices.
         ModelError: the checkpoint is broken, or not supported.
-        StreamBudgetError: a rank cannot afford a single bucket.
+        StreamBudgetError: a rank has too few streams for even one bucket.
     """
     config = decide_device(config, "here" if ray_address() is None else "cluster")
     read_servable_spec(config)

@@ -35,7 +35,7 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
     """
     groups: defaultdict[int, dict[int, tuple[int, Recording]]] = defaultdict(dict)
     for path in sorted({*folder.glob(f"*{SUFFIX}"), *folder.glob(f"{FOLDER}/*{SUFFIX}")}):
-        with suppress(OSError, ValueError):  # removed meanwhile, or a file of something else
+        with suppress(OSError, ValueError):  # the file was removed, or is not a recording
             found, began_ns = read_recording(path), began_at_ns(path)
             known = groups[found.group].get(found.rank)
             if known is None or known[0] <= began_ns:
@@ -48,8 +48,8 @@ def read_groups(folder: Path) -> dict[int, list[Recording]]:
 def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
     """Return the recordings of the last deployment that had a group of this number, by rank.
 
-    Another deployment in the same folder numbers its groups anew. Its ranks begin to record after
-    the last record of an earlier deployment.
+    Several deployments may have used the folder, and each of them counts its groups from 0. The
+    ranks of a later deployment begin to record after the last record of an earlier deployment.
     """
     newest_ns = max(began_ns for began_ns, _ in found.values())
     return [
@@ -60,7 +60,7 @@ def _of_one_start(found: dict[int, tuple[int, Recording]]) -> list[Recording]:
 
 
 def show_groups(groups: dict[int, list[Recording]], console: Console) -> None:
-    """Print a table and a verdict for each group; the group that stopped last is the last one."""
+    """Print a table and a verdict for each group. The group that stopped last is printed last."""
     for number in sorted(groups, key=lambda n: max(r.at_ns for r in groups[n])):
         ranks = groups[number]
         name = "a group that did not serve yet" if number == NO_GROUP else f"group {number}"

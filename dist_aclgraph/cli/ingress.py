@@ -1,8 +1,8 @@
 """The process that serves HTTP. It uses neither Ray nor devices, and may be replaced at any time.
 
 The process asks the owner of the deployment for three things: the addresses of the engines; whether
-requests are admitted; and the progress of the recovery while no group serves. The process listens
-until the service is over. While it cannot serve requests, it answers 503.
+requests may be admitted; and, while no group serves, the progress of the recovery. The process
+listens until the service is over. While it cannot serve requests, it answers 503.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dist_aclgraph.serve.resume.holder import HolderLink
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-END_S = 30.0  # within this time after a failed ingress the owner must end the service
+END_S = 30.0  # after the failure of an ingress, the owner must end the service within this time
 OVER = Admission("the service has ended")
 
 
@@ -36,10 +36,10 @@ def serve_http(
     """Serve until the service is over.
 
     Args:
-        life: read end of a pipe without data, which is closed once the service is over.
+        life: read end of a pipe without data. The pipe is closed when the service is over.
         beat: called every second or two, from the event loop.
-        link: link to the process that keeps connections open, connections of the previous ingress
-            included; None if no connection outlives this process.
+        link: link to the process that keeps connections open, also those of the previous ingress;
+            None if no connection outlives this process.
 
     Raises:
         EngineUnavailableError: no group will ever serve again, and the owner still runs.
@@ -77,10 +77,10 @@ def _serve(
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
     failure = None
     try:
-        # The garbage collector need not examine the objects that exist now.
+        # All objects up to here live until the process ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
-        owner.admission(is_open=True)  # the owner now announces the service, before it serves
+        owner.admission(is_open=True)  # before serving, so that the owner announces the service
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))
         event(logger, "ingress_serving", groups=len(reach.addresses))
@@ -101,7 +101,7 @@ def _serve(
 
 
 def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
-    """Return when the ingress must stop to admit requests.
+    """Wait until the ingress must stop admitting requests; return the owner's answer.
 
     Raises:
         EngineUnavailableError: no group will ever serve again; the message has the reason.

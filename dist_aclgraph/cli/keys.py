@@ -46,13 +46,11 @@ def render_keys() -> str:
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
-MAX_WORDS = 4  # a longer list of names is described by the option's note alone
+MAX_WORDS = 4  # if an option has more names of values, the page shows only the option's note
 
 
 def _options() -> Iterator[tuple[str, str]]:
-    """Yield each option of vLLM, our key for this option, and the values that have other names
-    here.
-    """
+    """Yield each option of vLLM, with our key and with the values that we name differently."""
     for name, option in OPTIONS.items():
         flags = ", ".join(f"`{_flag(each)}`" for each in (name, *option.short))
         words = [

@@ -34,10 +34,10 @@ class ModelCommand(TyperCommand):
 
 
 def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add vLLM's options to a command; the command gets their values in its argument ``options``.
+    """Add vLLM's options to a command, which gets the options' values as its argument ``options``.
 
     Args:
-        serves: whether to add the options of an HTTP service, too.
+        serves: whether to add also the options of an HTTP service.
     """
     names = [name for name in OPTIONS if serves or name not in OF_SERVICE]
 
@@ -90,7 +90,7 @@ def load_local_model(
 
 
 def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | None) -> None:
-    """Print a configuration that differs from its file or has none; save it if ``save`` is given.
+    """Print a configuration that differs from its file or has no file; write it to ``save``.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -13,10 +13,11 @@ STDERR = 2
 
 @contextmanager
 def native_output_in(path: Path) -> Iterator[None]:
-    """Within this context, code that is not Python writes its stderr to a file.
+    """Within this context, native libraries write their stderr to a file.
 
-    Python still writes to the terminal. Ray's library prints stack traces while it cannot reach the
-    cluster. Processes that are started within the context write to the file, too.
+    Python still writes to the terminal. The reason is Ray's library, which prints stack traces
+    while it cannot reach the cluster. Processes that are started within the context also write to
+    the file.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,7 +1,7 @@
 """The files that ``dist-aclgraph serve`` reads, and the sockets that it opens, before it starts.
 
-The sockets stay open until the service ends: each owner and each ingress, also a replacement, uses
-the same sockets.
+The sockets stay open until the service ends, so that each next owner and each next ingress uses the
+same sockets.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def open_service(config: Config) -> Iterator[Opened]:
     """Check a configuration, and listen at its port inside this context.
 
     Raises:
-        ConfigError: the port is taken, the service would be open to others without a key, or the
-            configuration does not fit the model.
+        ConfigError: the port is in use; the service would be open to a network without a key; or
+            the configuration does not fit the model.
         DeviceError: the NPUs of this machine cannot be used.
         ModelError: the model cannot be served.
         MissingPackageError: the packages of ``serve.traces`` are not installed.

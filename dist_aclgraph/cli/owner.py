@@ -41,9 +41,9 @@ from dist_aclgraph.logs import event
 logger = logging.getLogger(__name__)
 
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
-SILENT_S = 30.0  # limit of a check of the deployment
-FAILED_S = 2.0  # time for requests of a failed deployment to get their errors
-LEAVE_S = 5.0  # after draining, an ingress must end within this time
+SILENT_S = 30.0  # time limit of a check of the deployment
+FAILED_S = 2.0  # after the deployment has failed, requests get their errors within this time
+LEAVE_S = 5.0  # after it has drained, an ingress must end within this time
 
 Start = Callable[..., Deployment]
 
@@ -60,7 +60,7 @@ def own_deployment(
     *,
     has_supervisor: bool = False,
 ) -> None:
-    """Start a deployment, and keep it until a signal; then drain and stop it.
+    """Start a deployment; after a signal, drain and stop the deployment.
 
     Args:
         heartbeat: beats while the deployment starts and serves.
@@ -68,8 +68,8 @@ def own_deployment(
             so, a signal during the start ends this process at once.
 
     Raises:
-        RayDiedError: the Ray that was started for the deployment has died. Another deployment may
-            replace this one; requests wait for that deployment at their ingress.
+        RayDiedError: the Ray that was started for the deployment has died. A new deployment may
+            replace this deployment; meanwhile, requests wait at their ingress.
         DistAclGraphError: the deployment did not start, or it died.
         SystemExit: a signal arrived before anything was served; the code is 128 plus the signal's
             number.
@@ -115,8 +115,9 @@ def _started(
     heartbeat: SharedHeartbeat,
     has_supervisor: bool,
 ) -> Iterator[Deployment]:
-    """Start a deployment; stop it at the end of this context. A signal during the start ends the
-    process.
+    """Start a deployment, and stop it at the end of this context.
+
+    A signal during the start ends the process.
     """
     try:
         with heartbeat.starting(), StartProgress(console) as show:
@@ -132,13 +133,13 @@ def _started(
                 stop()
 
             def report(progress: Any) -> None:
-                signals.take_over()  # Ray has replaced the handlers meanwhile
+                signals.take_over()  # again, because Ray has replaced the handlers
                 if signals.received:
                     raise _Stopping
                 answers.progress = f"the deployment is being started: {progress}"
                 show(progress)
 
-            # The service has served, so it waits for a Ray that is being started again.
+            # A service that has served before waits for a Ray that is being started again.
             waits_for_ray = heartbeat.served_before
             running = start(config, on_progress=report, waits_for_ray=waits_for_ray)
     except (_Stopping, KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises SystemExit
@@ -156,8 +157,8 @@ def _started(
     finally:
         answers.progress = "the deployment is being ended"
         answers.running = None
-        # Without Ray, no actor can be stopped in order, and trying to stop one takes seconds. The
-        # supervisor of this process ends the actors' processes.
+        # Without Ray, no actor can be stopped in order, and each attempt takes seconds. The
+        # supervisor of this process then ends the actors' processes.
         if has_ray:
             running.shut_down()
 
@@ -194,7 +195,7 @@ def _announced(config: Config, running: Deployment) -> bool:
     try:
         report = running.report()
     except DistAclGraphError:
-        return False  # the checks find out whether the deployment has ended
+        return False  # the regular checks will notice it if the deployment has ended
     keep_report(config.name, report)
     announce(config, report, Console())
     return True
@@ -245,7 +246,7 @@ class _IngressAnswers:
         except RayDiedError as e:
             return Outlook(progress=str(e))
         except DistAclGraphError as e:
-            # Ignore the error of a deployment that is being stopped.
+            # Ignore the error if the deployment is being stopped.
             return Outlook(failure=str(e)) if self.running is running else self.outlook()
 
 

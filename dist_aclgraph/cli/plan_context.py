@@ -17,14 +17,15 @@ COMPARED_TOKENS = 32768  # length of the requests that are counted
 
 
 def layout_in_words(sizes: Mapping[str, int]) -> str:
-    """Return the sizes of a layout in words; pcp and dcp are named only if they are above 1."""
+    """Return the sizes of a layout as a text, without pcp and dcp if they are 1."""
     names = [n for n in ("tp", "pcp", "dcp", "dp", "ep") if n[1:] != "cp" or sizes[n] > 1]
     return ", ".join(f"{name} {sizes[name]}" for name in names)
 
 
 def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, Any] | None:
-    """Return the KV capacity of a data parallel rank in this layout, and in one with dcp 1 and pcp
-    1. Return None if the layout already has dcp 1 and pcp 1.
+    """Return the KV capacity of a data parallel rank, in this layout and with dcp 1 and pcp 1.
+
+    Returns None if this layout has dcp 1 and pcp 1.
 
     Args:
         pool_bytes: memory pool of the graphs; 0 if not predicted.
@@ -39,7 +40,7 @@ def context_entry(deployment: AssumedDeployment, pool_bytes: int) -> dict[str, A
         return {**which.config.parallel.model_dump(), **asdict(room)}
 
     layouts = [describe(deployment, pool_bytes)]
-    with suppress(ConfigError):  # NPUs may lack memory for this layout
+    with suppress(ConfigError):  # NPUs may have too little memory for the other layout
         layouts.append(describe(deployment.without_shared_context(), 0))
     return {"request_tokens": request_tokens, "layouts": layouts}
 

@@ -13,8 +13,9 @@ from dist_aclgraph.planning.buckets import pad_to_bucket
 
 
 def plot_padding(report: dict[str, Any], path: Path) -> None:
-    """Draw padding over batch size for the sets of buckets in a plan report, a panel for each
-    family.
+    """Draw padding over batch size for the sets of buckets in a plan report.
+
+    Each family of graphs has its own panel.
 
     Raises:
         ConfigError: nothing is captured, or the file cannot be written.

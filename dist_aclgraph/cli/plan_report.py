@@ -29,7 +29,7 @@ from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
 REQUEST_TOKENS = (1024, 4096, 16384, 65536)  # lengths of requests that are counted
-NODE_NPUS = 8  # NPUs of a node with an unknown chip (an assumption)
+NODE_NPUS = 8  # assumed number of NPUs of a node with an unknown chip
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
@@ -37,9 +37,9 @@ def plan_report(config: Config) -> dict[str, Any]:
     """Return the graphs that the deployment would capture, with reasons, as values for JSON.
 
     Raises:
-        ConfigError: the model's directory is missing or not a checkpoint, sizes do not match, or a
+        ConfigError: the model's directory is missing or no checkpoint; sizes do not match; or a
             device has too little memory for weights, buffers and KV blocks.
-        StreamBudgetError: a rank cannot afford a single bucket.
+        StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
     config = deployment.config  # with a mode that the model supports
@@ -181,9 +181,7 @@ def _facts_entry(facts: ModelFacts) -> dict[str, Any]:
 def _requests_that_fit(
     deployment: AssumedDeployment, num_blocks: int, longest: int
 ) -> list[dict[str, int]]:
-    """Return, for each length, how many requests fit into the KV caches of all data parallel
-    ranks.
-    """
+    """Return how many requests of each length fit in the KV caches of all data parallel ranks."""
     spec, dp = deployment.planner.cache_spec, deployment.config.parallel.dp
     lengths = [*(tokens for tokens in REQUEST_TOKENS if tokens < longest), longest]
     return [
@@ -193,17 +191,16 @@ def _requests_that_fit(
 
 
 def _num_nodes(layout: ParallelLayout, tp: int, node_npus: int) -> int:
-    """Return the smallest number of nodes for all ranks. A tensor parallel group that fits on one
-    node is not split.
+    """Return the smallest number of nodes for all ranks.
+
+    A tensor parallel group that fits on one node is not split.
     """
     whole = max(1, node_npus // tp) * tp if tp <= node_npus else node_npus
     return -(-layout.world_size // whole)
 
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
-    """Return how tokens travel to experts on other ranks, by batch size; empty if no tokens
-    travel.
-    """
+    """Return how tokens are sent to experts on other ranks, by batch size; empty without that."""
     operators = rule.mc2.operators if rule.mc2 is not None else None
     return [
         {
@@ -219,9 +216,7 @@ def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
 
 
 def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> dict[str, Any]:
-    """Return the use of the smallest NPU's memory. The parts and the free bytes add up to the
-    total.
-    """
+    """Return the use of the smallest NPU's memory. The sum of parts and free bytes is the total."""
     memory, spec = deployment.memory, deployment.planner.cache_spec
     graphs = deployment.graph_bytes(pool)
     parts = [
@@ -258,8 +253,9 @@ def _print_terms(terms: list[dict[str, Any]], console: Console) -> None:
 
 
 def _alike(entries: list[dict[str, Any]], *numbers: str) -> Iterator[tuple[Any, ...]]:
-    """Merge entries that differ only in ``numbers``, and yield each merged entry with all its
-    numbers. So the entries of thousands of ranks become a few lines.
+    """Merge entries that differ only in ``numbers``; yield each merged entry with its numbers.
+
+    So the entries of thousands of ranks become a few lines.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -332,8 +328,9 @@ def _plan_entry(config: Config, group: int, plan: GraphPlan) -> dict[str, Any]:
 def _chosen_entry(
     family: GraphFamily, wanted: GraphFamily, weights: Mapping[int, float]
 ) -> dict[str, Any]:
-    """Return the chosen buckets, and the padding of the traffic with three sets of buckets: the
-    chosen buckets, all sizes, and evenly spaced sizes.
+    """Return the chosen buckets, and the padding of the traffic with three sets of buckets.
+
+    The sets are: the chosen buckets, all sizes, and evenly spaced sizes.
     """
     sets = {
         CHOSEN: family.buckets,

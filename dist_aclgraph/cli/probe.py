@@ -19,7 +19,7 @@ from dist_aclgraph.version import VERSION
 
 
 def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
-    """Run the tests of a level whose results are not in the report ``out``; write report and page.
+    """Run those tests of a level that have no result in the report ``out``; write report and page.
 
     Raises:
         ConfigError: ``out`` is the report of another machine or version.
@@ -61,8 +61,9 @@ def write_page(report: Report, path: Path) -> None:
 
 
 def compare(path: Path) -> str:
-    """Write a report's page, and its differences as emulator rules, into files beside the report;
-    return the differences as a table.
+    """Write two files beside a report: its page, and its differences as rules of the emulator.
+
+    Returns the differences as a table.
 
     Raises:
         ConfigError: the file is not a report, or its device has an invalid name.

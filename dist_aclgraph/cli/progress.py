@@ -62,7 +62,7 @@ class StartProgress:
             self._bar.stop()
 
     def stop_at_once(self) -> None:
-        """Restore the terminal, and print that the start ends. For signal handlers."""
+        """Restore the terminal, and print that the start is interrupted. For signal handlers."""
         if self._bar is not None:
             self._bar.stop()
         self._console.print("Stopping ...")
@@ -92,7 +92,7 @@ class StartProgress:
 
 
 def _counted(report: Report) -> str:
-    """Return the progress of a state, in the state's own unit."""
+    """Return the progress within a state, in a unit that depends on the state."""
     if not report.total:
         return ""
     if report.detail == BYTES:

@@ -31,8 +31,8 @@ def run(
 
     Raises:
         DistAclGraphError: the deployment did not start, or a request failed.
-        SystemExit: a signal arrived, and everything is stopped; the code is 128 plus the signal's
-            number.
+        SystemExit: a signal arrived, and the deployment was stopped. The code is 128 plus the
+            signal's number.
     """
     config = check_deployment(config)
     with Signals() as signals:
@@ -54,7 +54,7 @@ def _started(config: Config, signals: Signals) -> LLM:
             raise KeyboardInterrupt
 
         def report(progress: Progress) -> None:
-            signals.take_over()  # Ray has replaced the handlers meanwhile
+            signals.take_over()  # again, because Ray has replaced the handlers
             show(progress)
 
         def start(config: Config) -> Deployment:

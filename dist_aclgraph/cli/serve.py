@@ -3,9 +3,9 @@
 Ingress and owner are two processes under a supervisor. With ``recovery.keep_answers: false`` they
 are one process.
 
-The service listens before anything is started, and until everything is stopped. The service does
-not use Ray Serve. If it joins a cluster, Ray Serve's applications and proxies in that cluster are
-not changed.
+The service listens from the moment before the deployment starts until the deployment is stopped.
+The service does not use Ray Serve. In a cluster that it joins, it does not change Ray Serve's
+applications and proxies.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def serve(config: Config, start: Start | None = None) -> None:
 def serve_in_processes(config: Config, start: Start | None = None) -> None:
     """Serve until a signal, with two processes. A process that dies is replaced.
 
-    Call this before any thread exists.
+    Call this before the process has a second thread.
 
     Args:
         start: starts a deployment; None starts a deployment on Ray.
 
     Raises:
         ConfigError, DeviceError, ModelError: see ``open_service``.
-        SystemExit: raised at the end; errors after the start are printed on stderr.
+        SystemExit: always raised at the end. Errors after the start are printed on stderr.
     """
     is_on_own_ray = start is None and ray_address() is None
     with open_service(config) as opened, _starter_of(opened.config, is_on_own_ray) as starter:
@@ -113,8 +113,8 @@ def _allow_connections(max_connections: int) -> None:
 def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]:
     """Yield the object that starts the processes of the service's Ray.
 
-    If this is a fork server, it is loaded before Ray starts, and outlives the owner of the
-    deployment.
+    If the object is a fork server, it loads its libraries before Ray starts, and outlives the owner
+    of the deployment.
     """
     if not is_on_own_ray:  # in a joined cluster, this node may have no device
         yield ProcessStarter()
@@ -126,7 +126,7 @@ def _starter_of(config: Config, is_on_own_ray: bool) -> Iterator[ProcessStarter]
 
 
 def serve_until_signal(config: Config, start: Start = deployment.start) -> None:
-    """Serve until a signal; owner and ingress run in this process, and its death ends the service.
+    """Serve until a signal, with owner and ingress in this process. Its death ends the service.
 
     Raises:
         ConfigError, ModelError: see ``open_service``.

@@ -14,20 +14,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 
 
 class Signals:
-    """Records the first of the signals that stop a service. Later signals are ignored, so that they
-    cannot interrupt the tear-down.
+    """Records the first signal that stops a service. Ignores later signals, which must not
+    interrupt the stop.
 
     Attributes:
-        received: number of the first signal; 0 before it arrives.
-        on_first: function that the handler of the first signal calls in the main thread; the
-            function may raise.
+        received: number of the first signal; 0 until a signal arrives.
+        on_first: called by the handler of the first signal, in the main thread; may raise an error.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.on_first: Callable[[], None] | None = None
-        # A handler may interrupt a wait that holds the lock of a threading.Event: setting the event
-        # would then block for ever. Writing to a file descriptor does not block.
+        # Not a threading.Event: a handler may interrupt a wait that holds the event's lock, and
+        # ``set`` would then block forever. A write to a file descriptor does not block.
         self._came = os.eventfd(0)
 
     def __enter__(self) -> Signals:

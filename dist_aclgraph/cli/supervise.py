@@ -1,12 +1,12 @@
-"""The first process of a service: the supervisor of the owner of the deployment and of the ingress.
+"""The first process of a service: it supervises the owner of the deployment, and the ingress.
 
-The supervisor replaces either process if the process is killed or hangs. It also replaces an
-ingress that fails by an unforeseen error. A failed start is tried again after a pause.
+The supervisor replaces a process that is killed or hangs. It also replaces an ingress that fails
+with an unforeseen error. A failed start is tried again after a pause.
 
-A shell, a container or a service manager sends signals to whole process groups. Ray's daemons must
-not be in the group that gets the signals (``own_process_group``), and the leader of a group cannot
-leave its group. The supervisor may be such a leader, so it does not start Ray. Processes that a
-killed owner has started become children of the supervisor; the supervisor ends them.
+A shell, a container or a service manager sends signals to a whole process group. Ray's daemons must
+not be in this group (``own_process_group``). The leader of a group cannot leave its group. The
+supervisor may be a leader, so it does not start Ray. If an owner is killed, the processes that it
+has started become children of the supervisor, which ends them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from dist_aclgraph.serve.resume.holder import ConnectionHolder, HolderLink
 
 OWNER, INGRESS = "serve:owner", "serve:ingress"  # names of processes
 OWNS, SERVES = "the process that owns the deployment", "the process that serves HTTP"
-CRASHED = 70  # exit code of a process that an unforeseen error ends; EX_SOFTWARE of sysexits.h
-AGAIN = 75  # exit code of an owner that is to be replaced; EX_TEMPFAIL of sysexits.h
+CRASHED = 70  # exit code after an unforeseen error; EX_SOFTWARE of sysexits.h
+AGAIN = 75  # exit code of an owner that must be replaced; EX_TEMPFAIL of sysexits.h
 OF_SIGNALS = 128  # exit code 128 + N: signal N has ended the process
 END_S = 30.0  # after the end of the service, an ingress must end within this time
 WAITED = {signal.SIGCHLD, signal.SIGIO, *SIGNALS}
 START_END_S = 10.0  # after a signal, an owner that never served must end within this time
-SETTLED_S = 10.0  # an ingress that has run for this time has started successfully
+SETTLED_S = 10.0  # after this time, the start of an ingress counts as successful
 
 logger = logging.getLogger(__name__)
 Own = Callable[[Signals, SharedHeartbeat], None]
@@ -50,17 +50,17 @@ class Supervisor:
     """Owns the two processes of a service.
 
     Args:
-        own: runs the owner, until a signal. The owner beats while it starts and serves.
-        serve_http: runs the ingress. The first argument is the read end of a pipe; the ingress runs
-            until this pipe is closed. The ingress's event loop calls the second argument every
-            second. The third argument is the link by which the connections outlive the ingress; the
-            next ingress continues with these connections.
-        restarts: common budget for restarts of owner and ingress; the pauses of the budget apply to
-            the owner only.
+        own: runs the owner, until a signal. The owner sends heartbeats while it starts and serves.
+        serve_http: runs the ingress. Its arguments are: the read end of a pipe, which is closed
+            when the ingress must end; a function that the ingress's event loop calls every second;
+            and a link, with which the next ingress continues the connections.
+        restarts: common budget for restarts of owner and ingress. The budget's pauses apply only to
+            the owner.
         silent_s: a process that has no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
-        end_started: kills processes of a dead owner that are no descendants of the supervisor.
-        on_fork: called first in each process.
+        end_started: kills those processes of a dead owner that are no descendants of the
+            supervisor.
+        on_fork: called first in each new process.
         backoff: pauses between ingresses that end soon after their start.
     """
 
@@ -87,14 +87,13 @@ class Supervisor:
         self._owner_heartbeat = SharedHeartbeat(silent_s)
         self._ingress_heartbeat = SharedHeartbeat(silent_s)
         self._holder = ConnectionHolder()
-        # Owners also keep the write end open, so the pipe closes when supervisor and owner have
-        # ended.
+        # Owners also hold the write end, so the pipe closes after supervisor and owner have ended.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
         self._owner_due_s = self._ingress_due_s = 0.0  # time of the next start; inf: never
         self._ingress_began_s = 0.0
-        # Children that this process had before it became the supervisor, for example after a
-        # shell's exec.
+        # Children that this process had before it became the supervisor, for example if a shell
+        # replaced itself by this program (exec).
         self._strangers: set[int] = set()
         self._next_look_s = 0.0
         self._is_stopping = False
@@ -103,7 +102,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal or an error, or until no restart is left; return the exit code."""
-        # Signals between two waits stay pending. The parent may have set SIGCHLD to be ignored.
+        # The parent may have ignored SIGCHLD. Blocked signals stay pending between two waits.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
         self._pid = os.getpid()
@@ -128,8 +127,8 @@ class Supervisor:
             self._next_look_s = time.monotonic() + self._look_s
             self._look()
         # If this process was stopped and continued during the wait, Python returns uninitialised
-        # memory: any number, or the signal of an earlier wait. Handling the same signal twice does
-        # no harm.
+        # memory: any number, or the signal of an earlier wait. To handle a signal twice does no
+        # harm.
         if received is None or received.si_signo not in WAITED:
             return None
         if received.si_signo == signal.SIGIO:
@@ -195,8 +194,8 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
-                # The pause counts from the end of the previous ingress, so it is over after a long
-                # run.
+                # The backoff counts a pause from the previous end, so after a long run no pause is
+                # left.
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None
@@ -249,7 +248,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str) -> bool:
-        """Use one restart of the budget, and print a message; return False if none is left."""
+        """Use one restart of the budget, and print a message; return whether there was one."""
         is_left = self._restarts.spend(time.monotonic())
         event(logger, "process_lost", logging.WARNING, cause=why, is_replaced=is_left)
         if is_left:
@@ -260,7 +259,7 @@ class Supervisor:
         return False
 
     def _end_ingress(self) -> None:
-        """Wait for the ingress to end, as it knows that the service is over; then kill it."""
+        """Wait some time for the ingress, which knows that the service is over; then kill it."""
         until_s = time.monotonic() + END_S
         while self._ingress:
             if any(pid == self._ingress for pid, _ in _ended()):
@@ -269,13 +268,13 @@ class Supervisor:
                 processes.kill_all({self._ingress})
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                self._holder.take_in()  # a connection ends only when both processes have closed it
+                self._holder.take_in()  # a connection ends after both processes have closed it
 
     def _end_orphans(self) -> None:
         while True:
             self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # no process is left that could start more processes
+            if not orphans:  # without a process, no new process can start
                 break
             processes.kill_all(orphans)
             for pid in orphans:
@@ -296,11 +295,11 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # A signal to the group arrives twice: from its sender, and from the supervisor.
+                # A signal to the group would arrive twice: from its sender and the supervisor.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()
-            finally:  # this process must not clean up resources of the supervisor
+            finally:  # exit at once, so that this process does not free the supervisor's resources
                 os._exit(code)
         event(logger, "process_started", process=name, pid=pid)
         return pid
@@ -317,7 +316,7 @@ class Supervisor:
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def _be_ingress(self, end: socket.socket) -> None:
-        for number in SIGNALS:  # the owner tells the ingress when to drain
+        for number in SIGNALS:  # ignored, because the owner tells the ingress when to drain
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
         os.close(self._life_end)
@@ -326,7 +325,7 @@ class Supervisor:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Yield children and orphans that have ended, with their exit codes. This removes zombies."""
+    """Yield ids and exit codes of children and orphans that have ended. This removes zombies."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

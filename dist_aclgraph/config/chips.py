@@ -1,8 +1,8 @@
 """The chips that plans support, by CANN's names.
 
-The memory of a chip is the total that torch reports on it; driver and firmware use the rest.
-Source: logs in public issues of vllm-ascend. On dies of 64 GB they show 65,452,113,920 bytes, or
-some MiB more; on an Ascend910B4 they show 29.50 GiB.
+The memory of a chip is the total that torch reports. Driver and firmware use the other memory.
+Source: logs in public issues of vllm-ascend. The logs show 65,452,113,920 bytes or some MiB more
+for dies of 64 GB, and 29.50 GiB for an Ascend910B4.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class ChipFamily(NamedTuple):
     """Chips whose names have the same prefix, and their common properties.
 
     Attributes:
-        node_npus: devices of an ordinary server; an A3 has two dies in each of eight packages.
+        node_npus: number of devices of a usual server. An A3 has eight packages with two dies each.
     """
 
     prefix: str
@@ -25,7 +25,7 @@ class ChipFamily(NamedTuple):
     node_npus: int
 
 
-# A chip belongs to the first family whose prefix its name begins with.
+# A chip belongs to the first family whose prefix is the beginning of the chip's name.
 CHIP_FAMILIES = (
     ChipFamily("Ascend910B4-1", "A2", DIE_64_GB_MB, 8),
     ChipFamily("Ascend910B4", "A2", DIE_32_GB_MB, 8),

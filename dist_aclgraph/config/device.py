@@ -11,7 +11,7 @@ from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
-ASSUMED_CANN = "9.1.0"  # belongs to the newest torch_npu with a published CANN
+ASSUMED_CANN = "9.1.0"  # of the newest torch_npu whose CANN is published
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
@@ -227,7 +227,7 @@ class DeviceConfig(Section):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The keys about the NPU whose values come from neither configuration nor NPU."""
+        """The keys about the NPU that are neither configured nor read from an NPU."""
         return tuple(key for key in ("soc", "cann", "memory_mb") if getattr(self, key) is None)
 
     @property

@@ -1,8 +1,8 @@
 """Converts one YAML file, or one model, to one frozen, checked tree. Only this module reads YAML.
 
-``load_config(path, overrides)`` rejects unknown keys and bad values with the key, the value and the
-allowed values. Overrides are dotted keys: ``{"parallel.tp": 2}``, or ``parallel.tp=2`` on a command
-line.
+``load_config(path, overrides)`` refuses unknown keys and bad values. The error contains the key,
+the value and the allowed values. Overrides are dotted keys: ``{"parallel.tp": 2}``, or
+``parallel.tp=2`` on a command line.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
     """Read a configuration, apply dotted overrides, and check the result.
 
     If the working directory has no ``configs/x.yaml``, the package's file of this name is read. A
-    relative ``model`` is a path in the working directory if it exists there. Otherwise it is a path
-    in the parent of the file's folder: ``models/y`` in ``configs/x.yaml`` is beside ``configs``.
+    relative ``model`` is a path in the working directory if it exists there. Otherwise it is
+    relative to the parent of the file's folder: ``models/y`` in ``configs/x.yaml`` is beside
+    ``configs``.
 
     Args:
-        source: path of a YAML file; or directory or hub name of a model. A model is served with the
-            defaults of all other keys.
+        source: path of a YAML file, or a model's directory or hub name. For a model, all other keys
+            have their defaults.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
@@ -63,10 +64,10 @@ def load_with_options(
         source: as in ``load_config``.
         options: values by the names of ``vllm_options.OPTIONS``; None means that the option is
             absent.
-        overrides: values by dotted keys; they take precedence over options.
+        overrides: values by dotted key. They take precedence over options.
 
     Raises:
-        ConfigError: an option has no counterpart, or a value is not allowed.
+        ConfigError: our configuration has no such option, or a value is not allowed.
     """
     keys = as_overrides(options) | dict(overrides or {})
     config = load_config(source, keys)
@@ -124,9 +125,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a path means a model. The name of a missing file with a configuration's suffix
-    does not mean a model.
-    """
+    """Return whether a path is a model. A missing file with a configuration's suffix is not one."""
     return path.is_dir() or not (path.exists() or path.suffix in CONFIG_SUFFIXES)
 
 
@@ -147,8 +146,8 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
 def _read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
-    An alias counts as a copy of its value, because a few lines of aliases may need more memory than
-    the machine has.
+    An alias counts as a copy of its value, because a few lines of aliases may otherwise become more
+    values than the memory can hold.
 
     Raises:
         ValueError: the text is not YAML, or contains too many values.
@@ -209,9 +208,7 @@ def _find_config(given: Path) -> Path:
 
 
 def _find_model(model: str, base: Path) -> str:
-    """Return the directory of a model, in the working directory or in ``base``; otherwise its
-    name.
-    """
+    """Return the model's directory in the working directory or in ``base``; else the name."""
     given = Path(model).expanduser()
     candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:

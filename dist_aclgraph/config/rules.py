@@ -25,8 +25,7 @@ def read_rules(path: str | Path) -> dict[str, Any]:
 
 
 def read_device_rules(path: str | Path) -> dict[str, str]:
-    """Return the emulator's settings in a file of rules. This function does not check names and
-    values.
+    """Return the emulator's settings in a file of rules, without a check of names and values.
 
     Raises:
         DeviceError: the file cannot be read, or is no file of rules.

@@ -31,7 +31,7 @@ TaskSetting = Literal["auto", "generate", "embed", "rerank"]
 ExchangeSetting = Literal["auto", "all_gather", "all_to_all", "mc2"]
 Mc2Algorithm = Literal["auto", "fullmesh", "hierarchy"]
 
-# limit of a weight in traffic: sums with larger weights lose small weights, or become infinite
+# Limit of a weight in the traffic. With larger weights, sums lose small weights or become infinite.
 MAX_WEIGHT = 1e15
 
 
@@ -292,9 +292,7 @@ class SchedulerConfig(Section):
 
     @property
     def prompt_share(self) -> int:
-        """Largest number of tokens of one prompt in a step while other requests are ready to
-        run.
-        """
+        """Most tokens of one prompt in a step while other requests are ready to run."""
         return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 
@@ -374,16 +372,16 @@ class TimeoutConfig(Section):
     def collective_s(self) -> int:
         """How long the device waits in a collective for other ranks, in seconds.
 
-        This limit is longer than the limit of a step, after which a lost rank is found. With a
-        shorter limit, the peers of the lost rank would fail first, and would be reported as the
-        cause.
+        A lost rank is found after the limit of a step. This limit must be longer. Otherwise the
+        peers of the lost rank would fail first, and would be reported as the cause.
         """
         return math.ceil(self.step_s + self.link_s)
 
     @property
     def watchdog_s(self) -> float:
-        """Limit in seconds after which torch_npu ends a process in an endless collective. It is
-        longer than HCCL's own limit, so that HCCL's error comes first.
+        """Time in seconds after which torch_npu ends a process that hangs in a collective.
+
+        It is longer than HCCL's own limit, so that HCCL's error comes first.
         """
         return self.collective_s + self.link_s
 
@@ -472,7 +470,7 @@ class Config(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model in the API; replies have the first one."""
+        """All names of the model in the API. Replies contain the first name."""
         return (self.name, *self.served_model_aliases)
 
     @property
@@ -547,7 +545,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Config:
-        # If a step has too few tokens for all running requests, the latest requests would never
+        # If a step had too few tokens for all running requests, the newest requests would never
         # run.
         limits, drafts = self.scheduler, self.speculative.num_tokens
         if limits.max_num_batched_tokens < limits.max_num_seqs * (drafts + 1):

@@ -1,3 +1,4 @@
-"""``dist-aclgraph probe``: tests a device by questions, each in its own process, and makes a
-report.
+"""``dist-aclgraph probe`` tests a device with questions, and makes a report.
+
+Each question runs in a separate process.
 """

@@ -33,7 +33,7 @@ class Task(msgspec.Struct, frozen=True):
 
     Attributes:
         device_id: the NPU that this process may use.
-        meeting: file where the ranks of a question meet.
+        meeting: file with which the ranks of a question form their HCCL world.
         output: file for the output of libraries.
     """
 
@@ -70,7 +70,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         parent.send(None)
         outcome = ask(probe, bench)
     parent.send(outcome)
-    # Another rank may still need this process, so wait until the parent closes the pipe or dies.
+    # Wait until the parent closes the pipe or dies, because another rank may need this process.
     parent.poll(None)
     # Exit without destructors, because they may wait for a stopped device.
     os._exit(0)

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.]+")
 
 
 def has_name(chip: str, cann: str) -> bool:
-    """Return whether the names of the chip and its CANN can be parts of a file name."""
+    """Return whether the names of the chip and of CANN can be parts of a file name."""
     return bool(_NAME.fullmatch(chip) and _NAME.fullmatch(cann))
 
 
@@ -28,7 +28,7 @@ def rules_name(chip: str, cann: str) -> str:
     """Return the name of the file for a chip with a version of CANN.
 
     Raises:
-        ConfigError: a name has other characters than letters, digits, dots and underscores.
+        ConfigError: a name contains a character other than a letter, digit, dot or underscore.
     """
     if not has_name(chip, cann):
         raise ConfigError(f"no rules can be named after the chip {chip!r} with CANN {cann!r}")
@@ -55,9 +55,9 @@ def rules_text(report: Report) -> str:
     """Return a report's differences as the text of a file of rules.
 
     ``[settings]`` contains three kinds of settings of the emulator (``emulator/README.md``): facts;
-    the emulator's rules that the device does not have; and operators that only the device refuses.
-    ``[answers]`` contains the answers that differ. A number has no unit. Two numbers match if they
-    differ by at most a factor of two.
+    rules of the emulator that the device does not have; and operators that only the device refuses.
+    ``[answers]`` contains the answers that differ from the emulator's answers. Numbers are without
+    units. Two numbers match if they differ by at most a factor of two.
     """
     rows = {row.name: row for row in report.rows}
     settings = [

@@ -1,4 +1,4 @@
-"""A report as a page to read, and its differences as a table for a terminal."""
+"""Shows a report as a page, and the report's differences as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report_page(report: Report) -> str:
     """Return the report as one HTML file, which needs no other file and runs no script.
 
     The page shows the facts of the machine, then the differences, then all other answers by folder.
-    The report may come from an unknown source, so the page shows its texts only as plain text.
+    The report may come from an unknown source, so the page shows texts only as plain text.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"plain": plain, "lines": _lines}
@@ -39,7 +39,7 @@ def report_page(report: Report) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table in Markdown, or one word if there is no row."""
+    """Return the lines of a Markdown table; without rows, one word."""
     if not rows:
         return ["None."]
     lines = [
@@ -69,7 +69,5 @@ def _lines(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text for a table cell: one line, without characters that Markdown or HTML
-    interprets.
-    """
+    """Return a text for a table cell: one line without special characters of Markdown or HTML."""
     return re.sub(r"([|<>`*\[\]])", r"\\\1", " ".join(plain(text).split())[:MAX_CELL])

@@ -1,5 +1,7 @@
-"""A question to a device, and the emulator's answer. This module does not import torch, because the
-process that starts the children must work even if CANN cannot be loaded.
+"""A question to a device, and the emulator's answer.
+
+This module does not import torch, because the process that starts the questions' processes must
+work even if CANN cannot be loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Bench:
         ops: the package torch_npu; None if ``torch`` is None.
         npu: the open device (``device.npu.Npu``); None if ``torch`` is None.
         rank: rank of this process among the processes of the question.
-        ranks: number of processes of the question; they are the members of one HCCL world.
+        ranks: number of processes of the question, which form one HCCL world.
     """
 
     torch: Any = None
@@ -60,7 +62,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a device, and additional details, which are not compared."""
+    """The answer of a device, with additional details. Only the answer is compared."""
 
     found: str
     text: str = ""
@@ -68,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Between:
-    """The answer is a number, which may vary between limits."""
+    """The expected answer is a number between two limits."""
 
     low: float
     high: float
@@ -80,8 +82,9 @@ class Between:
 
 @dataclass(frozen=True)
 class ByCann:
-    """The answer depends on CANN's release series. An A2 may have other answers, ``a2_cann_8`` and
-    ``a2_cann_9``.
+    """The expected answer depends on CANN's release series.
+
+    ``a2_cann_8`` and ``a2_cann_9`` replace the answers for an A2.
     """
 
     cann_8: str
@@ -96,18 +99,17 @@ class Probe:
 
     Attributes:
         name: folder and name, e.g. operators.swiglu; unique.
-        call: function that runs the question; if it returns a number, ``says`` must be a
-            ``Between``. A RuntimeError means "refused", an AttributeError means "missing".
+        call: runs the question. If the result is a number, ``says`` must be a ``Between``. A
+            RuntimeError means "refused", an AttributeError means "missing".
         says: the emulator's answer; None for a fact of the machine, which is only reported.
         level: "quick" questions are asked at every level.
-        limit_s: limit of ``call``; loading torch_npu has its own limit.
+        limit_s: time limit of ``call``, in addition to the time for loading torch_npu.
         ranks: number of processes, each with its own NPU.
         needs_device: whether the process loads torch_npu and opens a device.
-        task_queue: torch_npu's TASK_QUEUE_ENABLE; with 0, the error of an operator names this
-            operator.
+        task_queue: value of torch_npu's TASK_QUEUE_ENABLE. With 0, an operator's error contains the
+            operator's name.
         setting: the emulator's setting for the fact that the question asks for.
-        rule: part of the emulator's refusal, for calls that the emulator refuses and a device may
-            accept.
+        rule: part of the text with which the emulator refuses a call that a device may accept.
         operator: the operator that a device may refuse.
     """
 
@@ -125,9 +127,7 @@ class Probe:
     operator: str | None = None
 
     def expected(self, chip: str, cann: str) -> str | Between | None:
-        """Return the emulator's answer. For an unknown CANN, the rules of CANN 8 apply, as in
-        plans.
-        """
+        """Return the emulator's answer. For an unknown CANN, it is CANN 8's answer, as in plans."""
         if isinstance(self.says, ByCann):
             is_a2 = generation_of(chip) == "A2"
             if cann and not cann.startswith("8."):

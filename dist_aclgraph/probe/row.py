@@ -20,10 +20,10 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         found: the answer in plain words.
         number: the answer, if it is a number.
-        us: duration of the question, in microseconds; None if it did not end.
+        us: duration of the question, in microseconds; None if the question did not end.
         code: CANN's error code.
         text: the error, or other details.
-        chip: name of the device; "" if none was opened.
+        chip: name of the device; "" if no device was opened.
         cann: version of CANN; "" if unknown.
         was_asked: whether the machine has all that the question needs, and the device was opened.
     """
@@ -43,8 +43,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         emulator: the expected answer; "" for a fact of the machine.
-        is_same: whether the answer is the expected answer; None for a fact, and for a question that
-            was not asked.
+        is_same: whether the answer is the expected answer; None for a fact, or if the question was
+            not asked.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         version: version of this package.
-        running: the question that was being asked when the file was written. If a run was cut off
-            at this question, the question is not asked again.
+        running: the question that was running when the file was written. If the run was cut off
+            then, this question is not asked again.
     """
 
     version: str
@@ -81,7 +81,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         return [row for row in self.rows if row.is_same is False]
 
     def summary(self) -> str:
-        """Return in words how many rows there are of each kind."""
+        """Return a text with the number of rows of each kind."""
         unasked = sum(not row.was_asked for row in self.rows)
         return (
             f"{len(self.rows)} questions, {len(self.differences())} answers differ from the "
@@ -90,7 +90,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def judged(probe: Probe, expected: str | Between | None, outcome: Outcome) -> Row:
-    """Return the row of an answer, with the result of the comparison with the emulator's answer."""
+    """Return the row of an answer, compared with the emulator's answer."""
     is_same: bool | None
     if expected is None or not outcome.was_asked:
         is_same = None

@@ -1,6 +1,6 @@
-"""Runs questions one after another. Each question runs in separate processes with a time limit. A
-hang, a dead process and a stopped device also count as answers; the next question gets new
-processes.
+"""Runs questions one after the other, each in new processes with a time limit.
+
+A hang, a dead process and a stopped device also count as answers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from dist_aclgraph.probe.device_rules import RuleAnswer, answers_of
 from dist_aclgraph.probe.question import Between, Probe
 from dist_aclgraph.probe.row import MAX_TEXT, Outcome, Report, Row, judged
 
-LOAD_S = 120.0  # limit of loading torch_npu, opening the device and joining the other ranks
-NEAR = 2.0  # a number counts as equal to the known number within this factor
+LOAD_S = 120.0  # time limit for loading torch_npu, opening the device and joining the other ranks
+NEAR = 2.0  # two numbers count as equal if they differ by at most this factor
 END_S = 5.0  # a child must end within this time after its answer
 NO_ANSWER, DIED, CUT_OFF = "no answer", "the process died", "the run was cut off here"
 
 
 class Runner:
-    """Owns the child processes of one question at a time. ``run`` gets the questions.
+    """Owns the child processes of the question that is running.
 
     Args:
         device: the device of all questions.
-        rules: known answers of a chip with a version of CANN, by name of the question. They replace
-            the emulator's answers.
-        child: the function of a child process, called with a ``Task`` and a pipe.
+        rules: returns the known answers of a chip with a version of CANN, by name of the question.
+            Known answers replace the emulator's answers.
+        child: runs in each child process, with a ``Task`` and a pipe as arguments.
     """
 
     def __init__(
@@ -62,8 +62,7 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Run all questions that have no row in the report, or whose row says that they were not
-        asked; add their rows to the report.
+        """Run all questions that were not asked yet, according to the report; add their rows.
 
         Args:
             save: called before and after each question.
@@ -82,7 +81,7 @@ class Runner:
                 try:
                     outcome = self._ask(probe)
                 except KeyboardInterrupt:
-                    report.running = None  # the user, not the question, has ended the run
+                    report.running = None  # because the user has ended the run, not the question
                     save(report)
                     raise
             report.chip = outcome.chip or report.chip
@@ -148,9 +147,7 @@ class Runner:
 
 
 def context_of(kind: DeviceKind) -> ForkServerContext | SpawnContext:
-    """Return the context that starts processes: with the emulator already loaded, or with nothing
-    loaded.
-    """
+    """Return the context that starts processes: with the emulator loaded, or without libraries."""
     if kind == "npu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -162,8 +159,8 @@ class _Child:
     """One process of a question.
 
     Attributes:
-        pipe: carries the messages of the process; it closes when the process ends.
-        has_begun: whether the device was opened, or opening it has failed.
+        pipe: carries the messages of the process. It closes when the process ends.
+        has_begun: whether the device was opened, or the opening has failed.
     """
 
     def __init__(
@@ -199,9 +196,7 @@ class _Child:
         return Outcome(DIED, text=f"{ending}\n{self._last_output()}")
 
     def end(self) -> None:
-        """End the process. A process that hangs in the driver cannot be ended, and is left
-        running.
-        """
+        """End the process. A process that hangs in the driver cannot be ended, and stays."""
         self.pipe.close()
         self._process.join(END_S if self.is_done else 0)
         if self._process.is_alive() and self._process.pid:

@@ -89,7 +89,7 @@ def make_api(state: ApiState, access: Access | None = None, *, names_requests: b
             Exception: _our_error,
         },
     )
-    # ``Edge`` is outside of Starlette, because Starlette's own layers would double the time of a
+    # ``Edge`` is no middleware of Starlette, because Starlette's layers would double the time of a
     # refusal.
     return Edge(api, access, state, names_requests=names_requests)
 

@@ -1,11 +1,9 @@
 """The Ray Serve application: ``serve run dist_aclgraph:app config=configs/x.yaml``.
 
-The application has two parts. ``groups`` starts and stops the controller and its workers. Any
-number of ``ingress`` replicas (``serve.replicas``) serve HTTP with these workers until Serve stops
-the replicas.
+The application has two parts. ``groups`` starts and stops the controller and its workers.
+``serve.replicas`` replicas of ``ingress`` serve HTTP with these workers until Serve stops them.
 
-Annotations are evaluated in this module, because Serve inspects the class of the builder's
-argument.
+This module evaluates annotations, because Serve inspects the class of the builder's argument.
 """
 
 import asyncio
@@ -48,8 +46,8 @@ STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 class RefusedError(click.ClickException, RayServeException):  # type: ignore[misc]  # untyped
     """The application cannot be served.
 
-    ``serve run`` prints click's errors as one sentence; ``serve status`` prints Serve's errors as
-    one sentence. Both commands print other errors with a traceback.
+    The class has two bases because ``serve run`` prints only click's errors as one sentence, and
+    ``serve status`` only Serve's errors. Both commands print other errors with a traceback.
     """
 
 
@@ -73,8 +71,8 @@ class GroupsReplica:
 
     def __init__(self, config: Config, start: StartDeployment = start_on_ray) -> None:
         ProcessLog("owner").open(config.logging)
-        # A new version of the application starts while the previous one drains, and waits for its
-        # NPUs.
+        # A new version of the application starts while the previous version drains, so the new one
+        # must wait for NPUs.
         place_s = config.timeouts.place_s + _leave_s(config)
         timeouts = config.timeouts.model_copy(update={"place_s": place_s})
         self._deployment = start(config.model_copy(update={"timeouts": timeouts}))
@@ -88,7 +86,7 @@ class GroupsReplica:
         return await asyncio.to_thread(self._deployment.outlook)
 
     async def stay(self) -> None:
-        """Wait forever. While an ingress has this call open, Serve does not end this replica."""
+        """Wait forever, because Serve does not end this replica while a call is open."""
         await asyncio.Event().wait()
 
     async def check_health(self) -> None:
@@ -96,7 +94,7 @@ class GroupsReplica:
         await asyncio.to_thread(self._deployment.raise_if_dead)
 
     async def __del__(self) -> None:
-        """Stop the deployment; Serve calls this when no ingress uses this replica any more."""
+        """Stop the deployment. Serve calls this after all ingresses have left this replica."""
         if hasattr(self, "_deployment"):
             await asyncio.to_thread(self._deployment.shut_down)
 
@@ -113,7 +111,7 @@ class Ingress:
         self, config: Config, access: Access, groups: Any
     ) -> None:
         ProcessLog("ingress").open(config.logging)
-        # Only this function of Ray Serve tells where its proxies listen.
+        # Ray Serve has no public function that returns where its proxies listen.
         host = _get_global_client().http_config.host or "127.0.0.1"
         check_exposure(access, config.serve, "Ray Serve's http_options.host", host)
         self._access = access
@@ -136,7 +134,7 @@ class Ingress:
         self._state = open_state(config, tokenizer, reach, ask, replica)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        # Serve's proxy gives requests their names, and returns the names to clients.
+        # Serve's proxy names the requests, and returns the names to clients.
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
@@ -148,7 +146,7 @@ class Ingress:
         if hasattr(self, "_state"):
             await asyncio.to_thread(self._leave)
             self._stay.cancel()
-            # This process ends now, so the cancellation must have reached the groups.
+            # Wait until the cancellation has reached the groups, because this process ends now.
             await asyncio.wait([self._stay])
 
     def _leave(self) -> None:
@@ -157,12 +155,12 @@ class Ingress:
 
 
 def _leave_s(config: Config) -> float:
-    """Return how many seconds an application may take to end its ingresses and then its groups."""
+    """Return how many seconds an application may need to end its ingresses and then its groups."""
     return 2 * (config.serve.drain_s + config.timeouts.stop_s)
 
 
 async def _stay(groups: Any) -> None:
-    """Keep one call to the groups open, forever; after a replacement, call the new groups."""
+    """Keep one call to the groups open forever. After a replacement, call the new groups."""
     while True:
         call = groups.stay.remote()
         try:
@@ -187,9 +185,9 @@ async def _take_back(call: Any) -> None:
 def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.Application:
     """Bind the ingress to a checked configuration.
 
-    Ray Serve's own configuration determines where its proxy listens and how it limits connections:
-    ``serve.host``, ``serve.port`` and the limits on headers, readers and connections have no effect
-    here.
+    Ray Serve's own configuration determines where its proxy listens and how the proxy limits
+    connections. So ``serve.host``, ``serve.port`` and the limits on headers, readers and
+    connections have no effect here.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -198,7 +196,8 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
     access = read_access(config.serve, checks_host=False)
     if config.serve.traces is not None:
         check_packages()
-    # The name does not depend on the time: Serve replaces replicas whose arguments have changed.
+    # The folder's name must not depend on the time, because Serve replaces replicas whose arguments
+    # have changed.
     config = with_log_folder(config, f"serve-{file_name(config.name)}")
     drain_s = config.serve.drain_s
     options: dict[str, Any] = {
@@ -207,7 +206,7 @@ def make_app(config: Config, start: StartDeployment = start_on_ray) -> serve.App
         "health_check_timeout_s": 30.0,
         "max_constructor_retry_count": 1,
     }
-    ingress: Any = Ingress  # the decorators turned the classes into Serve deployments
+    ingress: Any = Ingress  # the decorator has made the class a Serve deployment
     groups: Any = GroupsReplica
     # The groups end after the ingresses, because ingresses finish the requests that they admitted.
     owner = groups.options(

@@ -1,4 +1,4 @@
-"""Makes the OpenAPI document. Schemas of bodies come from structs, and others from this file."""
+"""Makes the OpenAPI document. Schemas of bodies come from structs; this file has the others."""
 
 from __future__ import annotations
 

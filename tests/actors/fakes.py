@@ -12,7 +12,7 @@ from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 
 @dataclass
 class FakeRank:
-    """The state of one rank: a plan, its captured graphs, and which of them are committed."""
+    """The state of one rank: a plan, and its graphs that were captured or committed."""
 
     rank: int
     streams: int
@@ -27,9 +27,9 @@ class FakeRanks:
 
     Attributes:
         streams: number of streams of each rank.
-        failures: cause with which the capture of a graph fails on a rank; in ``unprepared``, with
-            which the warm-up fails.
-        digests: digest that a rank reports for a graph, if it differs from the other ranks' digest.
+        failures: the cause with which the capture of a graph fails on a rank.
+        unprepared: the cause with which the warm-up of a graph fails on a rank.
+        digests: the digest that a rank reports for a graph, if other ranks report another digest.
         holds_another_plan: a rank that adopts another plan.
         leaks: a rank that does not free streams.
         breaks: a rank, and the action that its device refuses.

@@ -66,8 +66,8 @@ class Group:
         link_s, max_unread_bytes, turn_s: limits for clients, and for the loop's work on the host.
         clients_host: address for clients on other nodes.
         is_held: whether the engine may serve.
-        fault_at: the step in which rank 0's device stops because of a link; other ranks wait for
-            this device.
+        fault_at: the step in which rank 0's device stops because of a link. The other ranks then
+            wait for this device.
         stop: stops the devices of all ranks.
     """
 

@@ -51,9 +51,9 @@ def make_round(base: Config, mode: str, model: str, chosen: random.Random) -> Co
 def play(ranks: LocalRanks, config: Config, free: int) -> str:
     """Negotiate and capture with ``free`` stream ids; return the outcome in one word.
 
-    There are three laws. A plan from a model that counts streams is captured completely. If the
-    plan has fewer buckets of a family than asked, one more bucket does not fit. After the release,
-    all streams are free again.
+    There are three laws. If the budget model counts streams, the whole plan is captured. If the
+    plan has fewer buckets of a family than requested, one more bucket does not fit. After the
+    release, all streams are free again.
     """
     workload = Workload.from_config(config, read_model_facts(config.model))
     model = make_budget_model(config.graph.budget_model, workload)
@@ -96,7 +96,7 @@ def check_one_more(
     plan: GraphPlan,
     reserve: int,
 ) -> str:
-    """Capture another bucket of every family that lost buckets for lack of streams."""
+    """Capture one more bucket of each family that has fewer buckets than requested."""
     kept = {family.name: family.buckets for family in plan.families}
     short = "failed" in plan.reasons[-1]
     found = "all"

@@ -31,7 +31,7 @@ NODE, TOKEN, WAIT_S, LOOK_S = "node", "secret", 60.0, 0.1
 
 @dataclass
 class ServingRanks:
-    """Attributes: loop: the engine's loop."""
+    """The loop, the client and the rank processes of a serving group."""
 
     loop: EngineLoop
     client: EngineClient

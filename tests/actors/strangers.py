@@ -56,9 +56,7 @@ def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
 
 
 def send_raw(url: str, count: int) -> int:
-    """Send blocks of bytes that are not ZMTP, over one connection after another; return the number
-    of blocks.
-    """
+    """Send blocks of bytes that are not ZMTP, over successive connections; return their number."""
     host, port = url.removeprefix("tcp://").split(":")
     taken = 0
     while taken < count:

@@ -68,8 +68,8 @@ class CrowdedGroups(ServingGroups):
     """Groups of a cluster without a free NPU.
 
     Attributes:
-        looks: for each check of room: its time limit, and whether other changes were refused at
-            that time.
+        looks: one entry for each check for free NPUs: the time limit, and whether other changes
+            were refused meanwhile.
     """
 
     def __init__(self) -> None:

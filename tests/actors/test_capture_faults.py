@@ -92,7 +92,7 @@ def test_a_rank_out_of_streams_in_its_third_bucket_leaves_two_on_all(checkpoint:
 
 @pytest.mark.slow
 def test_memory_that_runs_out_inside_a_capture_costs_that_bucket_alone(checkpoint: Path) -> None:
-    # At the second allocation, some of the bucket's pieces exist already, and use memory.
+    # At the second allocation, some of the bucket's pieces already exist and use memory.
     fault = {"op": "alloc", "call": 2}
     config = make_faulty_config(checkpoint, "FULL_AND_PIECEWISE", fault, max_tokens=512)
     with lockstep(config) as group:
@@ -121,8 +121,9 @@ def test_an_operator_that_fails_while_captured_costs_that_bucket_alone(checkpoin
 
 
 def fail_to_start(config: Config) -> tuple[WorkerError, float, float]:
-    """Return the error of a failed start, the time from captures to the error, and the time of the
-    start. The first time may be too short, because the begin of captures may be reported late.
+    """Return the error of a failed start, the time since the first capture, and since the start.
+
+    The time since the first capture may be too short, because captures may be reported late.
     """
     start_s = began_s = time.monotonic()
 

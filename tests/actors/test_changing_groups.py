@@ -50,8 +50,8 @@ class Pair:
     """Two groups.
 
     Attributes:
-        configs: two configurations; the groups run one of these.
-        weights, away: path of the weights, and the path to which tests move this file to hide it.
+        configs: two configurations. The groups run one of them.
+        weights, away: path of the file of weights; path to which tests move this file to hide it.
         wanted: the tokens of ``PROMPTS``.
     """
 
@@ -63,7 +63,7 @@ class Pair:
 
     @property
     def next_config(self) -> Config:
-        """The one of ``configs`` that the groups do not run."""
+        """The configuration in ``configs`` that the groups do not run."""
         running = self.service.report()["num_blocks"]
         [other] = [config for config in self.configs if config.kv.num_blocks != running]
         return other
@@ -333,7 +333,7 @@ def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
 
-        with streams(service, 32) as found:  # more requests than one group has rows
+        with streams(service, 32) as found:  # one group has fewer rows
             wait_until(lambda: service.client.capacity().serving == 2, "no other group", 120)
 
         wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)

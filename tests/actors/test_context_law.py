@@ -93,7 +93,7 @@ class Deployment:
     def play(
         self, arrivals: list[Arrival], num_blocks: int | None, *, is_eager: bool
     ) -> dict[str, list[int]]:
-        """Play arrivals on all ranks, as ``run`` does on one rank; return each request's tokens."""
+        """Run the arriving requests on all ranks; return each request's tokens."""
         self.group.restart(num_blocks=num_blocks, is_eager=is_eager)
         scheduler = self.group.scheduler
         tokens: dict[str, list[int]] = {}
@@ -127,7 +127,7 @@ class Deployment:
         assert replayed == eager
         for index, arrival in enumerate(arrivals):
             tokens, all_of_them = eager[str(index)], wanted[str(index)]
-            if arrival.abort_at is not None:  # at the abort, requests may have more or fewer tokens
+            if arrival.abort_at is not None:  # the number of tokens at the abort may differ
                 length = min(len(tokens), len(all_of_them))
                 tokens, all_of_them = tokens[:length], all_of_them[:length]
             assert tokens == all_of_them
@@ -193,7 +193,7 @@ def test_graphs_and_eager_steps_give_the_tokens_of_one_rank(
 ) -> None:
     setting = deployment.setting
     arrivals = data.draw(arrivals_of(setting))
-    # There are only a few more blocks than the longest request needs, so some requests are
+    # The cache has only a few blocks more than the longest request needs, so that some requests are
     # preempted.
     smallest = 2 + -(-(MAX_LEN + 4) // (setting.block_size * setting.shards))
     deployment.check(arrivals, data.draw(st.integers(smallest, smallest + 8)))

@@ -1,4 +1,4 @@
-"""When no restart is left, the reason says so once, with the failure that came before."""
+"""If no restart is left, the reason contains this once, and the last failure."""
 
 from __future__ import annotations
 

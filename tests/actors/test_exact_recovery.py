@@ -21,7 +21,7 @@ PROMPTS = make_prompts([20, 7, 33, 12] * (STREAMS // 4))
 
 
 def params_of(index: int) -> SamplingParams:
-    """Return greedy parameters for even streams, and seeds for odd streams; some have penalties."""
+    """Return parameters: greedy for even streams, with a seed for odd streams, some penalties."""
     return SamplingParams(
         max_tokens=TOKENS,
         ignore_eos=True,

@@ -52,7 +52,7 @@ class Busy:
         os.kill(self.pids[rank], signal.SIGKILL)
 
     def sibling(self, name: str) -> int:
-        """Return the process id of the only actor of a class, which has the workers' parent."""
+        """Return the process id of the only actor of a class. It has the same parent as workers."""
         parent = int(Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
         # The kernel keeps 15 characters of a name.
         [pid] = [p for p in processes.children(parent) if processes.name_of(p) == name[:15]]
@@ -66,7 +66,7 @@ def submit_some(service: Serving, count: int = 4) -> list[Answer]:
 
 @contextmanager
 def busy(checkpoint: Path, num_requests: int = 4, **overrides: Any) -> Iterator[Busy]:
-    """Within this context, requests run and have first tokens; later, all NPUs are free."""
+    """Within this context, requests run, and have their first tokens. After it, NPUs are free."""
     overrides = {"recovery": NO_RECOVERY, **overrides}
     with serving(make_deployment_config(checkpoint, **overrides)) as service:
         pids, answers = worker_pids(service), submit_some(service, num_requests)
@@ -152,7 +152,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [4.0, 600.0])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
-    """The step's time limit, or the missing heartbeat if it is noticed earlier, names the rank."""
+    """The error names the rank, after the step's time limit or earlier after a lost heartbeat."""
     with busy(
         checkpoint,
         parallel={"tp": 2},

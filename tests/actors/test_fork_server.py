@@ -26,7 +26,7 @@ from tests.actors.leftovers import assert_processes_are_gone, wait_until
 
 CONFIG = load_config("configs/tiny-qwen3.yaml")
 
-# This program runs in place of Ray's own program. It prints its arguments and its environment.
+# This program replaces Ray's own program. It prints its arguments and its environment.
 PROGRAM = """
 import json, os, sys
 found = {
@@ -127,7 +127,7 @@ def test_forked_processes_leave_nothing_when_they_end(forks: Starter) -> None:
     assert_processes_are_gone([forks.run()["pid"]])
 
 
-# A valid beginning, and another key whose value is nested too deeply for any parser.
+# A valid request, with another key whose value is nested too deeply for any parser.
 DEEP = b'\n{"arguments":[],"folder":"","environment":{},"zz":' + b"[" * 100_000
 
 
@@ -252,7 +252,7 @@ def test_a_forked_process_leaves_the_server_to_its_parent() -> None:
     with closing(ForkingStarter()) as owner:
         path = server_of(owner)
         child = os.fork()
-        if child == 0:  # like the owner of a deployment, which its supervisor forks
+        if child == 0:  # the child is like the owner of a deployment, which the supervisor forks
             owner.disown()
             is_same = server_of(owner) == path
             owner.close()
@@ -307,7 +307,7 @@ def test_of_a_process_id_that_means_another_nothing_is_ended() -> None:
 
 
 def test_a_process_of_another_job_of_ray_loads_for_itself(forks: Starter) -> None:
-    """Ray's native part reads the id of its job only once, when it is loaded."""
+    """Ray's native library reads the job's id only once, when it is loaded."""
     assert forks.run(environment={"RAY_JOB_ID": "01000000"})["has_loaded"]
     assert not forks.run(environment={"RAY_JOB_ID": "02000000"})["has_loaded"]
 

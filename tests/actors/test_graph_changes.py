@@ -49,7 +49,7 @@ class Serving:
             before = len(self.ranks.moves)
             self.changes.advance()
             moves = [move for move, _ in self.ranks.moves[before:]]
-            # A second capture restores the graph that was released before a failed capture.
+            # If a capture fails, a second capture restores the graph that was released for it.
             assert moves.count("capture") <= (2 if moves[:1] == ["release"] else 1)
         graph, _ = self.dispatcher.dispatch(batch, batch, 1)
         for state in self.ranks.states:

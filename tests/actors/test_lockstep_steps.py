@@ -32,7 +32,7 @@ PROMPTS = make_prompts((1, 3, 10, 16, 17, 30, 45, 60))
 def config(
     npu: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Config:
-    # There are half as many blocks as all requests need, so that some requests are preempted.
+    # The cache has half of the blocks that all requests need, so that some requests are preempted.
     num_blocks, mixed = (14, (16, 32)) if request.param is EXPERTS else (5, (4, 16))
     directory = tmp_path_factory.mktemp("deepseek")
     make_reference("DeepseekV3ForCausalLM", directory, num_hidden_layers=2)
@@ -42,7 +42,7 @@ def config(
             "model": str(directory),
             "dtype": "float32",
             "max_model_len": MAX_LEN,
-            # Experts have so little room that some steps are run again.
+            # Experts have little room, so that some steps are run again.
             "parallel": {**request.param, "exchange": "all_to_all", "expert_capacity": 1.0},
             "speculative": {"num_tokens": DRAFTS},
             "graph": {
@@ -80,7 +80,7 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
         found = [step.num_collectives for step in done]
         counts, num_ranks = set(found), len(found) // len(plan.batches)
         is_full = plan.graph is not None and plan.graph.mode == "FULL"
-        # Ranks of different batches read caches and split prompts independently.
+        # Only ranks with the same batch read caches and split prompts in the same way.
         by_batch = [
             set(found[first : first + num_ranks]) for first in range(0, len(found), num_ranks)
         ]

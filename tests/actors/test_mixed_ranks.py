@@ -15,7 +15,7 @@ from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
 
 STREAMS_BEFORE = 36  # free streams of one of two ranks at its offer
-# Free streams of the rank with fewer streams, by mode. All sizes together need more streams.
+# By mode: free streams of the rank that has fewer streams. All sizes together need more streams.
 FREE = {"FULL_DECODE_ONLY": 18, "PIECEWISE": 55, "FULL": 18, "FULL_AND_PIECEWISE": 55}
 DECODE, PIECES = 4, 16  # streams of a bucket on one of two ranks, with three layers
 PRICES = {

@@ -281,7 +281,7 @@ def test_tensor_parallel_groups_stay_on_a_node_unless_the_configuration_says_so(
 def test_the_node_that_leads_a_group_is_that_of_its_first_rank(
     layout: ParallelLayout, nodes: list[Node], data: st.DataObject
 ) -> None:
-    """The group's engine starts on this node, and the ranks meet there."""
+    """The node matters because the group's engine starts on it, and the ranks meet on it."""
     landed = [
         (data.draw(st.sampled_from(nodes)).node_id, (npu,)) for npu in range(layout.world_size)
     ]

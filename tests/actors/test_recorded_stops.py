@@ -32,7 +32,7 @@ VICTIM = 1  # the rank of every fault
 
 
 def sleep_at_a_step(step: Any) -> None:
-    """Stands for code of a rank's host that does not return."""
+    """Simulate code on a rank's host that does not return."""
     time.sleep(STUCK_S)
 
 
@@ -47,7 +47,7 @@ def make_config(checkpoint: Path, folder: Path, **overrides: Any) -> Any:
 
 
 def explained(folder: Path) -> Explanation:
-    """Return why the only group stopped, as far as the recordings show it now."""
+    """Return why the only group stopped, according to the recordings at this moment."""
     (ranks,) = read_groups(folder / "start").values()
     return explain_stop(ranks)
 
@@ -177,7 +177,7 @@ def test_a_rank_that_is_stuck_in_a_capture_is_blamed(checkpoint: Path, tmp_path:
 
     looking = threading.Thread(target=wait_until, args=[is_found, "nobody is stuck"], daemon=True)
     looking.start()
-    with lockstep(config):  # the capture ends, too late
+    with lockstep(config):  # the capture ends, but after the time limit
         looking.join()
 
     assert found[-1].blamed == (VICTIM,)

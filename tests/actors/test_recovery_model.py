@@ -48,7 +48,7 @@ class Groups:
     on_open: Callable[[], None] = lambda: None
     groups: list[Group] = field(default_factory=list)
     watched: list[Group] = field(default_factory=list)
-    trouble: str = ""  # why the watch itself does not work
+    trouble: str = ""  # why the group watch itself does not work
     has_room: bool = True
     comes_up: bool = True
     started: int = 0
@@ -64,7 +64,7 @@ class Groups:
         group = Group(self.started)
         self.started += 1
         self.groups.append(group)
-        self.on_open()  # clients and the driver may ask at this moment
+        self.on_open()  # at this moment, clients and the driver may send questions
         self.watched.append(group)
         return group
 
@@ -84,7 +84,7 @@ class Groups:
         """Do nothing, because lost groups have no processes in this model."""
 
     def prepare_starter(self) -> None:
-        """Nothing is forked."""
+        """Do nothing, because this model forks no processes."""
 
     def find_place(self) -> None:
         if not self.has_room:
@@ -129,7 +129,7 @@ class BegunChange:
 
 @dataclass
 class Client:
-    """Routes requests like EngineClient, with the real Outage and the real OpenRequest."""
+    """Routes requests like EngineClient. Uses the real Outage and the real OpenRequest."""
 
     groups: Groups
     outage: Outage
@@ -263,7 +263,7 @@ class RecoveryModel(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_stays_so_within_the_hour(self) -> None:
-        """If a client has heard that no group will start, this must stay true for some time."""
+        """After a client was told that no group will start, no group starts for some time."""
         if self.is_over:
             self.upkeep.look()
             assert self.is_over
@@ -306,7 +306,7 @@ TestRecovery = RecoveryModel.TestCase
 
 
 def test_a_place_that_appears_ends_the_pause() -> None:
-    """A host is away for ten minutes; the group starts within two looks after its return."""
+    """A host is away for ten minutes. After its return, the group starts within two looks."""
     groups = Groups(1, load_config(CONFIG))
     clock = [0.0]
     upkeep = Upkeep(

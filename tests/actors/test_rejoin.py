@@ -107,7 +107,7 @@ def test_all_workers_survive_their_engine_and_then_a_group_is_built_anew(checkpo
 def test_where_survivors_make_no_group_another_one_is_built(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The file of weights is missing, so new workers fail, with survivors or in a new group."""
+    """The file of weights is missing, so a new worker fails, with survivors or in a new group."""
     directory = copy_of(checkpoint, tmp_path)
     weights, away = directory / "model.safetensors", tmp_path / "away"
     config = make_deployment_config(directory, parallel={"tp": 2})

@@ -19,14 +19,14 @@ from tests.slow import slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
-# An operator's call of this number is after the start and in the middle of the requests.
+# This call of an operator happens after the start, in the middle of the requests.
 MIDDLE = 300
 
 
 def make_config(
     checkpoint: Path, *faults: dict[str, Any], queues: bool = False, **overrides: Any
 ) -> Config:
-    """Return a configuration. With ``queues``, operators pass through torch_npu's task queue."""
+    """Return a configuration. With ``queues``, torch_npu's task queue is on."""
     names = ("fault", "second_fault")
     emulated = {"strict": False, **dict(zip(names, faults, strict=False))}
     sections = {
@@ -148,8 +148,9 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
 def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
     npu: Any, tmp_path: Path, drafts: int, op: str, kind: str, call: int
 ) -> None:
-    """Their states cannot be computed in place, so they lose their rows, and get the same
-    tokens.
+    """States cannot be computed again in place, so the requests lose their rows.
+
+    The requests still get the same tokens.
     """
     checkpoint = tmp_path / "hybrid"
     make_reference("Qwen3NextForCausalLM", checkpoint)
@@ -175,7 +176,7 @@ def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
     assert struck["num_preemptions"] > sound["num_preemptions"]
 
 
-# Keys of a layer. The page is in a block that a request uses from its first token on.
+# Keys of a layer, in a block that a request uses from its first token on.
 BAD_KV = {
     "op": "aclnnFusedInferAttentionScoreV3",
     "call": MIDDLE // 3,
@@ -209,7 +210,7 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
         # HCCL's own memory, and then the memory of a weight.
         ([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
-        # The same operator fails again, in the step that runs again.
+        # The same operator also fails when the step runs again.
         (
             [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
             "rank 1 in SERVING: step .*507015",

@@ -1,4 +1,4 @@
-"""The number of resumptions of a group is limited in a row, but not in total."""
+"""The number of consecutive resumptions of a group is limited, but not the total number."""
 
 from __future__ import annotations
 

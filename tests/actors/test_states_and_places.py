@@ -93,7 +93,7 @@ def test_directories_of_dead_owners_are_swept(temporary: Path) -> None:
 
 
 def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary: Path) -> None:
-    mine = RunDirectory()  # may be of another container, so its name has no process id
+    mine = RunDirectory()  # its name has no process id, because it may be of another container
     foreign = temporary / "dist-aclgraph-notes"
     foreign.mkdir()
 

@@ -38,7 +38,7 @@ Serve = Callable[[StepReceiver, int], None]
 
 
 def make_plan(step: int = 1, epoch: int = EPOCH, num_batches: int = 1) -> StepPlan:
-    """Return a plan in which data-parallel rank i starts a prompt of one token, i."""
+    """Return a plan in which data-parallel rank i starts a prompt with the single token i."""
     starts = [
         RowStart(0, pack_ints([i]), pack_ints([1]), RowSampling(seed=9)) for i in range(num_batches)
     ]
@@ -55,7 +55,7 @@ class Channel:
         self.sender = StepSender(
             range(4, 4 + num_workers), place, ranks_per_batch=ranks_per_batch or num_workers
         )
-        # If peers on other nodes can reach the place, test it as a peer on another node.
+        # If the place can be reached from other nodes, the test connects as another node.
         self.node_id = NODE if place.host is None else "other node"
         self.threads = [
             threading.Thread(target=self._work, args=(rank, serve), daemon=True)

@@ -55,7 +55,7 @@ class LoopWorker:
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
         try:
             handle = os.pidfd_open(pid)
-        except ProcessLookupError:  # Ray has already reaped it; a real worker opens it at its start
+        except ProcessLookupError:  # Ray has reaped the process; a real worker opens handles early
             return True
         return end_process(handle, timeout_s)
 

@@ -50,7 +50,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
         bad_memory: tuple[MemoryRange, ...] = (),
         held: Sequence[list[MemoryRange]] = (),
     ) -> Worker:
-        """``held`` has the memory of torch's allocator for each query of this memory."""
+        """``held`` contains the allocator's memory, one list for each query."""
         worker = Worker(make_config({"model": "unused"}), epoch=1)
         rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
         rank.joined.groups.dp_rank = 0
@@ -186,6 +186,6 @@ def test_a_worker_that_has_left_its_group_has_a_new_lease_for_the_next(make_work
 
     assert leaves(worker)
 
-    # Only the new lease may end this process.
+    # Only the new lease can end this process.
     assert before.is_given_back
     assert not worker._lease.is_given_back

@@ -1,5 +1,5 @@
-"""Plants slowdowns in a decode step, one after another, and prints what ``benchmarks.perf_gate``
-finds. It runs in a separate process, because it needs modelled time.
+"""Plants slowdowns in a decode step, one after the other, and prints the findings of
+``benchmarks.perf_gate``. Runs in a separate process, because it needs modelled time.
 """
 
 from __future__ import annotations

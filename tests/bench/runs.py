@@ -1,4 +1,4 @@
-"""Running a bench of several deployments, and the output that each must have."""
+"""Runs benches of several deployments, and checks the output that every bench must have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Bench(NamedTuple):
 
 
 def run_bench(name: str, size: Sequence[str], out: Path) -> Bench:
-    """In a process of its own: the emulator's settings and Ray hold for the life of one."""
+    """Run a bench in a separate process, because a process cannot change the emulator or Ray."""
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *size, "--out", str(out)],
         cwd=ROOT,

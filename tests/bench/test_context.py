@@ -61,7 +61,7 @@ def test_steps_are_measured_for_each_number_of_shards_and_context(bench: Bench) 
 
 
 def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) -> None:
-    # Means of few steps: a part of the last one may be counted for a step that is not among them.
+    # The means are over few steps. A part of the last step may be counted in the next step.
     rows = bench.results["decodes"]
     one, one_longer, two, two_longer = [row["collectives"] for row in rows]
     bytes_one, bytes_one_longer, bytes_two, bytes_two_longer = [
@@ -72,7 +72,7 @@ def test_shards_cost_two_collectives_a_layer_whatever_the_context(bench: Bench) 
     assert bytes_one == pytest.approx(bytes_one_longer, rel=PART_OF_A_STEP)
     assert bytes_two == pytest.approx(bytes_two_longer, rel=PART_OF_A_STEP)
     assert two - one == pytest.approx(2 * LAYERS, abs=1)
-    # The queries of the other rank's heads arrive, and its results for this rank's heads.
+    # The other rank sends the queries of its heads, and its results for this rank's heads.
     heads = HEADS_OF_A_RANK
     found = heads * LATENT + -(-heads // ALIGNED) * ALIGNED
     values = heads * (LATENT + ROPE) + found
@@ -88,7 +88,7 @@ def test_prompt_ranks_share_the_work_and_exchange_new_keys(bench: Bench) -> None
     assert sum(two["work"]) == one["work"][0] and len(two["work"]) == 2
     assert two["work_ratio"] == pytest.approx(0.5, abs=0.02)
     assert one["first_token_ms"] > 0 and two["first_token_ms"] > 0
-    # New latents layer by layer, and the last hidden state.
+    # There is one collective per layer for new latents, and one for the last hidden state.
     assert two["collectives"] - one["collectives"] == LAYERS + 1
     assert one["collective_bytes"] < two["collective_bytes"]
 

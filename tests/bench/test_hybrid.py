@@ -32,8 +32,9 @@ def test_only_attention_with_lengths_on_the_host_is_updated(
 def test_bytes_of_a_request_are_those_of_its_keys_and_states(
     rows: dict[str, dict[str, float]],
 ) -> None:
-    # keys and values of two heads of 64; in a hybrid, matrices of 8 heads and three inputs of the
-    # convolution; in a sparse model, the latent, the rotated key and the key of the indexer
+    # Keys and values of two heads of 64. In the hybrid model, also matrices of 8 heads and three
+    # inputs of the convolution. In the sparse model, the latent, the rotated key and the indexer's
+    # key.
     key, latent = 2 * 2 * 64 * 2, (512 + 64 + 128) * 2
     state = 3 * (8 * 128 * 128 + 3 * (2 * 4 + 8) * 128) * 2
 

@@ -1,4 +1,4 @@
-"""The bench of loading loads as many bytes as it was told to."""
+"""The bench of loading loads the requested number of bytes."""
 
 from __future__ import annotations
 

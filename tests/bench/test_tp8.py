@@ -11,7 +11,7 @@ from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
 pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
 
-# Which run modes the steps of a graph mode may have.
+# The keys are graph modes. The values are the run modes that steps may have.
 STEPS = {"NONE": {"eager"}, "PIECEWISE": {"piecewise"}, "FULL": {"full"}}
 
 

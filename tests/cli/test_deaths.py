@@ -113,7 +113,7 @@ def in_a_terminal(command: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_stops_a_service_in_order(npu: object) -> None:
-    """As when a window is closed, or ssh loses its connection: nothing can be written any more."""
+    """A closed window or a lost ssh connection has this effect: no output can be written."""
     with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
         wanted = [stream.text for stream in service.ask_all(60)]
 
@@ -142,7 +142,7 @@ def test_a_fork_server_that_dies_is_replaced_before_it_is_needed(npu: object) ->
 
 
 def clients_of_fork_servers(service: Service) -> list[int]:
-    """Return the processes that Ray has just started, and that are not forked yet."""
+    """Return the processes that Ray has started, and that still wait to be forked."""
     return [
         pid
         for raylet in service.pids(RAYLET)
@@ -154,20 +154,20 @@ def clients_of_fork_servers(service: Service) -> list[int]:
 def _command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return b""
 
 
 @pytest.mark.slow
 def test_a_replacement_that_dies_before_ray_knows_it_is_started_again(npu: object) -> None:
-    """Ray would wait for it for five minutes, which is as long as requests wait."""
+    """Ray would wait five minutes for the replacement, which is as long as requests wait."""
     with serving("recovery.wait_s=200") as service:
         if not fork_servers(service):
             pytest.skip("there is a core for each process, so nothing is forked")
 
         def strike() -> None:
             kill(service, "ray::Engine")
-            # Without pauses, because such a process lives for a moment only.
+            # Search without pauses, because such a process exists only for a moment.
             deadline_s = time.monotonic() + WAIT_S
             while not (found := clients_of_fork_servers(service)):
                 assert time.monotonic() < deadline_s, "nothing is started"

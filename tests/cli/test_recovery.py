@@ -51,7 +51,7 @@ class Service:
     """A service of one group in another process, with additional environment variables.
 
     Args:
-        terminal: a command that runs another command in a terminal of its own.
+        terminal: a command that runs another command in a separate terminal.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ class Service:
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PARTS + parts + RUN],
-            # Threads of OpenBLAS would get signals. They end at a fork, but not at a fork that a
-            # test fakes.
+            # Threads of OpenBLAS would get signals. A real fork ends these threads, but a fork that
+            # a test fakes does not.
             env={**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -512,7 +512,7 @@ def test_an_owner_that_does_not_end_is_killed(start: Start) -> None:
 
 
 def test_children_from_before_are_left_alone(start: Start) -> None:
-    """A shell that has become the service by exec may have had children."""
+    """If a shell replaces itself by the service (exec), its children stay."""
     service = start(
         """
 helper = subprocess.Popen(["sleep", "600"])

@@ -145,7 +145,7 @@ class Program:
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let the program end; after a limit, kill it and all processes that it has started."""
+        """Let the program end. After a limit, kill the program and the processes it has started."""
         started = _descendants(self.pid)
         try:
             self._process.communicate(timeout=END_S)
@@ -185,7 +185,7 @@ class Nodes:
         return set().union(*found)
 
     def kill(self, node_ip: str) -> None:
-        """Let a node die: kill its raylet; the processes that the raylet has started then end."""
+        """Let a node die: kill its raylet, so that the processes of this raylet end."""
         self.signal(node_ip, signal.SIGKILL)
 
     def signal(self, node_ip: str, number: signal.Signals) -> None:

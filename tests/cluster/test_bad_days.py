@@ -1,7 +1,7 @@
-"""Hosts, links and heads that fail under streams, and that a service manager starts again.
+"""Hosts, links and heads fail while streams run, and are started again.
 
-The hosts share only a network. In place of systemd, a shell starts Ray again on each host after Ray
-has ended, as the units of cluster/systemd do. Each test prints its times; -s shows them.
+The hosts share only a network. In place of systemd, a shell restarts Ray on each host, like the
+units in cluster/systemd. Each test prints its times; the option -s shows the output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SETTINGS = {
 # One group over both hosts.
 SPANNING = SETTINGS | {"parallel.tp": 2, "parallel.ep": 4, "speculative.num_tokens": 0}
 CONFIGS = {"tiny-qwen3": SETTINGS, "tiny-deepseek": SPANNING}
-# Streams the same answers again and again until its input ends. No request is tried again.
+# This program streams the same answers again and again until its input ends. It retries no request.
 CLIENT = """
 import json, sys, threading, time
 import httpx
@@ -107,7 +107,7 @@ except httpx.HTTPError as e:
 
 
 class Hosts:
-    """A head without NPUs and two hosts with two NPUs, on each of which Ray is kept up."""
+    """A head without NPUs, and two hosts with two NPUs each. On all three, Ray is restarted."""
 
     def __init__(self, made: list[Node], logs: Path) -> None:
         self.head, *self.others = made
@@ -119,7 +119,7 @@ class Hosts:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_AUTH_MODE": "token",
             "RAY_TMPDIR": PRIVATE,
-            # As in ray-head.service.
+            # The same value as in ray-head.service.
             "RAY_gcs_storage": "rocksdb",
             "RAY_gcs_storage_path": f"{PRIVATE}/gcs",
         }
@@ -238,7 +238,7 @@ def test_a_link_that_is_down_for_a_minute_costs_time_and_no_request(
         load = Load(hosts, 32, 200, model=model)
         wait_until(lambda: load.so_far()["ok"] >= 32, "no stream ends")
         cut.set_link(False)
-        time.sleep(60)  # the length of the outage, not a wait
+        time.sleep(60)  # the duration of the outage
         cut.set_link(True)
         wait_until(lambda: hosts.num_alive() == 3, "the host does not come back")
         wait_until(lambda: status() == "200", "the service does not come back")
@@ -289,7 +289,7 @@ def test_a_node_manager_that_hangs_is_found(hosts: Hosts, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("port", [PORT, SERVE_PORT], ids=["dist-aclgraph", "ray serve"])
 def test_a_host_that_is_drained_ends_no_request(hosts: Hosts, tmp_path: Path, port: int) -> None:
-    """As ``kubectl drain`` does: the preStop hook, then SIGTERM, then SIGKILL after the grace."""
+    """Like ``kubectl drain``: preStop hook, then SIGTERM, then SIGKILL after the grace period."""
     drained = hosts.others[0]
     with serving(hosts, tmp_path, port=port) as status:
         load = Load(hosts, 32, 200, port=port)

@@ -111,8 +111,8 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
-        # There are now fewer nodes than groups. A group whose worker dies keeps its NPUs as soon as
-        # no request waits for an NPU of the dead node.
+        # There are now fewer nodes than groups. If a worker dies, its group can keep its NPUs, but
+        # only when no request of Ray waits for an NPU of the dead node.
         dies, stays = now
         nodes.kill(dies)
         wait_for_missing(program)

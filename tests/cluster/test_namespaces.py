@@ -84,8 +84,8 @@ class Hosts:
     def start(self, node: Node, script: str, *arguments: str, **variables: str) -> None:
         """Start Ray on a node, and wait until the head knows the node.
 
-        Ray allows a node 30 seconds for its start. A busy machine may need longer; then the start
-        is tried again.
+        Ray allows a node 30 seconds for its start. If a busy machine needs longer, the start is
+        tried again.
         """
         self._count += 1
         until_s = time.monotonic() + START_S

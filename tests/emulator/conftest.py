@@ -1,5 +1,6 @@
-"""The emulator in strict mode, in the process of the tests. Code that ends its process runs in
-another process.
+"""The emulator in strict mode, in the process of the tests.
+
+Code that ends its process runs in another process.
 """
 
 import json
@@ -121,17 +122,13 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
 
 @pytest.fixture
 def hosts() -> str:
-    """Return the name of the emulated host of each rank: one letter for each rank, repeated if
-    there are more ranks than letters.
-    """
+    """Return the emulated host of each rank: one letter per rank. The letters are repeated."""
     return "a"
 
 
 @pytest.fixture
 def start_ranks(tmp_path_factory, hosts) -> Callable[..., list[Script]]:
-    """Start code once for each rank. If nodes are given, each node gets the same number of
-    ranks.
-    """
+    """Start code once for each rank. If nodes are given, all nodes get equally many ranks."""
 
     def start(
         code: str,

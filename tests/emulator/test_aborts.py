@@ -1,12 +1,12 @@
-"""Aborting the tasks of a device by torch_npu's own calls: the lost state, the remaining state, and
-how ranks continue.
+"""torch_npu's calls abort the tasks of a device: which state is lost, which state remains, and how
+ranks continue.
 """
 
 import re
 
 import pytest
 
-# A graph that contains a collective, run once; and the three calls of a recovery.
+# A graph with a collective, which has run once; and the three calls of a recovery.
 RANKS = """
 dist.init_process_group("hccl")
 x, out = torch.ones(64, device="npu"), torch.zeros(64, device="npu")
@@ -155,8 +155,9 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
 
 
 def test_a_message_that_nobody_has_taken_when_it_is_aborted_never_comes(run_ranks):
-    """Successive lives use two sets of counters in turn, so a stale counter would have an effect
-    two lives later.
+    """After each abort, HCCL uses the other of two sets of counters.
+
+    So a counter that was not reset would have an effect after the next abort but one.
     """
     results = run_ranks(
         RANKS

@@ -158,7 +158,7 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
     pages = Pages(lengths, kv_heads, dim, 16, torch.bfloat16)
     query = torch.randn(2 * rows, heads, dim).bfloat16()
     found = []
-    for held in ([3, 25], [0, 16]):  # how many tokens, from the front: the rest is the other's
+    for held in ([3, 25], [0, 16]):  # number of first tokens; the other share has the later tokens
         share = Pages(held, kv_heads, dim, 16, torch.bfloat16)
         for b, n in enumerate(held):
             first = 0 if len(found) == 0 else lengths[b] - n
@@ -181,7 +181,7 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
 
 @pytest.mark.parametrize("first,second", [([40, 40], [1030, 1]), ([1500, 900], [1, 0])])
 def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
-    """All kernels of attention have one type, so any lengths may follow any other lengths."""
+    """All kernels of attention have the same type, so an update may set any lengths."""
     pages = Pages([1500, 1500], 2, 64, 128, torch.bfloat16)
     arguments = paged_arguments(torch.randn(2, 4, 64).bfloat16(), pages, [1, 1], 4, 2)
 
@@ -201,7 +201,7 @@ def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
 
 
 def test_log_sum_exps_of_captured_attention_follow_its_updates():
-    """In successive updates, a share gets tokens of a sequence, and later has none of them."""
+    """A first update gives a share tokens of a sequence; a later update takes them away."""
     pages = Pages([200, 200, 200], 2, 64, 128, torch.bfloat16)
     pages.lengths = [5, 5, 5]
     arguments = paged_arguments(torch.randn(3, 4, 64).bfloat16(), pages, [1] * 3, 4, 2, lse=True)

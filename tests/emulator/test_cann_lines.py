@@ -1,5 +1,6 @@
-"""Each release series of CANN refuses different calls of attention. For each series, a process
-tries every call.
+"""Each release series of CANN refuses different calls of attention.
+
+For each series, a process tries every call.
 """
 
 import json

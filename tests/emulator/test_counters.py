@@ -69,7 +69,7 @@ def test_a_failed_capture_leaves_no_graph(x):
     before, graph = emulator.counters(), torch.npu.NPUGraph()
     with pytest.raises(RuntimeError), torch.npu.graph(graph):
         x.cpu()
-    graph.reset()  # the calls that were recorded before the refused call are a graph
+    graph.reset()  # the graph contains the calls before the refused call
     assert taken(before) == {}
 
 

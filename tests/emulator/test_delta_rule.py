@@ -1,5 +1,6 @@
-"""The gated delta rule of linear attention, compared with transformers and with plain formulas, and
-the norm with 1 + gamma.
+"""The gated delta rule of linear attention, and the norm with 1 + gamma.
+
+Both are compared with transformers or with plain formulas.
 """
 
 import json
@@ -50,7 +51,7 @@ def on_device(options):
 def expected(rule, inputs, rows, state):
     """Return the results of some tokens and the state after them, as transformers computes them.
 
-    Its states have the keys before the values, and may be float32.
+    States are [.., keys, values], and may be float32.
     """
     q, k, v, g, beta = (inputs[name][None, rows] for name in ("query", "key", "value", "g", "beta"))
     initial = state.float().mT[None]
@@ -129,7 +130,7 @@ def test_without_g_nothing_decays():
     assert torch.equal(out, want) and torch.equal(after, state)
 
 
-# A device that does not have the rule of torch_npu's document takes decays of channels.
+# A device without the rule of torch_npu's document accepts decays of channels.
 CHANNELS = """
 torch.manual_seed(3)
 q, k = (torch.nn.functional.normalize(torch.randn(4, 2, 128), dim=-1).bfloat16() for _ in "qk")
@@ -274,8 +275,8 @@ def test_chunk_refuses(rule, changes):
     assert CHUNK in str(error.value) and rule in str(error.value)
 
 
-# Values of tensors on the device: CANN does not check them. Each case needs its own device, because
-# it stops the device.
+# Bad values in device tensors, which CANN does not check. Each case stops the device, so each case
+# needs its own device.
 BAD_VALUES = [
     ("num_accepted_tokens[0] is 0, not 1 to 3", [3, 1], [1, 2, 3, 4], [0, 1], -1.0),
     ("num_accepted_tokens[1] is 2, not 1 to 1", [3, 1], [1, 2, 3, 4], [1, 2], -1.0),

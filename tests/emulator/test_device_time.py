@@ -1,6 +1,4 @@
-"""Modelled time: the progress of clocks, the time at which the host continues, and the reported
-idle time.
-"""
+"""Modelled time: progress of clocks, the time at which the host continues, reported idle time."""
 
 import json
 import textwrap
@@ -273,8 +271,9 @@ UPDATES = """
     ],
 )
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
-    """CANN's code on the host computes the tiling; the thread sleeps for this time later, in larger
-    pieces.
+    """CANN's code on the host computes the tiling. The thread sleeps for this time later.
+
+    It sleeps less often, and longer each time.
     """
     rates = tmp_path / "rates.json"
     rates.write_text('{"update_us": 300}')  # far more than the emulator's code on the host takes

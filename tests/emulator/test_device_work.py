@@ -37,9 +37,7 @@ def measure(name, operator):
 
 @pytest.fixture
 def microseconds(run_script):
-    """Run code that calls ``measure``, and return the time of each call, without one gap between
-    kernels.
-    """
+    """Run code that calls ``measure``; return each call's time without one gap between kernels."""
 
     def run(code, **settings):
         settings = {"kernels": "timed", "cann": "9.0.0", "hbm_mb": 65536} | settings

@@ -1,6 +1,4 @@
-"""Dummy weights: no weight file is read, so the shapes of a large model run on a machine that is
-too small for its weights.
-"""
+"""Dummy weights: no weight file is read, so a small machine can run the shapes of a large model."""
 
 import json
 

@@ -135,8 +135,9 @@ def recorded_event():
 
 
 def ask(event):
-    """Query the event until its record has left torch_npu's queue. Until then, torch_npu answers
-    without asking CANN.
+    """Query the event until its record has left torch_npu's queue.
+
+    Until then, torch_npu answers without a call of CANN.
     """
     for _ in range(200):
         event.query()

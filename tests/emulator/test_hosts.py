@@ -268,9 +268,7 @@ def test_what_a_killed_root_has_left_is_removed_by_the_next(run_script):
 
 
 def test_a_part_of_a_communicator_spans_hosts_as_well(run_ranks):
-    """HcclCreateSubCommConfig makes a communicator of ranks 3 and 1, in this order, and one of the
-    other ranks.
-    """
+    """HcclCreateSubCommConfig makes two communicators: of ranks 3 and 1, and of the other ranks."""
     results = run_ranks(
         BY_HAND.replace(", 2, rank == 0", ", 4, rank == 0")
         + """
@@ -332,9 +330,7 @@ def test_a_variable_of_hccl_that_cannot_be_followed_is_named(run_script, environ
 
 @pytest.mark.parametrize("rule", ["=lo", "lo", "^l", "^=lo", ""])
 def test_the_root_listens_at_the_interface_that_is_named(run_script, rule):
-    """The loopback interface comes last. It is used if it is allowed and no other interface
-    exists.
-    """
+    """The loopback interface is used only if it is allowed and no other interface exists."""
     status, output = run_script(
         """
         import ctypes

@@ -4,8 +4,8 @@ repair.
 
 import re
 
-# `x` is kept; 16 MB each, so that the allocator has a segment for each. An addition reads its first
-# operand and writes its second one.
+# `x` is kept. Each tensor has 16 MB, so that the allocator uses a separate segment for each tensor.
+# An addition reads its first operand and writes its second operand.
 PROGRAM = """
 import ctypes
 acl = ctypes.CDLL("libascendcl.so")

@@ -105,7 +105,7 @@ def test_an_update_may_have_fewer_entries_only_with_fewer_rows_of_the_table():
 
     with pytest.raises(RuntimeError) as refusal:
         captured.update([4, 4, 4], [4, 4, 4])
-    # Ending the update also raises an error, whose cause is the refusal.
+    # The end of the update also raises an error. The cause of this error is the refusal.
     assert "block_table has 4 rows for 3 sequences" in str(refusal.value.__context__)
 
 
@@ -115,7 +115,7 @@ def test_what_lies_behind_the_last_key_of_a_block_is_read(rows, junk):
     query, pages = make([rows, 1], [40, 32])  # the second sequence ends at the end of a block
     last = pages.table[0, 40 // 16].item()
     pages.values[last, 40 % 16 + 2, 0, 5] = junk
-    pages.keys[last, 40 % 16 :] = junk  # scores there are overwritten
+    pages.keys[last, 40 % 16 :] = junk  # the scores of these keys are overwritten
 
     options = {"sparse_mode": 3, "atten_mask": CAUSAL.npu()}
     out, _ = paged_attention(query, pages, [rows, 1], HEADS, KV_HEADS, **options)

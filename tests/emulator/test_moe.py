@@ -110,9 +110,7 @@ def test_gating_refuses(rule, experts, options):
 
 
 def sorted_by_expert(experts, first, end):
-    """Return the positions of the flattened choices, sorted by expert, without choices of experts
-    outside the range.
-    """
+    """Return the positions of the flattened choices of experts in the range, sorted by expert."""
     flat = experts.flatten().tolist()
     active = [i for i, e in enumerate(flat) if first <= e < end]
     return sorted(active, key=lambda i: flat[i])
@@ -231,9 +229,9 @@ def test_without_strictness_ids_below_zero_do_what_the_kernel_does(run_script, c
     status, output = run_script(ROUTE, strict=False, cann=cann)
     assert status == 0, output
     index, counts, rows = json.loads(output.partition("ROUTED ")[2])
-    if cann == "8.5.0":  # left out
+    if cann == "8.5.0":  # negative ids are left out
         assert index == [3, 0, -1, -1, 2, 1, -1, -1] and counts == [2, 1, 1]
-    else:  # sorted before all others, and nothing is counted: fresh memory is -1
+    else:  # negative ids are sorted to the front, and no expert is counted: new memory is -1
         assert index == [7, 4, 0, 1, 6, 5, 2, 3] and counts == [-1] * 3
         assert rows == [[2, 3], [2, 3], [6, 7], [6, 7]]
 

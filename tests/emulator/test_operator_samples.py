@@ -1,5 +1,4 @@
-"""torch's own samples of its operators: the results equal those of the CPU, or the operator is
-refused by name.
+"""torch's samples of its operators: results are equal to the CPU's, or the operator is refused.
 
 For each operator and type, `data/operator_samples.json` says whether the samples were equal, and
 which operators of CANN, or torch_npu itself, refused samples. The test tries one sample of every
@@ -40,9 +39,7 @@ DIFFERENT = RANDOM | UNWRITTEN | FLOAT32_FOR_FLOAT64 | OTHER_FORM
 
 
 def try_operators(run_script, most, names):
-    """Return the verdicts on the operators. If a process stops its device, another process
-    continues.
-    """
+    """Return the verdicts on operators. If a process stops its device, the next one continues."""
     done, names = [], list(names)
     while names:
         code = f"sys.argv = {['', str(most), *names]!r}\n" + SCRIPT

@@ -365,7 +365,7 @@ def test_indices_of_no_elements(call, x):
 
 
 def test_an_index_of_no_elements_beside_another():
-    # If the tensor held integers, an empty index would look like a whole dimension.
+    # With integers in the tensor, an empty index would look like a whole dimension.
     check(lambda x, i: x.clone().index_put_((i, i.new_ones(1)), x.new_full((), 9)), X, EMPTY)
 
 

@@ -1,5 +1,5 @@
-"""The emulator on other processors than x86-64. If a compiler for aarch64 is installed, the code
-for processors compiles for it; if a user-mode QEMU is installed as well, the result runs.
+"""The emulator on aarch64. With a compiler for aarch64, the code for processors is compiled. With a
+user-mode QEMU, the program also runs.
 """
 
 import shutil
@@ -39,7 +39,7 @@ static constexpr auto function = &call<uint64_t, uint64_t>;
 EMU_EXPORT(exported, function)
 """
 
-# The call is like that of torch_npu: by name, with a function type that only the caller declares.
+# Like torch_npu, the caller finds the function by name, and declares its type itself.
 CALLER = """
 #include <cstdint>
 #include <cstdio>

@@ -1,4 +1,4 @@
-"""The process of a rank dies, and the other ranks continue with another process: new communicators,
+"""The process of a rank dies. The other ranks continue with a new process, new communicators and
 new graphs.
 """
 

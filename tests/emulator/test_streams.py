@@ -217,7 +217,7 @@ def test_ids_limit_captures_with_software_queues_too(run_script):
     )
     assert status == 0, output
     assert "MESSAGE True 0" in output
-    # A freed graph's queues stay in the pool; a stream that finds no other queue gets one of them.
+    # The queues of a freed graph stay in the pool. A stream gets one of them if no other is free.
     assert "POOL True 0" in output and "CREATED 0" in output and "SHRUNK 1" in output
 
 

@@ -1,8 +1,8 @@
 """The state after a refusal, with torch_npu's task queue off and on.
 
 If TASK_QUEUE_ENABLE is 1 or more, torch_npu launches in a separate thread. After a failed launch,
-this thread skips all later work without an error. So in this thread the emulator stops the device
-instead.
+this thread skips all later work without an error. So in this thread, the emulator lets no launch
+fail, but stops the device.
 """
 
 import textwrap
@@ -58,7 +58,7 @@ def test_work_after_refused_arguments_is_right_or_fails_by_its_name(run_queued):
 
 
 def test_a_refusal_does_not_abort_the_process(run_queued):
-    """Dropout launches on a side stream, and torch_npu leaves this stream in a destructor."""
+    """Dropout uses a side stream, which torch_npu leaves in a destructor: there, errors abort."""
     status, output = run_queued("""
         from torch.nn.functional import dropout
         x = torch.ones(64, device="npu")

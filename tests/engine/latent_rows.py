@@ -68,8 +68,7 @@ class LatentRows:
         ).long()
 
     def run(self, attention: LatentAttention, num_padding: int = 0, **limits: int) -> Tensor:
-        """Return [n + num_padding, heads, 128]; padding rows contain 7 before the call, and must
-        still contain 7 afterwards.
+        """Return [n + num_padding, heads, 128]. The call must not change padding rows, which are 7.
 
         Args:
             limits: arguments of ``AttentionSteps``.
@@ -95,9 +94,7 @@ class LatentRows:
         return cache.cpu().flatten(0, 2)[slots]
 
     def expected(self, attention: LatentAttention) -> Tensor:
-        """Return attention over the current contents of the cache; keys and values are computed
-        from the latents.
-        """
+        """Return attention over the cache, with keys and values computed from the latents."""
         weights = attention.keys.cpu(), attention.values.cpu()
         outs, start = [], 0
         for row, end, length in zip(self.table, self.query_ends, self.kv_lens, strict=True):

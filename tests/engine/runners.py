@@ -81,8 +81,9 @@ def make_runner(
 
 
 def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
-    """Decide a step if possible, and apply the oldest result, as an engine does. No logits may be
-    NaN or infinite.
+    """Decide a step if possible, and apply the oldest result, like an engine.
+
+    Logits must not be NaN or infinite.
     """
     plan, results = scheduler.schedule(), list[StepResult]()
     if plan is not None:

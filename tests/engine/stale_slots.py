@@ -1,4 +1,4 @@
-"""NaN in the slots of recurrent states that no request may read, so that such a read is seen."""
+"""Fills the slots of recurrent states that no request may read with NaN, to detect such reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 
 
 def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
-    """Fill with NaN, after the queued steps: slots of rows without a request; slots of rejected
-    drafts; and checkpoints that are not stored, unless a step in flight writes them.
+    """After the queued steps, fill slots without a valid state with NaN.
 
-    The fill overwrites what former requests have left. A slot that nobody has written since then
-    still contains NaN. If a step reads such a slot, its logits are NaN, and ``runners.turn`` fails.
+    These are slots of rows without a request, slots of rejected drafts, and checkpoints that are
+    not stored, unless a step in flight writes them. If a step reads such a slot before another step
+    writes it, the logits are NaN, and ``runners.turn`` fails.
     """
     states, [rank] = runner._states, scheduler.ranks
     assert states is not None and rank.pool.checkpoints is not None

@@ -40,7 +40,7 @@ NO_ROPE = (torch.empty(0), torch.empty(0))
 
 
 class Unsummed(CommGroup):
-    """A rank of a group whose sums the test computes."""
+    """A rank of a group. The test itself computes the sums over the ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -190,7 +190,7 @@ class StateLayer:
         with torch.inference_mode():
             self.layer = kind.load(slices, 0)
             self.cache = kind.make_cache(CacheRoom(0, 0, self.dtype, self.num_slots))
-            # States of earlier requests: a new request must not see them.
+            # A new request must not see the states of earlier requests.
             self.cache.conv[1:] = 3
             self.cache.recurrent[1:] = 3
 

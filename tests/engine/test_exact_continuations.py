@@ -36,9 +36,8 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 class Got(NamedTuple):
     """Attributes:
-    logprobs: values for the chosen tokens and the most probable tokens, without ids. If two tokens
-        are equally probable, the number of tokens that other requests want decides which token is
-        named.
+    logprobs: values for the chosen tokens and the most probable tokens, without ids. Ids of equally
+        probable tokens depend on other requests.
     """
 
     tokens: list[int]
@@ -61,7 +60,7 @@ def play(
         exact=exact,
     )
     order = list(range(STREAMS))
-    random.Random(len(outputs[0])).shuffle(order)  # each request runs beside different requests
+    random.Random(len(outputs[0])).shuffle(order)  # to change which requests run together
     for index in order:
         more = SAMPLINGS[index % len(SAMPLINGS)]
         params = SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, **more)

@@ -36,7 +36,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # The values of blocks differ much, so a wrong block's scale gives a large error.
+    # The values of blocks differ much, so the scale of a wrong block gives a large error.
     return torch.randn(SHAPE) * torch.logspace(-3, 1, SHAPE[0]).unsqueeze(1)
 
 

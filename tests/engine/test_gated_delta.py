@@ -143,7 +143,7 @@ def test_a_part_of_a_prompt_may_read_one_slot_and_write_another(
 def test_rejected_drafts_change_nothing(
     layer: StateLayer, oracle: Any, accepted: tuple[int, ...]
 ) -> None:
-    """A request has two drafts in each step; after a step, ``accepted`` tokens of it count."""
+    """A request has two drafts in each step. After a step, the first ``accepted`` tokens count."""
     rows, window = hidden(5 + sum(accepted) + 1), [4, 5, 6]
     run_prompt(layer, rows[:5], [], slot=4)
     neighbour = hidden(30, seed=8)
@@ -217,7 +217,7 @@ def test_the_bytes_of_a_slot_are_computed_from_the_shape(npu: Npu, name: str, fa
 
 
 def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: StateLayer) -> None:
-    """The graph has four requests of three tokens; the steps have fewer, with changing windows."""
+    """The graph has four requests of three tokens. The steps have fewer requests, in any slots."""
     with torch.inference_mode():
         layer.cache.conv[0], layer.cache.recurrent[0] = torch.nan, torch.nan
         run_prompt(layer, hidden(5), [], slot=4)

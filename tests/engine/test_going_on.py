@@ -69,8 +69,8 @@ class Group:
             actions = ["-"] * 9 + ["again"] if steady else ["start", "end", "-"]
             action = self.data.draw(st.sampled_from(actions))
             if action == "start" or (action == "again" and index in self.rows):
-                # A new request replaces another one, or a request starts again after a preemption,
-                # perhaps at the same place.
+                # A new request replaces the old request, or the old request starts again after a
+                # preemption, perhaps at the same position.
                 old = self.rows.get(index)
                 length = self.draw(1, 9) if action == "start" or old is None else len(old.tokens)
                 tokens = [self.draw(0, VOCAB - 1) for _ in range(length)]
@@ -103,9 +103,7 @@ class Group:
         return RankBatch(pack_ints(records), pack_ints(appended), pack_ints(blocks), tuple(started))
 
     def from_nothing(self, place: ContextPlace, sampled: HostStep | None) -> InputBatch:
-        """Return a new batch that has the current state of all rows, and the places where the last
-        step sampled.
-        """
+        """Return a new batch with the state of all rows and the last step's sampled places."""
         batch = InputBatch(ROWS, MAX_LEN, place, LATEST, self.num_drafts)
         starts = tuple(row.start(index) for index, row in self.rows.items())
         batch.apply(RankBatch(b"", started=starts))

@@ -1,6 +1,7 @@
-"""Laws of models with recurrent state: neither graphs, drafts, shared prefixes, preemptions nor
-undone steps change a token, whatever the order of requests. And no step reads a slot that its
-request has not written.
+"""Laws of models with recurrent state, for any order of requests.
+
+Graphs, drafts, shared prefixes, preemptions and undone steps change no token. No step reads a slot
+that its request has not written.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 
 
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
-    """Return a function that poisons stale slots, and that undoes the steps in flight when it is
-    called at these turns.
-    """
+    """Return a function that poisons stale slots, and undoes the steps in flight at these turns."""
     number = -1
 
     def after_turn(scheduler: Scheduler) -> None:
@@ -73,7 +72,7 @@ def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
 
 
 def poison(runner: ModelRunner) -> None:
-    """Fill all states with NaN, as if former requests had left them. No result may depend on it."""
+    """Fill all states with NaN, as if former requests had left NaN. Results must not change."""
     for states in runner._state_tensors():
         states.fill_(torch.nan)
 
@@ -165,7 +164,7 @@ def test_accepted_and_rejected_drafts_change_no_token(
     num_checkpoints: int,
     right: list[int],
 ) -> None:
-    """``right`` has the number of right drafts of the requests in each step, again and again."""
+    """``right`` contains the number of right drafts by step; it is repeated."""
     expected = cold(eager, arrivals)
     k, runners = drafting
     for name, (runner, plan) in runners.items():
@@ -298,5 +297,5 @@ def test_graphs_of_canns_operators_equal_eager_steps_bit_by_bit(
 
     (eager, states), (graphs, others) = found
     assert graphs == eager
-    # without the slot of padding
+    # Without the slot of padding.
     assert all(map(torch.equal, states, others))

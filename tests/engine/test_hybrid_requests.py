@@ -33,7 +33,7 @@ def slots_of(runner: ModelRunner) -> list[Tensor]:
 def test_a_checkpoint_is_written_before_the_result_is_sent(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the result, the engine may count on the checkpoint, even if the device is aborted."""
+    """After the result, the engine uses the checkpoint, even if the device is then aborted."""
     states, [prompt] = runner._states, make_prompts([32])
     assert states is not None
     slots, sent = states._slots, list[list[Tensor]]()
@@ -84,7 +84,7 @@ GRAPHS = {"decode": decode_graph(4), "pieces": pieces(16)}
 
 @pytest.mark.parametrize("kind", ["eager", *GRAPHS])
 def test_steps_of_padding_change_no_state(npu: Any, hybrid: Path, kind: str) -> None:
-    """An idle data-parallel rank runs along; then the rank's own requests go on."""
+    """An idle data-parallel rank runs steps on padding; then its own requests continue."""
     graph = GRAPHS.get(kind)
     runner = make_runner(npu, hybrid, 8, list(GRAPHS.values()))
     for each in GRAPHS.values():
@@ -110,7 +110,7 @@ def same_rows(states: Tensor, others: Tensor) -> bool:
 
 
 def test_two_requests_that_start_from_one_checkpoint_diverge(npu: Any, hybrid: Path) -> None:
-    """Two requests start from one checkpoint, with different tokens after it."""
+    """Two requests start from the same checkpoint, and have different tokens after it."""
     prefix, *rests = make_prompts([32, 5, 5])
     prompts = [prefix + rest for rest in rests]
     runner = make_runner(npu, hybrid, 4)

@@ -1,4 +1,4 @@
-"""Random traffic of a hybrid, with everything at once: slots, checkpoints and blocks come back."""
+"""Random traffic of a hybrid, with all features: slots, checkpoints and blocks are freed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ NUM_CHECKPOINTS, NUM_BLOCKS, NUM_DRAFTS, LONGEST = 3, 14, 1, 16
 
 @dataclass
 class Traffic:
-    """Requests with random prompts of a few, and what they got.
+    """Requests with prompts from a small set, and their answers.
 
     Attributes:
         expected: the longest answer to each prompt.
-        got: for each request its prompt and its tokens.
+        got: prompt and tokens of each request.
     """
 
     runner: ModelRunner
@@ -130,7 +130,7 @@ def make_small_hybrid(directory: Path) -> None:
 def test_random_steps_give_every_slot_checkpoint_and_block_back(npu: Any, tmp_path: Path) -> None:
     make_small_hybrid(tmp_path)
     chance = random.Random(3)
-    # More prefixes than checkpoints, so that checkpoints are written and evicted until the end.
+    # There are more prefixes than checkpoints, so that checkpoints are always written and evicted.
     prompts = [
         tuple(chance.choices(range(NUM_GUESSABLE), k=shared)) + (own,) * (own + 1)
         for shared in (32, 64, 96)

@@ -72,7 +72,7 @@ def described(kind: str, group: int | None) -> dict[str, Any]:
     return {"kind": kind, "description": {"version": "1.0.0", "group_size": group or 0}}
 
 
-# How the published tools write each model; rows stay floats.
+# The keys are models. The values say how the published tools write them; rows stay floats.
 FLOAT_ROWS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "Kimi K2": (
         "DeepseekV3ForCausalLM",
@@ -152,8 +152,8 @@ def test_logits_with_int8_rows_are_near_those_of_bfloat16(
         for directory in (quantised, floats)
     )
 
-    # The weights are equal. A row in int8 has a relative error of about 0.01, and about a dozen
-    # products follow one another; differently chosen experts add about the same error again.
+    # The weights are equal. A row in int8 has a relative error of about 0.01, and there are about a
+    # dozen successive products. Differently chosen experts add about the same error again.
     assert 0 < relative_error(got, want) < 0.1
     eager = generate(npu, quantised, BFLOAT16)
     assert generate(npu, quantised, BFLOAT16, in_graphs=True) == eager
@@ -181,8 +181,8 @@ def test_logits_with_int8_rows_are_those_of_the_same_values_in_int8(
         for directory in (in_int4, in_int8)
     )
 
-    # Both multiply the same integers exactly; only float32 sums are rounded differently, which
-    # seldom changes a result in bfloat16.
+    # Both models multiply the same integers exactly. Only float32 sums are rounded differently,
+    # which seldom changes a result in bfloat16.
     assert relative_error(got, want) < 0.005
 
 

@@ -61,9 +61,10 @@ def weight() -> Tensor:
 
 
 def one_sign(weight: Tensor) -> Tensor:
-    """Make every second output positive: wrong sums of weights then give errors beyond the bound.
+    """Make every second output positive, so that wrong sums of weights give large errors.
 
-    The fixture makes the values of outputs differ much, so a wrong output's scale does, too.
+    The fixture makes the values of outputs differ much, so the scale of a wrong output also gives a
+    large error.
     """
     weight[::2].abs_()
     return weight

@@ -31,7 +31,7 @@ PARTS = [(dim, size) for dim in (0, 1) for size in (1, 2, 4, 7)]
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # The values of outputs differ much, so a wrong output's scale gives a large error.
+    # The values of outputs differ much, so the scale of a wrong output gives a large error.
     return (torch.randn(SHAPE) * torch.logspace(-3, 1, OUT).unsqueeze(1)).bfloat16().float()
 
 

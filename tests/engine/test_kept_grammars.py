@@ -1,4 +1,4 @@
-"""Compiled grammars are kept within a limit, but a request that waits for one always gets it."""
+"""The number of kept grammars is limited, but a waiting request always gets its grammar."""
 
 from __future__ import annotations
 

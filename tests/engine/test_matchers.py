@@ -75,7 +75,7 @@ class Row:
         known: Any = SimpleNamespace(samples=np.zeros(self._k + 1, np.intp))
         table = np.array([[*drafts, *[0] * (self._k - len(drafts))]]) if self._k else None
         masks = self.matchers.masks(step, known, table)
-        while self.matchers.take_report().unmasked:  # the row begins again, with all its tokens
+        while self.matchers.take_report().unmasked:  # the row is sent again with all its tokens
             self._batch.num_tokens[0] = first
             self.begin()
             masks = self.matchers.masks(step, known, table)

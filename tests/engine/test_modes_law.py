@@ -88,10 +88,10 @@ def run(
     after_turn: Callable[[Scheduler], None] = lambda scheduler: None,
     **sampling: Any,
 ) -> tuple[dict[str, list[int]], Scheduler]:
-    """Play the arrivals through a scheduler and a runner; return each request's tokens.
+    """Run the arriving requests with a scheduler and a runner; return each request's tokens.
 
     Args:
-        checkpoints: those of a model with recurrent state.
+        checkpoints: the checkpoints, for a model with recurrent state.
     """
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),

@@ -64,8 +64,9 @@ def test_the_module_of_a_hybrid_is_a_decoder_of_one_layer_over_mixed_inputs(
 def one_layer_of_transformers(
     model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Run the module of a Qwen hybrid. transformers ignores its weights, but has all its parts: a
-    decoder of one layer, and the norms.
+    """Run the module of a Qwen hybrid with a decoder layer and norms of transformers.
+
+    transformers itself ignores the weights of this module.
     """
     stored = load_file(directory / "model.safetensors")
     module = {n.removeprefix("mtp."): x for n, x in stored.items() if n.startswith("mtp.")}

@@ -87,9 +87,7 @@ def test_numbers_of_two_tokens_and_of_two_keys_are_uncorrelated(noise: RaceNoise
 
 
 def test_who_is_second_does_not_depend_on_who_is_first(noise: RaceNoise, npu: Any) -> None:
-    """All orders of three tokens are equally likely, so the numbers of three tokens are
-    independent.
-    """
+    """All orders of three tokens are equally likely, if the tokens' numbers are independent."""
     numbers = draw(noise, npu, keys_of([9] * 12_000, range(12_000)))
 
     for first in range(0, 60, 3):

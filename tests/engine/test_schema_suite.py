@@ -38,9 +38,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def compile_groups() -> tuple[dict[str, tuple[Any, str]], dict[str, str]]:
-    """Return by name (schema, grammar) of the supported groups, and the error of each other
-    group.
-    """
+    """Return (schema, grammar) of each supported group, and the error of each other group."""
     tokenizer, limits = open_tokenizer(vocabulary_of(TOKENIZER)), make_limits()
     usable, refused = {}, {}
     for group in GROUPS:

@@ -36,8 +36,8 @@ GARBAGE = 1000.0
 class Case:
     """Requests, each given as (queries, tokens before them), on ``shards.count`` ranks.
 
-    Unwritten places contain very large values, so that a key that should be hidden changes the
-    result. (NaN would change the result even with a weight of zero.)
+    Unwritten places contain very large values, so that a visible key that should be hidden changes
+    the result. (NaN would change the result even with a weight of zero.)
     """
 
     shards: Shards
@@ -49,7 +49,7 @@ class Case:
         return ThreadRanks.of(self.shards.count, share_prompts=self.share_prompts)
 
     def attend(self, npu: Npu, ranks: ThreadRanks, graph: BatchDescriptor | None = None) -> Tensor:
-        """Return [n, heads, dim], padding of a graph included; all ranks' results are compared.
+        """Return [n, heads, dim] with the padding of a graph. Compares the results of all ranks.
 
         Args:
             graph: the graph whose padded lengths are used; None for an eager step.
@@ -105,9 +105,7 @@ class Case:
         return out.cpu()
 
     def expected(self) -> Tensor:
-        """Return the attention of each query to its request's tokens up to its own, in plain
-        PyTorch.
-        """
+        """Return each query's causal attention to the tokens of its request, in plain PyTorch."""
         q, keys, values = self._rows()
         outs, start = [], 0
         for index, (queries, before) in enumerate(self.lens):
@@ -135,9 +133,7 @@ class Case:
         return order.reshape(len(self.lens), width).astype(np.int32)
 
     def _slots(self, shard: int, index: int, positions: Any) -> tuple[Tensor, Tensor]:
-        """Return the slots of a request's positions, and for each position whether the shard keeps
-        it.
-        """
+        """Return the slots of a request's positions, and whether the shard keeps each position."""
         slots = self.shards.slots(self._table(), np.full(len(positions), index), positions)
         return torch.from_numpy(slots).long(), torch.from_numpy(
             self.shards.owners(positions) == shard
@@ -171,9 +167,7 @@ BOTH_KINDS = pytest.mark.parametrize("share_prompts", [False, True], ids=["heads
 def test_no_query_sees_the_future_when_its_request_crosses_into_a_shard(
     npu: Npu, before: int, share_prompts: bool
 ) -> None:
-    """With drafts, the first query after 127 tokens belongs to shard 0, and the other queries to
-    shard 1.
-    """
+    """After 127 tokens, the first query belongs to shard 0, and the drafts belong to shard 1."""
     case = Case(Shards(128, 2, 128), [(3, before)], share_prompts)
     assert_close(case.attend(npu, case.ranks), case.expected())
 

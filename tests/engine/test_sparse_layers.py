@@ -1,4 +1,4 @@
-"""Sparse latent attention of single layers: operators in graphs, and what the index cache holds."""
+"""Sparse latent attention of single layers: operators in graphs, contents of the index cache."""
 
 from __future__ import annotations
 

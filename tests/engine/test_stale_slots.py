@@ -1,4 +1,4 @@
-"""A step that reads a slot of recurrent state that nobody has written for its request is seen."""
+"""A read of a slot of recurrent state that was not written for the request is detected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_only_a_stored_checkpoint_can_be_read(npu: Any, hybrid: Path, source: st
     restored = {"checkpoint": [0, stored], "free checkpoint": [0, 1 - stored]}.get(source, [])
     sequences = Sequences(runner, make_prompts([37]))
 
-    # The row goes on after 32 tokens, so it needs a state.
+    # The row continues after 32 tokens, so it needs a state.
     result = sequences.step(
         None, [0, 32, 5, 1], started=(sequences.start(0),), restored=pack_ints(restored)
     )
@@ -35,7 +35,7 @@ def test_only_a_stored_checkpoint_can_be_read(npu: Any, hybrid: Path, source: st
 
 
 def test_the_state_after_a_rejected_draft_cannot_be_read(npu: Any, hybrid: Path) -> None:
-    """Random drafts are rejected, so the request goes on from its first slot."""
+    """Random drafts are rejected, so the request continues from its first slot."""
     runner = make_runner(npu, hybrid, MAX_SEQS, num_drafts=1)
     is_nan = []
 

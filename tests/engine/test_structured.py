@@ -241,7 +241,7 @@ def test_free_requests_run_while_grammars_are_compiled(
     runners: Any, place: int, gate: threading.Event
 ) -> None:
     k, plan, runner = runners[place]
-    # Without its mask, the first token is another one; penalties must not count that token.
+    # Without a mask, the first token is a wrong token, which penalties must not count.
     grammar = llguidance.LLMatcher.grammar_from_regex("%%[^%]{30}")
     (letter,) = TOKENIZER.encode("a", add_special_tokens=False)
     counted = STRUCTURED["regex"] | {
@@ -278,7 +278,7 @@ def test_a_request_alone_gets_its_answer_when_its_grammar_is_compiled(
     assert TOKENIZER.decode(tokens[:-1]) in CHOICES
 
 
-# Any of these rules can begin at any letter, and can contain any other.
+# Each of these rules can begin at any letter, and can contain any other rule.
 MANY = "\n".join(
     f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
     for i in range(99)

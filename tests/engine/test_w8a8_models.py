@@ -46,7 +46,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3MoeForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
-    # So are outputs here; names of matrices differ, and all layers have experts.
+    # Outputs are also reordered, names of matrices differ, and all layers have experts.
     ("MiniMaxM2ForCausalLM", {"num_hidden_layers": 2}),
     ("GlmMoeDsaForCausalLM", {"index_topk": 64}),  # rounded scores would choose other keys
 ]

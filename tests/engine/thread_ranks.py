@@ -62,8 +62,8 @@ class ThreadRanks:
     """``count`` ranks that share a cache.
 
     Attributes:
-        share_prompts: true: the ranks have different shares of prompts, and all heads. false: each
-            rank has different heads.
+        share_prompts: if true, each rank has a different share of a prompt, and all heads; if
+            false, each rank has different heads.
     """
 
     count: int

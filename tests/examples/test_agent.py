@@ -1,4 +1,4 @@
-"""The demo of tools: what the README shows, through HTTP, by the model's own answers."""
+"""The demo of tools: the model's answers over HTTP are those that the README shows."""
 
 from __future__ import annotations
 

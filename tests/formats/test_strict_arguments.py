@@ -1,5 +1,5 @@
-"""Arguments of strict tools stay whole, whatever texts they contain, and match their schemas in
-every answer that the grammar allows.
+"""In every answer that the grammar allows, arguments of strict tools are whole and match their
+schemas, for any text in the arguments.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def walk_of(name: str, has_tokens: bool, kind: str) -> Walk:
 
 @cache
 def call_of(name: str, has_tokens: bool, kind: str) -> tuple[str, str]:
-    """Return the parts of a call before and after the text ``PLACE``, which is its argument, or
-    which its argument contains.
-    """
+    """Return the parts of a call before and after ``PLACE``, a text in the call's argument."""
     walk = walk_of(name, has_tokens, kind)
     tools = tools_of({"const": PLACE if kind == "string" else [PLACE]})
     form = walk.form.structured(None, tools, {"find"}, is_required=True, is_parallel=False)
@@ -74,7 +72,7 @@ def form_of(name: str, has_tokens: bool, kind: str, is_required: bool) -> Struct
 
 
 def read(walk: Walk, tokens: list[int]) -> Message:
-    """Return the message of an answer; the token that ends a call of gpt-oss ends its answer."""
+    """Return the message of an answer. In gpt-oss, the end of a call is the end of the answer."""
     return walk.read(tokens + (walk.tokens("<|call|>") if walk.form.has_channels else []))
 
 

@@ -158,18 +158,14 @@ class AttentionDecoder:
 
     @staticmethod
     def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:
-        """Return the padded lengths for a replay of these rows, if each row gets ``longer`` more
-        tokens.
-        """
+        """Return the padded lengths for a replay of these rows with ``longer`` more tokens each."""
         bucket = graph.descriptor.num_tokens
         live = [len(row.tokens) + longer for row in rows]
         padding = [PADDING_KV_LEN] * (bucket - len(rows))
         return Lens(list(range(1, bucket + 1)), (live + padding,))
 
     def expected(self, rows: list[Row]) -> Tensor:
-        """Return the attention of each row's last token to all tokens of the row, in plain
-        PyTorch.
-        """
+        """Return the attention of each row's last token to the row's tokens, in plain PyTorch."""
         out = []
         for row in rows:
             q, k, v = self._split(self._table_cpu[row.tokens])

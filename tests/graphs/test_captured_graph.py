@@ -71,7 +71,7 @@ def test_a_refused_replay_leaves_the_graph_usable(decoder: AttentionDecoder) -> 
 
 def test_padding_rows_write_nowhere(decoder: AttentionDecoder) -> None:
     graph, rows = decoder.capture(8), make_rows(8)
-    decoder.replay(graph, rows)  # padding rows of the next step are live in this step
+    decoder.replay(graph, rows)  # in this step, the padding rows of the next step are live
     live = rows[2:5]
     grow(live, 0)
     decoder.cache.keys.fill_(7.0)  # so that each write changes the value

@@ -31,9 +31,7 @@ def draw_array(data: st.DataObject, *shape: int) -> IntArray:
 
 
 def draw_step(data: st.DataObject, most: int, last: HostStep) -> HostStep:
-    """Return a step with a limited number of requests, which may share arrays with the previous
-    step.
-    """
+    """Return a step of at most ``most`` requests. It may share arrays with the previous step."""
     goes_on = data.draw(st.booleans()) and 0 < len(last.token_ids) <= most
     n = len(last.token_ids) if goes_on else data.draw(st.integers(1, most))
     fresh: dict[str, Any] = {name: draw_array(data, n) for name in COLUMNS}

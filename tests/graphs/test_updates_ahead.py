@@ -29,9 +29,7 @@ def decoder(npu: Any) -> AttentionDecoder:
 
 
 class Device:
-    """A device that is behind the host in every step (slow), or has always finished its work
-    (fast).
-    """
+    """A device that is slow (behind the host in every step) or fast (without unfinished work)."""
 
     def __init__(self, decoder: AttentionDecoder, is_slow: bool) -> None:
         self._decoder, self._is_slow = decoder, is_slow
@@ -39,9 +37,7 @@ class Device:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """On a slow device, work that is queued in this context starts only at the end of the
-        context.
-        """
+        """On a slow device, work from this context starts only after the context."""
         if not self._is_slow:
             yield
             return
@@ -62,9 +58,7 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Return a function that returns true after ``count`` calls, so that ``count`` tasks are
-    opened.
-    """
+    """Return a function that returns true after ``count`` calls: ``count`` tasks are opened."""
     asked = iter(range(count))
     return lambda: next(asked, None) is None
 
@@ -79,9 +73,7 @@ def run(
     longer: int = 1,
     num_ahead: int = LAYERS,
 ) -> int:
-    """Run a step, check its result, and send updates ahead; return the number of updates that were
-    not sent ahead.
-    """
+    """Run a step, check its result, and send updates ahead; return the number of other updates."""
     with device.step():
         num_behind = decoder.queue(graph, rows)
         device.settle()

@@ -42,8 +42,9 @@ def read_text(name: str) -> str:
 
 
 def check_ray_up(config: dict[str, Any]) -> None:
-    """Apply Ray's validation, and check keys that Ray ignores: with a typo in such a key, only a
-    part of the cluster starts.
+    """Apply Ray's validation, and check the keys that Ray does not check.
+
+    With a typo in such a key, only a part of the cluster would start.
     """
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -102,9 +103,7 @@ def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """Return the schema with all other keys refused. Kubernetes would drop unknown keys without an
-    error.
-    """
+    """Return the schema without other keys, because Kubernetes drops unknown keys silently."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -282,7 +281,7 @@ def test_a_worker_wants_to_know_its_head() -> None:
 def test_no_script_names_an_array_that_may_be_empty_as_old_shells_refuse(script: str) -> None:
     text = (CLUSTER / script).read_text()
 
-    # For bash before 4.4, which some hosts have, an empty array is an unset variable.
+    # Some hosts have bash before 4.4, in which an empty array is an unset variable.
     bare = text.replace('${resources[@]+"${resources[@]}"}', "")
     assert "resources[@]" in text and "resources[@]" not in bare
 

@@ -23,9 +23,7 @@ NO_WEIGHTS = ROOT / "configs" / "shapes"
 
 
 def texts() -> list[str]:
-    """Return the texts that contain commands. Lines that end with a backslash are joined with the
-    next line.
-    """
+    """Return the texts that contain commands, with continued lines (backslash) joined."""
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     paths = [path for path in below if path.suffix in KINDS or path.name.startswith("Dockerfile")]
     return [re.sub(r" *\\\n#? *", " ", path.read_text()) for path in [ROOT / "README.md", *paths]]

@@ -32,9 +32,10 @@ def remember(
     """Return a function from an architecture to its reference, computed once.
 
     Args:
-        lengths: lengths of the prompts. recorded: the part of ``recorded.py`` that has the tokens.
-        With "", transformers generates the tokens, which takes a minute for long prompts.
-        overrides: settings of the model that replace the usual ones.
+        lengths: lengths of the prompts.
+        recorded: the part of ``recorded.py`` that has the tokens. With "", transformers generates
+            the tokens, which takes a minute for long prompts.
+        overrides: settings of the model that replace the usual settings.
     """
     known: dict[str, Reference] = {}
 

@@ -57,10 +57,12 @@ class Made:
 
     Attributes:
         sizes: settings of the model in transformers, which determine the shapes of its weights.
-        keys: keys of config.json. They replace the keys that transformers writes, of which
-        rope_parameters is removed. scales: type of the scales of FP8 weights; None means float
-        weights. deployment: keys of the deployment's configuration. refusal: a part of the error's
-        message; None means that the tokens must equal those of transformers.
+        keys: keys of config.json, which replace the keys that transformers writes.
+            rope_parameters is removed.
+        scales: type of the scales of FP8 weights; None means float weights.
+        deployment: keys of the deployment's configuration.
+        refusal: a part of the error's message; None means that the tokens must equal those of
+            transformers.
     """
 
     name: str
@@ -153,9 +155,7 @@ SCALES = (None, None, torch.float8_e8m0fnu, torch.float32, None, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Refusal:
-    """A change of a checkpoint or a deployment that is refused, and a part of the error's
-    message.
-    """
+    """A refused change of a checkpoint or a deployment, and a part of the error's message."""
 
     says: str
     keys: Keys = field(default_factory=dict)
@@ -299,9 +299,7 @@ def write(made: Made, directory: Path) -> Path:
 
 
 def write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
-    """Store the layers' matrices in FP8, and store the values that they represent in the
-    reference.
-    """
+    """Store the layers' matrices in FP8, and the represented values in the reference."""
     stored = load_file(directory / "model.safetensors")
     plain = dict(stored)
     for name in [name for name in stored if name.endswith(MATRICES)]:
@@ -317,9 +315,7 @@ def write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
 
 
 def _scales(weight: Tensor) -> Tensor:
-    """Return scales [ceil(rows / 128), ceil(columns / 128)]. They may be rounded up to a power of
-    two later.
-    """
+    """Return scales [ceil(rows / 128), ceil(columns / 128)], before any rounding."""
     largest = torch.nn.functional.max_pool2d(
         weight.abs()[None], BLOCK, ceil_mode=True, stride=BLOCK
     )[0]

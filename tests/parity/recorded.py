@@ -1,7 +1,7 @@
-"""Recorded tokens of transformers for the parity tests: ``python -m tests.parity.recorded`` records
-all tokens again, and ``python -m tests.parity.recorded ARCHITECTURE...`` only those of some
-architectures.
+"""Recorded tokens of transformers for the parity tests.
 
+``python -m tests.parity.recorded`` records all tokens again; with ``ARCHITECTURE...``, only the
+tokens of these architectures.
 ``test_recorded.py`` generates the tokens again with transformers.
 """
 

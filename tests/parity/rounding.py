@@ -12,8 +12,9 @@ from tests.parity.conftest import Reference
 
 
 def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]]) -> None:
-    """Assert that the exact log-probability of each token is close to that of the best token. The
-    tolerance is three times the largest error of transformers in bfloat16, plus 0.02.
+    """Assert that the exact log-probability of each token is close to the best token's.
+
+    The tolerance is three times the largest error of transformers in bfloat16, plus 0.02.
     """
     rounded = copy.deepcopy(reference.model).bfloat16()
     pairs = list(zip(reference.prompts, answers, strict=True))
@@ -25,9 +26,7 @@ def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]])
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return, for each token of the answer, the difference of its log-probability to that of the
-    best token.
-    """
+    """Return the difference of each token's log-probability to the best token's."""
     found = logprobs(model, prompt, answer)
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
     return (found.max(-1).values - chosen).tolist()

@@ -1,6 +1,4 @@
-"""Requests with any features get the same tokens, whatever the way in which ranks share
-contexts.
-"""
+"""Requests with any features get the same tokens with every way of sharing contexts."""
 
 from __future__ import annotations
 
@@ -72,8 +70,8 @@ def found(npu: Any) -> dict[tuple[int, int, int], list[Answer]]:
             },
             scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 64},
             speculative={"num_tokens": 1},
-            # There are blocks for one request of full length and a few more, so some requests are
-            # preempted.
+            # The cache has blocks for one request of full length and a few more blocks, so that
+            # some requests are preempted.
             kv={"block_size": BLOCK_SIZE, "num_blocks": 2 + (MAX_LEN + 64) // BLOCK_SIZE // dcp},
         )
         with lockstep(config) as group:

@@ -28,9 +28,7 @@ BOTH, FULL = "FULL_AND_PIECEWISE", "FULL"
 
 
 class Layout(NamedTuple):
-    """A deployment: numbers of ranks and shards, interleave of shards, experts, drafts of a step,
-    graph mode.
-    """
+    """A deployment: ranks, shards, interleave of shards, experts, drafts of a step, graph mode."""
 
     architecture: str
     tp: int

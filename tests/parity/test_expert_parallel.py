@@ -77,6 +77,5 @@ def test_shared_experts_on_a_stream_of_their_own_change_nothing_but_streams(
             assert all(("overlap" in entry["parts"]) == overlaps for entry in graphs)
 
     assert tokens[True] == tokens[False] == [t[:NUM_TOKENS] for t in reference.tokens]
-    # Each graph, the decoder's and that of the drafts, takes one more stream, at each of three
-    # sizes.
+    # At each of three sizes, the decoder's graph and the drafts' graph take one more stream each.
     assert [on - off for on, off in zip(streams[True], streams[False], strict=True)] == [6] * 4

@@ -1,4 +1,4 @@
-"""Families of models beside the first ones: layouts, chunked prompts, drafts and names of weights.
+"""Further families of models: layouts, chunked prompts, drafts and names of weights.
 
 ``test_against_transformers.py`` compares each family with one and two ranks, eagerly and in graphs.
 """
@@ -115,9 +115,7 @@ def test_drafts_of_glm_change_no_token(
 def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     npu: Any, tmp_path: Path, architecture: str, num_drafts: int
 ) -> None:
-    """The operators of linear attention run in bfloat16 only, and the emulator refuses what their
-    documents do not allow.
-    """
+    """Operators of linear attention need bfloat16. Strict mode refuses undocumented calls."""
     make_reference(architecture, tmp_path)
     if num_drafts:
         add_next_token_module(tmp_path)

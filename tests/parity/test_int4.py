@@ -1,4 +1,4 @@
-"""Weights of four bits on several ranks: the tokens are those of the same weights in bfloat16."""
+"""4-bit weights on several ranks give the same tokens as the same weights in bfloat16."""
 
 from __future__ import annotations
 

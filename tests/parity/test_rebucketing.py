@@ -63,8 +63,8 @@ def test_three_plan_versions_under_load_change_no_token(
         scheduler={"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 512},
         graph={
             "rebucket_s": 0.3,
-            # A busy machine makes few steps in a second, and times them so roughly that a plan
-            # seems to save little. The test is about changes of the plan, not about their gain.
+            # A busy machine runs few steps in a second, with inaccurate times, so that a plan seems
+            # to save little. The test is about changes of the plan, not about the gain.
             "rebucket_min_steps": 8,
             "rebucket_gain": 0.001,
             "traffic_half_life_s": 30.0,

@@ -1,8 +1,7 @@
 """Sparse latent attention: DeepSeek V3.2 and GLM-5 answer with the tokens of transformers.
 
-The tokens are compared with one pass of transformers over prompt and answer, in which each token
-must be the most probable one. The indexer chooses 24 keys, so most queries see more keys than they
-attend to.
+In one pass of transformers over prompt and answer, each token of the answer must be the most
+probable token. The indexer chooses 24 keys, so most queries attend to a part of their keys.
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ from tests.slow import slow_unless
 
 
 class Layout(NamedTuple):
-    """A deployment: numbers of ranks, the exchange, the graph mode, drafts of a step, and copies of
-    the eight experts.
-    """
+    """A deployment: ranks, exchange, graph mode, drafts of a step, copies of the eight experts."""
 
     architecture: str
     tp: int

@@ -26,9 +26,7 @@ def probe(probes, main=child.main, **emulated):
 
 
 def asked():
-    """Return the quick questions and the questions with artificial differences; all questions if
-    the laws' profile is "full".
-    """
+    """Return the quick questions and those with artificial differences; with "full", all."""
     quick = {probe.name for probe in probes_of("quick")}
     return [p for p in PROBES if laws.is_full() or p.name in quick or p.name in PLANTED]
 

@@ -17,9 +17,7 @@ from tests.actors.leftovers import is_alive, wait_until
 
 
 def answering(task, parent):
-    """Replaces the child process: it answers "yes", unless the name of the question requests other
-    behaviour.
-    """
+    """Replace the child process: answer "yes", unless the question's name requests more."""
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")
@@ -62,9 +60,7 @@ def no_emulator(monkeypatch):
 
 
 def make_probe(name, says="yes", **options):
-    """Make a question. Only questions that hang have a short limit, because other questions must be
-    answered on a busy machine, too.
-    """
+    """Make a question. Only questions that hang have a short limit: a busy machine answers late."""
     limit_s = 1.0 if name in ("hang", "half", "fork") else 60.0
     return Probe(name, f"{name}?", lambda bench: "", says, limit_s=limit_s, **options)
 

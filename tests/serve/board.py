@@ -17,7 +17,7 @@ GRAFANA = Path(__file__).parents[2] / "cluster" / "grafana"
 
 
 BOARDS = ("dashboard.json", "operators.json")
-# Metrics of others: Prometheus itself, and npu-exporter with the label that prometheus.yml adds.
+# Metrics of Prometheus itself, and of npu-exporter with the label that prometheus.yml adds.
 OTHERS = {
     "up": {"job", "instance"},
     "npu_chip_info_health_status": {"id", "node"},

@@ -42,8 +42,8 @@ class Service:
 
 
 WAIT_S = 60.0  # a generous limit; on an idle machine, nothing takes this long
-# Limit of silence in services whose engines become silent. On a loaded machine the thread of a fake
-# engine may get no CPU time for more than a second; then the engine must not count as dead.
+# Limit of silence in services whose engines become silent. It is longer than the time for which the
+# thread of a fake engine may get no CPU time on a busy machine, which is more than a second.
 SILENT_S = 2.0
 
 
@@ -57,7 +57,7 @@ def until(condition, timeout_s: float = WAIT_S) -> None:
 def open_port(state: ApiState, access: Access | None = None) -> tuple[str, HttpServer]:
     """Serve the API; return its address and the server."""
     listener = listen("127.0.0.1", 0)
-    # A server has a link to a holder of connections; this link holds none.
+    # The server needs a link to a holder of connections. This link holds no connections.
     server = HttpServer(state.config.serve, listener, link=HolderLink())
     server.start(make_api(state, access))
     return f"http://127.0.0.1:{listener.getsockname()[1]}", server
@@ -126,7 +126,7 @@ def service(shared_service):
 
 @pytest.fixture
 def tooled(shared_tooled):
-    """Return the shared service with tools and reasoning, its engine in the initial state."""
+    """Return the shared service with tools and reasoning, with its engine in the initial state."""
     return as_new(shared_tooled)
 
 

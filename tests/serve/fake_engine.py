@@ -120,7 +120,7 @@ class FakeEngine:
         share: the probability of the first of two allowed tokens after a prompt; None if requests
             do not allow two tokens.
         answers_queries: whether queries are answered; heartbeats are always sent.
-        refusal: the reason of a refusal that is sent to all clients; it ends their links.
+        refusal: the reason of a refusal that is sent to all clients, and ends their links.
         poison: id of a request that ends the engine when it runs; the engine then serves again.
         num_deaths: how often the poison ended the engine.
         is_proving: whether requests by which clients prove the engine get their token at once.
@@ -171,7 +171,7 @@ class FakeEngine:
 
     @property
     def requests(self) -> list[Submit]:
-        """What clients asked for, in order, without the requests by which they prove the engine."""
+        """The requests of clients, in order, without the probes that test the engine."""
         return [each for each in self.submitted if not each.request_id.startswith("probe-")]
 
     @property

@@ -32,9 +32,12 @@ CONFIG = Path(__file__).parents[2] / "configs" / "tiny-qwen3.yaml"
 
 
 def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
-    """Args: limit: a file with the maximum context length; while the file is missing, nothing is
-    served. trap: a file; if it exists when an ingress has read bytes, the ingress removes it and
-    dies. overrides: dotted keys of the configuration, as JSON.
+    """Run the service.
+
+    Args:
+        limit: a file with the maximum context length. Nothing is served without this file.
+        trap: a file. If it exists when an ingress has read bytes, the ingress removes it and dies.
+        overrides: dotted keys of the configuration, as JSON.
     """
     config = load_config(CONFIG, json.loads(overrides))
     tokenizer = Tokenizer(config.model)

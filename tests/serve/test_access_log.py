@@ -19,7 +19,7 @@ BODY = {"model": "tiny-qwen3", "prompt": "a b c", "max_tokens": 5}
 
 
 class Lines(logging.Handler):
-    """The values of the lines that were written."""
+    """Collects the values of the written lines."""
 
     def __init__(self) -> None:
         super().__init__()

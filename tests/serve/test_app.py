@@ -76,7 +76,7 @@ def test_the_application_is_named_after_its_ingress():
 
 
 def test_groups_of_another_version_wait_for_the_npus_of_those_that_drain():
-    """Serve first lets the previous version end its streams, and then its groups."""
+    """Serve first waits for the streams of the previous version, and then ends its groups."""
     config = load_config(CONFIG, {"serve.drain_s": 500.0})
     started = []
     GroupsReplica.func_or_class.__init__(Mock(), config, started.append)

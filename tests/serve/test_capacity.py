@@ -93,13 +93,13 @@ def test_slots_follow_the_number_of_groups(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.losses()) == 2)
-    assert slots.is_full  # the configured number, while requests wait for a group
+    assert slots.is_full  # slots for the configured groups stay while requests wait for a group
     slots.release(1)
     assert not slots.is_full
 
 
 def test_a_group_that_drains_keeps_its_slots(service, other):
-    """Its requests still use slots; without its slots, another group would not be full."""
+    """Requests of the draining group still use slots. So its slots must still be counted."""
     entries = (
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),
@@ -130,7 +130,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values, by the labels that not all metrics have."""
+    """Return a metric's values, by those labels that not every metric has."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

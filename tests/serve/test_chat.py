@@ -251,7 +251,7 @@ def test_a_bug_in_mid_stream_is_an_error_frame_that_gives_nothing_away(own_servi
 
     def breaking(ids, **options):
         decoded.append(ids)
-        if len(decoded) > 2:  # calls for the end of the prompt and the first token
+        if len(decoded) > 2:  # the first two calls are for the end of the prompt and a token
             raise ZeroDivisionError("secret")
         return whole(ids, **options)
 

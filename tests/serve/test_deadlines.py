@@ -57,7 +57,7 @@ def test_a_stream_that_has_begun_ends_with_an_error(limited):
 
 def test_an_answer_that_another_process_began_has_no_more_time(monkeypatch):
     journal = Journal(Chance("abc", int(time.time() - 3600), 1), is_resumed=True)
-    with serving(**{"serve.generation_s": 600}) as service:  # the client's timeout is shorter
+    with serving(**{"serve.generation_s": 600}) as service:  # longer than the client's timeout
         service.engine.reply, service.engine.step_s = lambda submit: [70] * submit.max_tokens, 0.1
         monkeypatch.setattr(service.state, "open_journal", lambda scope: journal)
 

@@ -218,7 +218,7 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
 def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
     nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
     client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
-    until(lambda: len(engine.frames) > 1)  # the client sends heartbeats, so the engine has answered
+    until(lambda: len(engine.frames) > 1)  # a heartbeat shows that the engine has answered
 
     for i in range(4):
         client.submit(str(i), [i], LONG, (), lambda delta: None)
@@ -309,7 +309,7 @@ def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkey
     def refuse(*_):
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(Endpoint, "connect", refuse)  # for the link that replaces a lost link
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # used by the link that replaces a lost link
     engine.silent = True
 
     errors = [collect(deltas)[1].error for deltas in answers]

@@ -18,7 +18,7 @@ RESPONSES = "/v1/responses"
 
 
 def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
-    """Return a body of almost the largest size, with as many items as fit."""
+    """Return a body of nearly the maximum size, with as many items as possible."""
     room = LARGEST - len(head) - len(tail)
     return head + b",".join([item] * (room // (len(item) + 1))) + tail
 
@@ -100,7 +100,7 @@ def watched(loop: asyncio.AbstractEventLoop):
 
 
 def scan_s(body: bytes) -> float:
-    """Return the CPU seconds of scanning a body without building objects."""
+    """Return the CPU seconds of a scan of a body, which builds no objects."""
     found = []
     for _ in range(5):
         before = time.process_time()

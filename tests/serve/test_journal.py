@@ -238,7 +238,7 @@ class Connection:
         link = self.holder.become_link(self._end)
         [(number, held)] = link.left.items()
         self.record = ConnectionRecord.take_over(link, number, held)
-        self.holder._held[number] = held  # in reality, this object is in the holder's process
+        self.holder._held[number] = held  # in a service, the holder is another process
         return self.record
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""If the process that sends answers is killed repeatedly, answers continue over the same
-connections. Every body has the same bytes as without the kills.
+"""If the process that sends answers is killed, answers continue over the same connections.
+
+Every body has the same bytes as without kills.
 """
 
 from __future__ import annotations
@@ -369,8 +370,9 @@ def test_a_request_right_behind_a_large_answer_goes_on_like_all_others(service: 
 def test_of_two_requests_at_once_on_one_connection_none_waits_for_ever(
     service: Service, num_before: int
 ) -> None:
-    """If the process dies during the first answer, both answers arrive. If it dies during the
-    second answer, which no other process knows, the connection ends.
+    """If the process dies during the first answer, both answers arrive.
+
+    If it dies during the second answer, the connection ends, because this answer has no journal.
     """
     [plain] = service.ask_all([KINDS["chat"]])
     answer = Answer()
@@ -439,8 +441,9 @@ def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service:
 
 @pytest.mark.parametrize("num_before", [0, slow(60), slow(-10)])
 def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_before: int) -> None:
-    """The ingress dies after it has read the first or the last part of a request. The first part
-    arrives directly after a response.
+    """The ingress dies after it has read the first or the last part of a request.
+
+    The first part arrives directly after a response.
     """
     trap = tmp_path / "trap"
     request = KINDS["chat"]
@@ -557,7 +560,7 @@ def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path
 
 
 def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
-    """If no other process knows a response that has begun, the response ends with its process."""
+    """A response that has begun and has no journal ends with its process."""
     get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     pid = service.ingress()
     with ExitStack() as stack:
@@ -608,7 +611,7 @@ def test_a_client_that_leaves_while_nobody_answers_is_not_kept(service: Service)
 
 @pytest.mark.slow
 def test_of_a_thousand_clients_that_vanish_nothing_is_held(service: Service) -> None:
-    """Clients disconnect before or during their answers, some properly, most by a reset."""
+    """Clients disconnect before or during their answers, most of them with a TCP reset."""
     until(lambda: service.engine.num_running == 0, WAIT_S)
     pids = service.process.pid, service.ingress()
     before = [service.num_descriptors_at_rest(), num_descriptors_of(pids[1])]
@@ -701,7 +704,7 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        for num_before in range(MAX_LOSSES):  # a process without the request does not count
+        for num_before in range(MAX_LOSSES):  # deaths of a process without the request do not count
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()
 

@@ -227,8 +227,8 @@ def test_bodies_have_a_limit_all_together():
         assert_full(small.recv(65536))
         until(lambda: bodies.num_bytes == 4 << 20)
 
-        # A body counts until its request is answered. Above the limit, no client is told to send
-        # its body.
+        # A body counts until its request is answered. Beyond the limit, the service tells no client
+        # to send its body.
         answered.sendall(head(CHAT, len(asked), JSON) + asked)
         until(lambda: service.engine.num_running == 1)
         waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))
@@ -244,7 +244,7 @@ def test_bodies_have_a_limit_all_together():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_bodies_that_end_anyhow_nothing_stays_counted(limited, seed):
-    """Bodies are complete, too large, too slow, refused, closed or reset, at random."""
+    """At random, bodies are complete, too large, too slow or refused, or connections end."""
     random_ = random.Random(seed)
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(limited)) for _ in range(16)]

@@ -72,7 +72,7 @@ server.stop()
 
 
 def test_connections_beyond_the_limit_of_open_files_get_an_answer() -> None:
-    """Without a limit of ours, accept() would fail, and clients would wait."""
+    """Without the service's own limit, accept() would fail, and clients would wait."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (
         subprocess.Popen([sys.executable, "-c", SERVER], text=True, **pipes) as child,

@@ -69,7 +69,7 @@ def test_more_choices_than_slots_are_refused(own_service):
 
 @pytest.mark.slow  # compares times; the best of three tries counts
 def test_a_thousand_clients_are_refused_faster_than_anybody_can_be_answered(full):
-    """A refusal, made before the request is read, is faster than the cheapest answer."""
+    """A refusal is made before the request is read, so it is faster than the fastest answer."""
     port = full.http.base_url.port
 
     def ratio() -> float:

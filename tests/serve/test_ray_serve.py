@@ -133,7 +133,7 @@ serve.shutdown()
 ray.shutdown()
 """
 )
-# The lock represents NPUs: only one deployment can run at a time, because it uses all NPUs.
+# The lock simulates NPUs: a deployment uses all NPUs, so only one deployment can run at a time.
 AGAIN = (
     FAKE
     + """
@@ -364,7 +364,7 @@ def text_of(lines: list[str]) -> str:
 
 @pytest.mark.slow
 def test_a_proxy_that_others_reach_needs_a_key() -> None:
-    """As on Kubernetes, where Ray Serve listens at all addresses of a pod."""
+    """On Kubernetes, Ray Serve listens at all addresses of a pod."""
     process = launch(EXPOSED, free_port())
     try:
         said = read_until(process, "said")

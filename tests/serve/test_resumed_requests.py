@@ -184,7 +184,7 @@ def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) 
 
 
 def test_its_neighbours_go_on(three: Engines) -> None:
-    """The neighbours lose their engine twice; each of them runs again only after the others."""
+    """Other requests lose their engine twice; then they run again one after the other."""
     names = [f"n{i}" for i in range(8)]
     deltas = {name: queue.Queue() for name in names}
     for name in names:
@@ -222,7 +222,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
 def test_what_is_asked_for_again_is_what_is_missing(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """Prompt and output together do not change, for any number of tokens before each loss."""
+    """For any number of tokens before each loss, prompt and output together stay the same."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

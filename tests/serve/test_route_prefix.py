@@ -1,4 +1,4 @@
-"""Under a route prefix, Ray Serve's proxy does not change paths, and passes the prefix, too."""
+"""Under a route prefix, Ray Serve's proxy passes the unchanged path, and also the prefix."""
 
 from __future__ import annotations
 

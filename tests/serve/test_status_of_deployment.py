@@ -83,7 +83,7 @@ def test_the_board_asks_for_what_a_deployment_has(service):
     service.http.get("/no-such-path")
 
     known = labels_of(service.http.get("/metrics").text)
-    # No device has had a fault, and no fault means no sample.
+    # Without a fault of a device, this metric has no sample.
     known["dist_aclgraph_resumptions_total"] = {"model_name", "replica", "engine", "fault"}
     assert [unknown(name, known) for name in BOARDS] == [[]] * len(BOARDS)
 

@@ -72,7 +72,7 @@ def assert_equal(samples, scraped):
 
 
 def assert_in_between(samples, before, after):
-    """Check that counters that only rise have values between those of two scrapes."""
+    """Check that each rising counter has a value between its values in two scrapes."""
     for path, (unit, text) in samples.items():
         if path[0] in RISING and text != NOTHING:
             slack = rounding_of(unit)

@@ -197,7 +197,7 @@ def test_a_process_that_died_is_replaced(service):
 
 
 def test_requests_that_wait_for_a_grammar_take_no_threads_from_others(service):
-    """A request for plain text ends while more grammars wait than the event loop has threads."""
+    """More grammars wait than the event loop has threads; a request for plain text still ends."""
     compiler, go = service.state.grammars, threading.Event()
     compile_source = compiler.compile
     compiler.compile = lambda *args: (go.wait(60), compile_source(*args))[1]

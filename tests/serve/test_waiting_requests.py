@@ -26,7 +26,7 @@ LOADING = "LOADING 3 of 9"
 
 @dataclass
 class Deployment:
-    """Engines of a deployment. Clients know the first engine, and ask the controller for others."""
+    """A deployment's engines. Clients know only the first; the controller tells the others."""
 
     wait_s: float = 60.0
     outlook: Outlook = field(default_factory=lambda: Outlook(progress=LOADING))
@@ -263,13 +263,13 @@ def test_a_request_of_which_groups_die_does_not_wait_for_a_third(one: Deployment
 
 
 def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -> None:
-    """Each group had run steps; the request has the first turn on the second one as it dies."""
+    """Both groups had run steps. The second group dies while the request has its first turn."""
     first, second = one.engines[0], one.new_engine()
     entries = [GroupEntry(str(i), e.address, 100, 16) for i, e in enumerate((first, second))]
     first.groups = GroupList(1, tuple(entries))
     until(lambda: set(one.client.states().values()) == {"serving"})
     until(lambda: len(one.client.states()) == 2)
-    for name in "ab":  # one on each
+    for name in "ab":  # one request on each engine
         one.submit(name, 400)
         one.collect(name, 5)
     assert [engine.num_running for engine in one.engines] == [1, 1]
@@ -313,7 +313,7 @@ def test_what_waits_for_its_turn_waits_for_the_next_group(one: Deployment) -> No
         one.collect(name, 5)
     one.lose()
     second = one.new_engine()
-    second.step_s = 3600.0  # it does not prove to work
+    second.step_s = 3600.0  # so that this engine does not answer its probe
     one.outlook = Outlook(GroupList(1, (GroupEntry("1", second.address, 100, 16),)))
     until(lambda: second.num_running == 1)
     assert one.client.num_held == 4

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that published checkpoints have; each is trained on a few words."""
+"""Small tokenizers of the kinds in published checkpoints, trained on a few words."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def byte_fallback(*, strips: bool = True) -> Tokenizer:
 
 
 def unigram(*, has_bytes: bool = False) -> Tokenizer:
-    """Return a tokenizer like those of T5 and XLNet; with bytes, like SentencePiece's for language
-    models.
-    """
+    """Return a tokenizer like T5's and XLNet's; with bytes, like SentencePiece's for LLMs."""
     pieces = [(token, 0.0) for token in CONTROLS]
     pieces += [(byte, 0.0) for byte in BYTES] if has_bytes else []
     words = sorted({word for text in TEXTS for word in text.split()})
@@ -90,9 +88,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Return a tokenizer like BERT's: later parts of a word begin with ##, and spaces before
-    punctuation are removed.
-    """
+    """Return a tokenizer like BERT's: ## before later parts of a word, no space before a point."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -122,8 +118,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def write_checkpoint(directory: Path, kind: str, described: dict[str, Any]) -> Path:
-    """Write a tokenizer of a kind, and a config.json whose vocabulary is larger than the
-    tokenizer's.
+    """Write a tokenizer of a kind, and a config.json with a larger vocabulary.
 
     Args:
         described: the content of tokenizer_config.json.

@@ -23,7 +23,8 @@ class Acl:
     """A fake of the runtime's functions that list and repair bad memory.
 
     Args:
-        code: result of the query; left: addresses that stay bad after a repair.
+        code: result of the query.
+        left: addresses that stay bad after a repair.
     """
 
     def __init__(self, *addresses: int, code: int = 0, left: tuple[int, ...] = ()) -> None:

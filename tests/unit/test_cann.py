@@ -1,6 +1,4 @@
-"""If CANN is installed but cannot be loaded, there is an error of one sentence before anything
-starts.
-"""
+"""If CANN is installed but cannot be loaded, an error of one sentence comes before any start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The configuration refuses unknown keys and bad values, and is frozen; environment variables are
-set in one place.
+"""The configuration refuses unknown keys and bad values, and is frozen.
+
+Environment variables are set in one place.
 """
 
 from __future__ import annotations

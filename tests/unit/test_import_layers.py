@@ -48,7 +48,7 @@ def read_layers() -> dict[str, Row]:
 
 
 def with_inner(folders: Iterable[str], rows: Iterable[str]) -> frozenset[str]:
-    """Return the rows of these folders; a folder also stands for the rows of its inner folders."""
+    """Return the rows of these folders and of their inner folders."""
     return frozenset(
         row for folder in folders for row in rows if row == folder or row.startswith(f"{folder}/")
     )
@@ -211,7 +211,7 @@ def assignments_to_foreign_attributes(module: Module) -> Iterator[tuple[int, str
 
 
 def assert_none(rule: Rule) -> None:
-    """Fail if any line breaks a rule; the message has one broken rule per line."""
+    """Fail if a line of code breaks the rule. The message lists all such lines."""
     found = [f"{m.name}:{line}: {what}" for m in MODULES for line, what in rule(m)]
     assert not found, "\n".join([rule.__name__.replace("_", " "), *found])
 

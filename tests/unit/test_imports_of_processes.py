@@ -40,9 +40,7 @@ def test_the_package_imports_neither_torch_nor_ray() -> None:
 
 
 def test_what_a_worker_is_placed_with_does_not_load_the_torch_of_its_rank() -> None:
-    """Ray imports this module before the rank's environment is set, so the module must not load
-    torch.
-    """
+    """Ray imports the module before the rank's environment is set, so it must not load torch."""
     assert not imported_by("import dist_aclgraph.actors.worker.rank_stages") & HEAVY
 
 

@@ -1,4 +1,4 @@
-"""The index arrays of linear attention's convolution, against a walk over tokens."""
+"""The index arrays of linear attention's convolution, compared with a loop over tokens."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ LOADS = {
 
 
 def run(code: str, folder: Path, version: str) -> subprocess.CompletedProcess[str]:
-    """Run code with a fake torch that has this ``version.py``, and that prints a line when it is
-    imported.
-    """
+    """Run code with a fake torch that has this ``version.py`` and prints a line at import."""
     torch = folder / "torch"
     torch.mkdir()
     (torch / "version.py").write_text(version)

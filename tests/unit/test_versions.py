@@ -1,6 +1,4 @@
-"""The release series of torch_npu: their table, the extras that install them, and the report of
-their tests.
-"""
+"""The release series of torch_npu: their table, their extras, and the report of their tests."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def run_plan(
 ) -> Iterator[Outcome]:
     """Inject the faults of a plan; after each fault, print a line and yield the result.
 
-    Closing the iterator ends all processes that it has started.
+    If the iterator is closed, it ends all processes that it has started.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:

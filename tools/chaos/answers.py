@@ -34,9 +34,7 @@ class Answer:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the service refused the request before the answer began, because it had no free
-        place.
-        """
+        """Whether the service refused the request, because it had no free place."""
         return self.status in BUSY and self.retry_after
 
     @property
@@ -49,7 +47,7 @@ class Answer:
         return not (self.is_whole or self.is_refused or self.given_up)
 
     def differs(self, wanted: Answer) -> bool:
-        """Whether the tokens differ from those of the answer in a run without faults.
+        """Whether the tokens differ from the tokens of ``wanted``, from a run without faults.
 
         An incomplete answer must be a prefix of the answer without faults.
         """
@@ -64,9 +62,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pause:
-    """An interval in which no delta arrived. Its times are in seconds, on the clock of the
-    deltas.
-    """
+    """An interval without a delta. Times are in seconds, on the same clock as the deltas."""
 
     begin_s: float
     end_s: float

@@ -16,7 +16,7 @@ from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
 TIMEOUT_S = 400.0  # limit for a time without a byte; longer than a request waits for a group
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx requires one; made once
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # each client of httpx needs a context
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 
 BeforeDelta = Callable[[Answer], None]
@@ -30,7 +30,7 @@ class Clients:
     """Sends all requests at the same time. Owns the answers, and the number of deltas.
 
     Args:
-        bodies: the requests, by the numbers that ``Answer.body`` names.
+        bodies: the requests; ``Answer.body`` is the index.
         before_delta: called on the client's thread before each delta of an answer is read; may
             wait, or raise Hangup.
     """
@@ -75,8 +75,9 @@ class Clients:
             return self._seen.wait_for(lambda: not self._num_running, timeout_s)
 
     def _client(self) -> httpx.Client:
-        """Return a client for one thread. A shared client might close a connection from which
-        another thread reads.
+        """Return a client for one thread.
+
+        A shared client might close a connection while another thread reads from it.
         """
         transport = httpx.HTTPTransport(verify=NO_TLS, socket_options=self._options)
         return httpx.Client(transport=transport, timeout=TIMEOUT_S)

@@ -16,9 +16,7 @@ FILLING = "filling"
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mount a file system in memory, and unmount it afterwards; yield None if mounting is not
-    allowed.
-    """
+    """Mount a file system in memory within this context; yield None if that is not allowed."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=0700", "chaos", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         yield None

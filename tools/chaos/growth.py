@@ -1,4 +1,4 @@
-"""Whether the resources of a service grow: samples over time, and the slope of each resource."""
+"""Decides from samples over time whether the resources of a service grow, by their slopes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import linear_regression, median
 
 HOUR_S = 3600.0
-WARM_UP = 0.2  # share of the samples at the beginning that the slope leaves out
-FLAT_SHARE = 0.05  # share of its median by which a flat value may grow over the whole run
-# A flat value may grow by this amount, too: one process more or less of a kind is no leak.
+WARM_UP = 0.2  # the slope does not include this share of the samples, at the beginning
+FLAT_SHARE = 0.05  # a value is flat if it grows by less than this share of its median over the run
+# A value is also flat if it grows by less than this amount: one process more is no leak.
 FLAT_AMOUNTS = {"MiB": 16.0, "files": 16.0, "threads": 8.0, "processes": 1.0}
 COLUMNS = ("resource", "unit", "first", "median", "last", "growth per hour", "flat")
 

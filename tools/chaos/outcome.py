@@ -1,6 +1,4 @@
-"""The result of an injected fault (a strike), as numbers that are computed from the observations of
-clients and watchers.
-"""
+"""Computes the result of an injected fault (a strike) from what clients and watchers observed."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one strike. Times are in seconds after the strike; None if the event did not
-    happen.
+    """The result of one strike. Times are in seconds after the strike; None without such an event.
 
     Attributes:
         tried: number of requests that were sent.
@@ -43,7 +40,7 @@ class Outcome:
         pause_s: the longest time without a delta in one stream.
         recovered_s: time until all groups served again.
         exit_code: exit code of the service, if it ended.
-        left: files and processes that were left behind and should not exist.
+        left: files and processes that were left behind.
         error: error of the first lost request.
         said: the last output line of a service that ended.
     """
@@ -64,9 +61,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, no answer differs, nothing was left behind, and the service
-        still runs.
-        """
+        """Whether no request was lost, all answers are right, nothing is left, the service runs."""
         return not (self.lost or self.different or self.left) and self.exit_code is None
 
 
@@ -86,7 +81,7 @@ def judge(
     """Return the result of a strike.
 
     Args:
-        wanted: answers of a run without faults, by the numbers of their bodies.
+        wanted: answers of a run without faults; ``Answer.body`` is the index.
         struck_s: time of the strike; ``recovered_s`` is on the same clock.
     """
     known_s = first_without(sights, struck_s, num_groups)

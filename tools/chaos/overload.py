@@ -1,10 +1,10 @@
 """``make bench-overload``: the effect of overload, and of stalled clients, on readers.
 
-The bench starts one service on the emulated NPU as a user would. First it measures the peak rate,
+The bench starts one service on the emulated NPU, as a user would. First it measures the peak rate,
 with as many clients as the service has places. Then requests arrive at ten times the peak rate,
-even if the service refuses them. Then eight readers read while 64 other clients read nothing, and
-finally while other clients send huge bodies. Clients and service share this machine's cores, so
-figures are meaningful as ratios within one run.
+even if the service refuses requests. Then eight clients read while 64 other clients read nothing.
+Finally eight clients read while other clients send huge bodies. Clients and service share this
+machine's cores, so only ratios within one run are meaningful.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 
 PATH = "/v1/completions"
-TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600  # of a usual, stalled and reader's request
+# Tokens of an answer: of a usual request, of a stalled client's request, of a reader's request.
+TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600
 NUM_PLACES, NUM_WAITING = 72, 8
 NUM_READERS, NUM_STALLED = 8, 64
 TIMES = 10  # ratio of the request rate to the peak rate
@@ -55,9 +56,7 @@ SHAPE = replace(
 
 @dataclass
 class Reply:
-    """A client's observations, in seconds of the monotonic clock; status is 0 if there was no
-    answer.
-    """
+    """What a client observed, in seconds of the monotonic clock. Status 0 means no answer."""
 
     asked_s: float
     status: int = 0
@@ -76,8 +75,9 @@ class Reply:
 
 
 class Visitor:
-    """Sends each request on a new connection. It does little work, because clients and service
-    share cores.
+    """Sends each request on a new connection, with little CPU time.
+
+    Clients and service share the machine's cores.
     """
 
     def __init__(self, port: int) -> None:
@@ -114,7 +114,7 @@ class Visitor:
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
                 + body
             )
-            with suppress(ConnectionError):  # an early refusal need not be read to the end
+            with suppress(ConnectionError):  # the service may close the connection after a refusal
                 await writer.drain()
             yield reader
         finally:
@@ -145,9 +145,7 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
-    """Poll until the parent sends something. Report the start, and at the end the durations of all
-    polls.
-    """
+    """Report the start, poll until the parent sends a message, and report all polls' durations."""
     found: list[float] = []
     told.send(None)
     while not told.poll(PING_S):
@@ -273,9 +271,7 @@ async def drop(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def wait_for_running(service: Service, count: int) -> None:
-    """Wait until this number of requests runs. Continue after a while anyway, because some requests
-    may have ended.
-    """
+    """Wait until this number of requests runs, but not forever: some requests may have ended."""
     until_s = time.monotonic() + RUNNING_S
     while (await asyncio.to_thread(service.metrics)).get("num_requests_running", 0) < count:
         if time.monotonic() > until_s:

@@ -1,7 +1,7 @@
-"""The faults to inject, their order and their times. A seed determines all of these.
+"""A plan: the faults to inject, their order and their times. A seed determines the plan.
 
-The time of a fault is a logical step, such as after the k-th delta of all streams, so that slow and
-fast machines run the same plan.
+The time of a fault is a logical event, such as the k-th delta of all streams, so that slow and fast
+machines run the same plan.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ MAX_TARGET = 1 << 16
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault; or two faults, the second of which is injected during the recovery from the first.
+    """A fault, or a pair of faults.
 
     Attributes:
-        second: injected when the first fault was noticed, or in the capture that ``second`` names.
+        second: the second fault, which is injected during the recovery from the first fault: when
+            the first fault was noticed, or in the capture that ``second`` names.
     """
 
     kind: Kind
@@ -75,7 +76,7 @@ class Strike:
 
     Attributes:
         after_deltas: number of deltas of all streams before the fault.
-        target: index of the target among the possible processes, modulo their number.
+        target: index of the target process; modulo the number of possible processes.
     """
 
     number: int
@@ -106,9 +107,7 @@ def make_plan(
 
 
 def _round(chance: random.Random, kinds: Sequence[Kind]) -> list[Fault]:
-    """Return first every kind alone, and then pairs: a kind that ends a group, with each second
-    kind.
-    """
+    """Return every kind alone, and then pairs: a kind that ends a group, with each second kind."""
     alone = [Fault(kind) for kind in kinds]
     ending = [kind for kind in kinds if kind in GROUP_ENDING]
     pairs = [Fault(chance.choice(ending), second) for second in IN_RECOVERY if ending]

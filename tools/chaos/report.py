@@ -1,6 +1,4 @@
-"""The table of ``make chaos``: one line for each kind of fault, which summarises all injections of
-this kind.
-"""
+"""The table of ``make chaos``: one line for all strikes with the same kind of fault."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ TOTAL = "all"
 
 
 def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
-    """Yield a line for each fault, in the order of first strikes, and then one line for all faults.
+    """Yield a line for each kind of fault, in the order of first strikes, and a line for all.
 
-    Seconds are the largest of all strikes.
+    A time is the longest time of all strikes.
     """
     names = list(dict.fromkeys(str(outcome.strike.fault) for outcome in outcomes))
     for name in names:

@@ -1,5 +1,7 @@
-"""Execution of strikes. A strike consists of a load, a fault, a wait for the recovery, and a check
-for files and processes that were left behind.
+"""Executes strikes.
+
+A strike consists of a load, a fault, a wait for the recovery, and a check for files and processes
+that were left behind.
 """
 
 from __future__ import annotations
@@ -86,10 +88,10 @@ class Watcher:
 
 
 class Rig:
-    """Owns the service under test. After the service has ended, starts another one.
+    """Owns the service under test. After the service has ended, starts another service.
 
     Args:
-        room: a folder on a small disk for temporary files, or None for the system's.
+        room: a folder on a small disk for temporary files; None for the system's temporary folder.
         say: called with one line per event.
     """
 
@@ -149,7 +151,7 @@ class Rig:
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
         # Find the target before the load begins, because finding it takes time on a busy machine.
-        if self._full is not None:  # a file on that disk arms faults
+        if self._full is not None:  # the file that arms faults is on this disk
             self._full.join()
         victim = self._victim(service, kind, strike.target)
         if kind is Kind.PREFILL_DEATH:
@@ -227,10 +229,10 @@ class Rig:
                 return None
 
     def _victim(self, service: Service, kind: Kind, target: int) -> int | None:
-        """Return the target process of a fault, or None if the fault has none.
+        """Return the target process of a fault; None for a fault without a target.
 
         Raises:
-            ChaosError: there is no such process, and none has appeared in time.
+            ChaosError: no such process has appeared in time.
         """
         if kind not in PROCESSES:
             return None
@@ -266,7 +268,7 @@ class Rig:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
             return []
-        with contextlib.suppress(ProcessLookupError):  # it has already ended with its group
+        with contextlib.suppress(ProcessLookupError):  # the process has ended with its group
             os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
         return [victim] if kind in STOPS else []
 
@@ -297,9 +299,7 @@ class Rig:
     # ---- remains
 
     def _left(self, service: Service, stopped: Sequence[int]) -> list[str]:
-        """Return the files, processes and requests that a strike has left behind in a service that
-        serves again.
-        """
+        """Return the files, processes and requests that a strike left in a running service."""
         left = []
         if service.disarm():
             left.append("a fault that struck nobody")
@@ -319,9 +319,7 @@ class Rig:
         return {name: found[name] for name in BUSY if found.get(name, 0.0)}
 
     def _things(self) -> dict[str, int]:
-        """Return, for each kind of object that a strike may leave behind, the number of such
-        objects.
-        """
+        """Return the number of objects of each kind that a strike may leave behind."""
         assert self._service is not None
         names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}

@@ -1,8 +1,7 @@
-"""A service under test, in separate processes. It starts as a user starts a service, gets faults,
-and leaves nothing behind at its end.
+"""A service under test, in separate processes, which the rig starts like a user.
 
 The service leads a process session, and all temporary files of its processes are in one folder. So
-the rig can distinguish the service's processes and files from others on this machine.
+the rig can distinguish the service's processes and files from other processes and files.
 """
 
 from __future__ import annotations
@@ -100,9 +99,7 @@ class Service:
         return Sight(at_s, self.serving())
 
     def metrics(self) -> dict[str, float]:
-        """Return the service's gauges and counters, each summed over its labels; empty if it does
-        not answer.
-        """
+        """Return gauges and counters, each summed over its labels; empty without an answer."""
         try:
             lines = self._http.get("/metrics").text.splitlines()
         except httpx.HTTPError:
@@ -139,7 +136,7 @@ class Service:
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
-        """Return the service's living processes by their names; a script's name is its file's."""
+        """Return the service's living processes by name. A script has the name of its file."""
         found: dict[str, list[int]] = {}
         for pid in self._all():
             name = processes.name_of(pid)
@@ -151,17 +148,14 @@ class Service:
         return found
 
     def _all(self) -> set[int]:
-        """Return all living processes of the service: those in its session, or with its temporary
-        folder.
-        """
+        """Return all living processes in the service's session or with its temporary folder."""
         leader = self._process.pid
         own = {pid for pid in processes.living() if processes.session_of(pid) == leader}
         return own | processes.with_variable(TEMPORARY, str(self.folder))
 
     def dead_segments(self) -> list[str]:
         """Return HCCL's segments that were made since the start by processes that have exited."""
-        # Other services may make segments, too, but the processes that made these segments are
-        # alive.
+        # Other services may also make segments, but the processes of those segments are alive.
         return sorted(name for name in _segments() - self._segments if _is_dead(name))
 
     def segments(self) -> set[str]:
@@ -228,16 +222,18 @@ class Service:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_once(self) -> bool:
-        """End all living processes; return true if there were none. The caller repeats this call,
-        because a process that is being started appears later.
+        """End all living processes; return whether there was none.
+
+        The caller repeats this call, because a process that is being started appears later.
         """
         alive = self._all()
         processes.kill_all(alive)
         return not alive
 
     def _left_behind(self) -> list[str]:
-        """Return the files and processes that the ended service has left behind. Before this, wait
-        a moment, because some of them may still disappear.
+        """Return the files and processes that the ended service has left behind.
+
+        Wait a moment first, because some of them may still disappear.
         """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]

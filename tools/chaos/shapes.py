@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S, LINK_S = 20.0, 5.0
-LONG, NUM_LONG = 2, 2  # multiple of the tokens, so that no buffer holds a whole answer
+# Answers to slow readers have LONG times the usual tokens, so that no buffer can hold an answer.
+LONG, NUM_LONG = 2, 2
 STALL_S = 600.0  # longer than any limit, so that only a limit can end the stall
 COMMON = (
     "dtype=float32",  # so that an answer does not depend on other requests
@@ -28,11 +29,12 @@ class Shape:
     """A deployment and its load.
 
     Attributes:
-        config: name of a file in ``configs/``. operator, collective: the operators for faults that
-        make an operator or a collective fail or stall. attention, linear: operators whose second
-        operand (keys, or a weight) is in the memory that
+        config: name of a file in ``configs/``.
+        operator, collective: the operators for faults that let an operator or a collective fail or
+            stall.
+        attention, linear: operators whose second operand (keys, or a weight) is in the memory that
             turns bad.
-        num_streams: number of requests that are sent at once; each has a different body.
+        num_streams: number of requests that are sent at once. All bodies are different.
     """
 
     config: str
@@ -48,9 +50,7 @@ class Shape:
     linear: str = "aclnnMm"
 
     def bodies(self) -> list[dict[str, Any]]:
-        """Return the usual requests and then the requests of slow readers. Half of them are greedy,
-        half are seeded.
-        """
+        """Return the usual requests, then those of slow readers; every second one is greedy."""
         chance = random.Random(self.config)
         counts = [self.num_tokens] * self.num_streams + [LONG * self.num_tokens] * NUM_LONG
         return [self._body(i, count, chance) for i, count in enumerate(counts)]

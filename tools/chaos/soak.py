@@ -1,6 +1,6 @@
-"""``make soak``: load with deaths for hours, and whether memory, files and threads grow.
+"""``make soak``: hours of load and faults, which show whether memory, files and threads grow.
 
-It uses the load and the faults of ``make chaos``. The resources are sampled between two faults,
+The load and the faults are those of ``make chaos``. The resources are sampled between two faults,
 when all groups serve and no request runs, so that samples can be compared.
 """
 
@@ -79,7 +79,7 @@ def take_sample(service: Service) -> Sample:
 def soak(
     shape: Shape, seconds: float, seed: int, console: Console
 ) -> tuple[list[Sample], list[Outcome], list[str]]:
-    """Run a service; return samples, the outcome of each fault, and what is left at the end."""
+    """Run a service; return samples, the outcome of each fault, and objects left at the end."""
     max_deltas = int(SHARE * shape.num_streams * shape.num_tokens)
     plan = make_plan(seed, MAX_FAULTS, max_deltas=max_deltas, kinds=KINDS)
     samples: list[Sample] = []

@@ -1,10 +1,10 @@
 """Changes the graphs of a serving group: one graph at a time, between two steps.
 
-There are two kinds of changes. The graphs of a new plan version are captured one by one in quiet
-steps; after that, the graphs that the new plan does not contain are released. Lazy graphs are
-captured when the traffic needs them. Steps replay only graphs that exist on every rank. A failed
-capture is undone on all ranks. If another graph was released to make room for the capture, that
-graph is captured again.
+A change is of one of two kinds. First, a new plan version: its graphs are captured one by one in
+quiet steps; then the graphs that the new plan does not contain are released. Second, a lazy graph:
+it is captured when the traffic needs it. Steps replay only graphs that exist on every rank. A
+failed capture is undone on all ranks. If another graph was released to make room for the failed
+capture, the released graph is captured again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
-STEPS_BETWEEN = 16  # steps between two captures, so that both do not delay the same token
-MAX_FAILURES = 100  # reported failures; failed shapes are tried again, so there may be more
+STEPS_BETWEEN = 16  # steps between two captures, so that a token waits for one capture at most
+MAX_FAILURES = 100  # only the latest failures are kept, because a failed shape is tried again
 PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
 
 
@@ -97,7 +97,7 @@ class GraphChanges:
     # ---- the loop's thread
 
     def is_due(self, is_idle: bool, is_quiet: bool) -> bool:
-        """Return whether a change may be needed, and whether it may be made before the next step.
+        """Return whether the next step should wait for a change.
 
         Args:
             is_idle: whether there is no request, so that no client waits.
@@ -110,10 +110,12 @@ class GraphChanges:
         return is_idle or since >= (STEPS_BETWEEN if is_quiet else PATIENCE_STEPS)
 
     def advance(self) -> None:
-        """Do at most one capture; if it fails, restore the graph that it should have replaced.
+        """Capture at most one new graph.
+
+        If the capture of a lazy graph fails, the graph that was released for it is captured again.
 
         Raises:
-            WorkerError: a rank is lost, or recorded other operators than the other ranks.
+            WorkerError: a rank is lost, or the ranks recorded different operators.
         """
         if self._coming is None and self._wanted is not None:
             self._coming, self._todo = self._wanted[0], deque(self._wanted[1])

@@ -3,9 +3,8 @@
 The order is: prepare, vote, capture, vote, commit. Each action has a deadline. A rank's vote after
 the capture contains a digest of the recorded operators. If the digests differ, the graph is
 refused, because ranks with different graphs would hang in the first replay. A capture that fails on
-one rank is undone on all ranks. Then every rank proves that the pool has as many bytes as before.
-If the device counts streams, the rank also proves that the device has as many free streams as
-before.
+one rank is undone on all ranks. Then every rank proves that its pool has as many bytes as before
+the capture. If the device counts streams, the rank also proves that as many streams are free.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class GraphTransaction:
     work_s: float
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Let every rank store ``plan``; each rank proves that it has the plan by the plan's hash.
+        """Let every rank store ``plan``, and compare the hashes that the ranks return.
 
         Raises:
-            RankDisagreementError: a rank has another plan.
+            RankDisagreementError: a rank has a different plan.
         """
         answers = self._demand("adopt", plan=plan)
         for rank, answer in zip(self.ranks.ranks, answers, strict=True):
@@ -77,8 +76,8 @@ class GraphTransaction:
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.
-            CaptureError: after a capture was undone, a rank did not get back its streams or bytes.
-            WorkerError: a rank could not commit the graph, or could not undo its capture.
+            CaptureError: a rank undid the capture, but did not get back its streams or bytes.
+            WorkerError: a rank could not commit the graph, or could not undo the capture.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)
         if (failure := self._first_failure(graph, before)) is not None:
@@ -98,7 +97,7 @@ class GraphTransaction:
         """Free the streams of these graphs on all ranks.
 
         Raises:
-            WorkerError: a rank could not free them.
+            WorkerError: a rank could not free these streams.
         """
         for graph in sorted(graphs):
             self._demand("release", graph)

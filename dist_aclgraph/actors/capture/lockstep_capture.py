@@ -1,7 +1,7 @@
 """Captures a plan in lockstep: the largest graph first, each graph on all ranks or on no rank.
 
-A graph that fails on one rank is undone on all ranks. Then the plan shrinks to the graphs for which
-the ranks have proved to have resources. Every rank adopts the new plan before the next capture.
+A graph whose capture fails on one rank is undone on all ranks. Then the plan shrinks to the graphs
+for which all ranks have enough resources. Every rank adopts the new plan before the next capture.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def agree(
 ) -> None:
     """Give all groups the same plan. A group that has more graphs than another group releases them.
 
-    A group may fail to capture another group's plan, because the plan is too large. Then the
-    comparison starts again. It ends, because plans shrink each time.
+    If a group cannot capture the common plan, all groups are compared again. The comparisons end,
+    because the plan shrinks each time.
 
     Args:
         records: one for each group.
@@ -98,9 +98,9 @@ def agree(
 def probe_graphs(
     transaction: GraphTransaction, graphs: Iterable[BatchDescriptor], offers: Sequence[StreamOffer]
 ) -> list[StreamOffer]:
-    """Capture and release each graph; return the offers, extended by each rank's measured costs.
+    """Capture and release each graph; return the offers with each rank's measured costs.
 
-    A graph that is too large for a rank is left out, and negotiation then chooses a smaller graph.
+    A graph that is too large for a rank is left out, so that negotiation chooses a smaller graph.
     """
     probed = list(offers)
     for graph in graphs:

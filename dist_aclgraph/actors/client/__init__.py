@@ -1,1 +1,1 @@
-"""The client of all groups. It routes requests, and continues the requests of a lost engine."""
+"""The client of all groups: routes requests, and resumes the requests of a lost engine."""

@@ -1,9 +1,9 @@
 """EngineClient connects an ingress or an LLM object to the engines of a deployment.
 
-One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link; the
+One I/O thread owns all sockets. If a link is lost, the engine drops all requests of that link. The
 client gives these requests to another engine, or lets them wait (``request_table.py``). If no
-engine will be started, the requests end with an error. So no request hangs. The client opens
-another link to the lost engine, and uses that engine again after it has answered.
+engine will be started, the requests end with an error, so that no request hangs. The client then
+opens a new link to the same engine, and uses this engine again after an answer.
 
 Each engine tells the client which engines exist (``GroupList``). The client sends requests to the
 engines that accept new requests, by the rule of ``scheduler/routing.py``. If an engine drains, the
@@ -120,7 +120,7 @@ class EngineClient:
 
     @property
     def num_resumed(self) -> int:
-        """The number of requests that another engine continued."""
+        """The number of requests that were resumed on another engine."""
         return self._table.num_resumed
 
     # -- any thread ---------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class EngineClient:
         cache_salt: str = "",
         output: bytes = b"",
     ) -> None:
-        """Send a request to an engine that ``choose_group`` chooses.
+        """Send a request to the engine that the router chooses.
 
         Args:
             params: ``max_tokens`` must be set; only the caller knows how long the context is.
@@ -174,7 +174,7 @@ class EngineClient:
         self._wakeup.wake()
 
     def abort(self, request_id: str) -> None:
-        """End a request whose deltas are not needed any more; unknown ids are ignored."""
+        """End a request, because nobody reads its deltas; unknown ids are ignored."""
         with self._lock:
             engine = self._table.forget(request_id)
         if engine is not None:
@@ -226,9 +226,9 @@ class EngineClient:
                 raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
-        """Return why no group accepts or runs requests, and the progress of another group's start.
+        """Return why no group serves, and the progress of the next group's start; "" if one serves.
 
-        Returns "" while a group both accepts and runs requests.
+        A group serves if it both accepts and runs requests.
         """
         with self._lock:
             if taking := self._table.taking():
@@ -244,7 +244,7 @@ class EngineClient:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for a group, or for their turn there."""
+        """The number of requests that wait for a group, or for their turn on an engine."""
         with self._lock:
             return self._table.num_held
 
@@ -349,7 +349,7 @@ class EngineClient:
             engine.link.send(Goodbye())
 
     def _look_at_outage(self) -> None:
-        """Adopt the controller's last outlook, and end requests that have waited too long."""
+        """Use the controller's last outlook, and end requests that have waited too long."""
         outlook = None
         if self._table.outage.outlook_poller is not None:
             outlook = self._table.outage.outlook_poller.take_answer()
@@ -397,7 +397,7 @@ class EngineClient:
         return is_new
 
     def _leave(self, engine: KnownEngine) -> bool:
-        """Remove an engine if it has drained; return whether it was removed."""
+        """Remove the engine if it has drained; return whether the engine was removed."""
         with self._lock:
             is_over = engine.link.is_lost or not (engine.is_listed or engine.requests)
             if not (engine.is_draining and is_over):
@@ -407,13 +407,13 @@ class EngineClient:
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
-        engine.link.is_lost = True  # for commands that are still in the queue for this engine
+        engine.link.is_lost = True  # so that commands in this engine's queue are not sent
         for future in queries.values():
             future.cancel()
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
-        """If the token is new, switch to its deployment, whose group lists have new versions."""
+        """If the token is new, switch to its deployment. Versions of group lists start again."""
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:
@@ -465,10 +465,10 @@ class EngineClient:
             future.set_result(json.loads(message.body))
 
     def _deliver(self, engine: KnownEngine, message: Deltas) -> None:
-        """Hand out the deltas of a step.
+        """Pass the deltas of a step to the callbacks.
 
         Raises:
-            EngineDeadError: the engine has ended. All other requests of this engine are still open.
+            EngineDeadError: the engine has ended. Its requests without a last delta are still open.
         """
         with self._lock:  # lock once for all requests
             told, death = self._table.take_deltas(engine, message)
@@ -501,8 +501,7 @@ class EngineClient:
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
         """Let other engines continue this engine's requests; end the queries to this engine."""
-        # Keep the lock, so that an abort finds each request either at this engine or at its new
-        # engine.
+        # One lock for the whole move, so that an abort always finds a request at one engine.
         with self._lock:
             queries, engine.queries = engine.queries, {}
             is_over = self._closing.is_set()
@@ -519,8 +518,8 @@ class EngineClient:
     def _send_commands(self) -> None:
         while not self._commands.empty():
             engine, message = self._commands.get()
-            # Another engine continues a request of a lost link. The new connection has no data of
-            # the request.
+            # A request of a lost link was moved to another engine. The new link to this engine does
+            # not know the request.
             if isinstance(message, Submit) and message.number not in engine.names:
                 continue
             if not engine.link.is_lost:

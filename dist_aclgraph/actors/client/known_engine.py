@@ -50,7 +50,7 @@ class KnownEngine:
 
     @property
     def has_drained(self) -> bool:
-        """Whether the engine accepts no new requests, and none of this client's requests runs."""
+        """Whether the engine is draining, and runs no request of this client."""
         return self.is_draining and not self.requests
 
 

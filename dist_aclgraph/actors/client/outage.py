@@ -1,6 +1,6 @@
-"""During an outage, no group accepts requests, so a client's requests wait for a group.
+"""An outage is the time in which no group accepts requests. A client's requests wait meanwhile.
 
-No engine responds during an outage, so the client asks the controller about the deployment.
+Engines do not respond during an outage, so the client asks the controller about the deployment.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class Outlook:
         groups: all groups of the deployment.
         failure: why no group will accept requests again; "" if a group may accept requests again.
         progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
-        token: token of the deployment that has the groups; "" for an unchanged token.
-        node_id: the id that this deployment's Ray gives to the client's node; "" for an unchanged
-            id.
+        token: connection token of the deployment; "" if the token is unchanged.
+        node_id: the id of the client's node in this deployment's Ray; "" if the id is unchanged.
     """
 
     groups: GroupList = NO_GROUPS
@@ -94,7 +93,7 @@ class Outage:
         return self._recovery is not None
 
     def deadline_s(self, now_s: float) -> float:
-        """Return when the wait of a request ends that begins to wait now."""
+        """Return the end of the wait for a request that begins to wait now."""
         return math.inf if self._recovery is None else now_s + self._recovery.wait_s
 
     @property
@@ -131,7 +130,7 @@ class Outage:
         self._requests.pop(request_id, None)
 
     def take_all(self) -> list[OpenRequest]:
-        """Remove and return all requests: first those with more output tokens, then older ones."""
+        """Remove and return all requests: the most output tokens first, then the oldest first."""
         requests = [request for request, _ in self._requests.values()]
         self._requests.clear()
         return sorted(requests, key=lambda request: -request.num_output_tokens)
@@ -171,7 +170,7 @@ class OutlookPoller:
             self._wanted.clear()
 
     def take_answer(self) -> Outlook | None:
-        """Return the controller's last response, or None if it was returned before."""
+        """Return the controller's last response, once; None if there is no new response."""
         answer, self._answer = self._answer, None
         return answer
 

@@ -1,9 +1,9 @@
 """RequestTable: decides which engine runs each open request of a client.
 
-If an engine dies, the table gives its requests to other engines, which continue after the tokens
-that each request already has (``token_log.py``). Requests of an engine that died take turns,
-because one of them may be the cause (``trials.py``). If no engine accepts requests, requests wait
-(``outage.py``).
+If an engine dies, the table gives the engine's requests to other engines. A request continues after
+the tokens that it already has (``token_log.py``). Requests of a dead engine run in turns, because
+one of these requests may be the cause of the death (``trials.py``). If no engine accepts requests,
+requests wait (``outage.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, EngineUnava
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
-NUMBERS = 1 << 31  # request numbers of one engine; after the last number, 0 follows again
+NUMBERS = 1 << 31  # request numbers of one engine; after the last number, they start again at 0
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class RequestTable:
 
     Attributes:
         engines: the engines; the key is the engine's URL, as in the router.
-        num_resumed: how many requests another engine continued.
+        num_resumed: how many requests were resumed on another engine.
         losses: how many times an engine was lost, by kind of loss.
     """
 
@@ -60,7 +60,7 @@ class RequestTable:
         self.outage = Outage(recovery)
         self.router = router
         self._send = send
-        # By request id: the engine, and the request's number there.
+        # The keys are request ids. The values are the engine, and the request's number there.
         self._owner: dict[str, tuple[KnownEngine, int]] = {}
         self._trials = Trials()
 
@@ -73,7 +73,7 @@ class RequestTable:
 
     @property
     def num_held(self) -> int:
-        """The number of requests that wait for a group, or for their turn there."""
+        """The number of requests that wait for a group, or for their turn on an engine."""
         return len(self.outage) + len(self._trials)
 
     # ---- engines
@@ -142,8 +142,8 @@ class RequestTable:
         """Store the deltas of a step, and remove the requests that have ended.
 
         Returns:
-            The deltas with their callbacks, and the engine's last words if it has ended; all its
-            other requests are still open then.
+            The deltas with their callbacks; and why the engine has ended, or "". If the engine has
+            ended, its requests without a last delta are still open.
         """
         told: list[tuple[OnDelta, RequestDelta]] = []
         engine.is_proven = True
@@ -163,21 +163,21 @@ class RequestTable:
     def lose(
         self, engine: KnownEngine, reason: str, now_s: float, *, is_over: bool
     ) -> list[OpenRequest]:
-        """Let other engines continue the requests of an engine that is lost.
+        """Let other engines continue the requests of a lost engine.
 
         Args:
-            is_over: whether the client ends, so no request continues.
+            is_over: whether the client ends, so that no request continues.
 
         Returns:
             The requests that end.
         """
-        # The process of a group that has drained ends in order, for example after a roll.
+        # The end of a drained group's process, for example after a roll, is no loss.
         if not (engine.dead_because or engine.has_drained or is_over):
             self.losses[engine.link.loss_kind] += 1
         engine.dead_because = reason
         engine.link.is_lost = True
         requests = list(engine.requests.values())
-        # Another request that got no token from this engine may be the cause as well.
+        # Any request that got no token from this engine may be the cause.
         untried = [request.request_id for request in requests if not request.has_run]
         alone = self._trials.alone if engine.is_proven else None
         if untried != [alone]:
@@ -236,7 +236,7 @@ class RequestTable:
         """Send a request to an engine; return whether an engine accepts requests.
 
         Args:
-            among: URLs of engines; by default, of all engines that accept requests.
+            among: URLs of the engines to choose from; by default, all engines that accept requests.
         """
         taking = among or self.taking()
         if not taking:
@@ -267,7 +267,7 @@ class RequestTable:
         return not request.is_cause and self.place(request, now_s)
 
     def _begin_turn(self) -> None:
-        """Let the next requests run that lost their engine."""
+        """Start the next turn of requests that lost their engine."""
         if self._trials.is_turn:
             return
         taking = [self.engines[url] for url in self.taking()]
@@ -279,7 +279,7 @@ class RequestTable:
                 self._give(OpenRequest.probe(request_id), [url])
             return
 
-        # If no group is being replaced, no newer engine will come: links were lost, and no engine.
+        # If only links were lost, and no engine, no group is replaced, so no newer engine comes.
         is_any_lost = any(engine.dead_because for engine in self.engines.values())
 
         def suitable(request: OpenRequest) -> list[str]:
@@ -290,8 +290,8 @@ class RequestTable:
             self._give(request, suitable(request))
 
     def _is_newer(self, engine: KnownEngine, request: OpenRequest) -> bool:
-        """Whether an engine has started since a request lost its first engine.
+        """Whether the engine has started after the request's first engine died.
 
-        If lost engines are not replaced, each engine counts as such an engine.
+        If lost engines are not replaced, every engine counts as newer.
         """
         return not self.outage.has_recovery or engine.added_s > request.first_death_s

@@ -1,9 +1,9 @@
-"""The tokens of a request, which a client stores so that another engine can continue the request.
+"""A client stores the tokens of each request, so that another engine can continue the request.
 
-Sampling is a function of seed, position and token. So if a request is submitted again with its
-existing tokens, its next tokens are the same as without the loss. Only rounding may change the
-tokens, unless ``recovery.exact`` is set. The output follows the prompt; ``sampling`` says where the
-output begins.
+Sampling depends only on seed, position and tokens. So a request that is submitted again with its
+existing tokens gets the same next tokens as without the loss. Only rounding may change the tokens,
+unless ``recovery.exact`` is set. In ``tokens``, the output follows the prompt; ``sampling`` says
+where the output begins.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class OpenRequest:
     Attributes:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client asked.
-        num_deaths: number of engines that died while they ran this request, since its last token.
+        num_deaths: number of engines that died with this request since the request's last token.
         has_run: whether the request got a token from its present engine.
-        first_death_s: time of the first of these deaths.
-        is_cause: whether the request is taken to be the cause of deaths; no other engine gets it.
+        first_death_s: time of the first death that ``num_deaths`` counts.
+        is_cause: whether the request counts as the cause of the deaths; then it is not resumed.
         is_resumed: whether the request has lost an engine, or the link to an engine.
-        is_probe: whether the client sent it to learn whether an engine works; then it is not
-            resumed.
+        is_probe: whether the client made this request to test an engine; a probe is not resumed.
     """
 
     request_id: str
@@ -63,16 +62,17 @@ class OpenRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request got no token since its engine died: it may be the cause."""
+        """Whether the request may be the cause of a death: it got no token after the death."""
         return self.num_deaths > 0
 
     def see_death(self, now_s: float, *, is_proof: bool) -> None:
-        """Record that the engine died which ran this request.
+        """Record that this request's engine died.
 
         Args:
             now_s: on a monotonic clock.
-            is_proof: whether no other suspect ran, and the engine had started after
-                ``first_death_s`` and had run another request.
+            is_proof: whether this death proves that a suspect is the cause. It is a proof if the
+                engine had started after ``first_death_s``, had run another request before, and ran
+                no other suspect.
         """
         self.is_cause = is_proof and self.is_suspect
         if not self.is_suspect:
@@ -80,7 +80,7 @@ class OpenRequest:
         self.num_deaths += 1
 
     def note(self, delta: RequestDelta) -> None:
-        """Store the tokens that were handed out. After a new token, earlier deaths do not count."""
+        """Store the tokens of a delta. After a new token, earlier deaths do not count."""
         if delta.token_ids:
             self.append(delta.token_ids)
             self.num_deaths = 0
@@ -96,7 +96,7 @@ class OpenRequest:
         sampling = row_sampling(
             SamplingParams(max_tokens=1), seed=0, num_prompt_tokens=1, end_ids=()
         )
-        prompt = bytearray(INT_BYTES)  # token 0, which each model has
+        prompt = bytearray(INT_BYTES)  # token 0, which exists in every model
         return cls(request_id, prompt, sampling, 1, (), "", lambda delta: None, is_probe=True)
 
     def submit(self, number: int) -> Submit:

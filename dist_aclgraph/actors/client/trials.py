@@ -1,11 +1,12 @@
 """Trials: requests that lost their engine run in turns, until each of them has a new token.
 
-A request may be the cause of its engine's death, and would then end every engine that runs it. The
-client cannot know which of the lost requests it was, so it tries them in turns. A request that lost
-two engines at the same token runs alone, and only on an engine that has started since its first
-loss: several engines may have died together for another reason. If this engine dies, too, the
-request is the cause. To exclude an engine that cannot run anything, the first turn on each engine
-belongs to a request of the client's own.
+A request may be the cause of its engine's death. Such a request would end every engine that runs
+it. The client does not know which of an engine's requests was the cause, so it tries the requests
+in turns. A request that lost two engines at the same token runs alone, and only on an engine that
+has started since the request's first loss, because several engines may have died together for
+another reason. If this engine dies, too, the request is the cause. An engine may be unable to run
+any request. To find such an engine, the first turn on each engine runs a probe, which is a request
+that the client makes itself.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Collection
 
 from dist_aclgraph.actors.client.token_log import OpenRequest
 
-# More requests than this take their turns in groups of equal size, so that a large batch does not
-# wait for thousands of steps.
+# If more requests than this wait, several requests share a turn, so that a large batch does not
+# wait for thousands of turns.
 MAX_TURNS = 64
 
 
@@ -23,7 +24,7 @@ class Trials:
     """Owns the requests that wait for their turn. The client's lock guards this object."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[OpenRequest, float]] = {}  # with the end of the wait
+        self._waiting: dict[str, tuple[OpenRequest, float]] = {}  # request, end of its wait
         self._running: set[str] = set()
 
     def __len__(self) -> int:
@@ -35,7 +36,7 @@ class Trials:
 
     @property
     def is_turn(self) -> bool:
-        """Whether requests of a turn run, and have no new token yet."""
+        """Whether a turn is running: some of its requests have no new token yet."""
         return bool(self._running)
 
     @property
@@ -45,7 +46,7 @@ class Trials:
 
     @property
     def alone(self) -> str | None:
-        """The id of the current turn's request, if this turn has only one."""
+        """The id of the current turn's request, if this turn has exactly one request."""
         return next(iter(self._running)) if len(self._running) == 1 else None
 
     def wait(self, request: OpenRequest, until_s: float) -> None:
@@ -53,17 +54,17 @@ class Trials:
         self._waiting[request.request_id] = request, until_s
 
     def begin_probes(self, request_ids: Collection[str]) -> None:
-        """Begin a turn of requests of the client's own."""
+        """Begin a turn that consists of the client's probes."""
         self._running.update(request_ids)
 
     def begin_turn(self, has_engine: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Remove and return the requests of the next turn; empty while a turn goes on.
+        """Remove and return the requests of the next turn; empty while a turn is running.
 
-        First come requests that lost one engine, then requests that lost several engines, one by
-        one, and then all requests that lost none.
+        The order is: requests that lost one engine; then requests that lost several engines, one
+        request in each turn; then all requests that lost no engine.
 
         Args:
-            has_engine: returns whether there is an engine on which a request may run.
+            has_engine: returns whether an engine exists on which the given request may run.
         """
         if self._running:
             return []

@@ -1,9 +1,9 @@
 """Joins an existing Ray cluster, or starts Ray on this machine.
 
-A Ray that we start is for this machine only. It listens on loopback, requires a token, and does not
-get the signals that are sent to its driver's process group. If one of its daemons dies, calls of
-Ray may hang forever. So the process that started this Ray watches the daemons, and can kill all
-processes of this Ray.
+A Ray that this module starts is for this machine only. It listens on loopback and requires a token.
+Signals to its driver's process group do not reach it. If one of Ray's daemons dies, calls of Ray
+may hang forever. So the process that started Ray watches the daemons, and can kill all processes of
+this Ray.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NPUS_OF_A_NODE = 8
 # The control plane needs no object store memory, but Ray refuses less than 75 MiB.
 OBJECT_STORE_BYTES = 100 << 20
 RAYLET = "raylet"
-# The text is a part of Ray's error message.
+# TOO_SLOW is a part of Ray's error message.
 START_ATTEMPTS, TOO_SLOW = 5, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S, ASK_S, RETRY_S = 10.0, 5.0, 1.0
@@ -70,10 +70,10 @@ logger = logging.getLogger(__name__)
 class ConnectedRay:
     """The Ray to which this process is connected, and whose death it notices.
 
-    A daemon that dies is noticed at once, a daemon that hangs after a limit.
+    The death of a daemon is noticed at once. A daemon that hangs is noticed after ``silent_s``.
 
     Args:
-        silent_s: Ray's control store may be silent for this time.
+        silent_s: if Ray's control store is silent for longer, it counts as dead.
         daemons: names of Ray's daemons on this machine, by process id.
 
     Attributes:
@@ -102,7 +102,7 @@ class ConnectedRay:
         self._stopped.set()
 
     def _end(self) -> None:
-        """Do what the death of a daemon requires: nothing, if others have started this Ray."""
+        """Called after a daemon has died. Does nothing for a Ray that another process started."""
 
     def look(self) -> None:
         """Ask Ray's control store whether this node's daemon answers; waits ``ASK_S`` at most."""
@@ -143,8 +143,9 @@ class LocalRay(ConnectedRay):
         self._handles = processes.open_handles(agents | set(daemons))
 
     def _end(self) -> None:
-        """Kill the other daemons, which would keep engines running. If all processes end, clients
-        notice the end at once.
+        """Kill all processes of this Ray, because the other daemons would keep engines running.
+
+        Clients notice the end of the processes at once.
         """
         self.kill()
 
@@ -152,13 +153,13 @@ class LocalRay(ConnectedRay):
         """Kill all processes of this Ray now, even processes that are stopped."""
         self.unwatch()
         processes.kill_handles(self._handles)
-        for _ in range(KILL_ROUNDS):  # a process that is just being started appears a moment later
+        for _ in range(KILL_ROUNDS):  # processes may start during a round
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
         self._starter.end_started()
 
     def stop(self) -> None:
-        """Stop this Ray in order, or kill it if a daemon has died."""
+        """Stop this Ray in order; if a daemon has died, kill Ray."""
         self.unwatch()
         if self.death:
             self.kill()
@@ -177,12 +178,12 @@ def start_ray(
 ) -> ConnectedRay:
     """Join the Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, start Ray on this machine.
 
-    If NPUs are emulated, a local Ray declares the number of NPUs of a node, or more if more are
-    needed.
+    If NPUs are emulated, a local Ray declares as many NPUs as a node has. If the configuration
+    needs more NPUs, Ray declares the number that is needed.
 
     Args:
-        starter: starts the processes of a Ray that is started here; this Ray then owns it.
-        waits: whether to wait until a cluster that is to be joined answers.
+        starter: starts the processes of a local Ray. The returned Ray then owns the starter.
+        waits: whether to wait until the existing cluster answers.
 
     Raises:
         PlacementError: no Ray can be joined or started; the message says what to do.
@@ -199,8 +200,7 @@ def start_ray(
             raylet = _raylet_of_this_node()
             return ConnectedRay(JOINED_SILENT_S, {raylet: RAYLET} if raylet else {})
         is_emulated = resolve_kind(config.device.kind) == "emulated"
-        # Declare as many NPUs as a node has, so that a second deployment of this process has NPUs,
-        # too.
+        # A node has more NPUs than most deployments need, so this process can start a second one.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)
@@ -219,7 +219,7 @@ def start_ray(
 
 
 def _join(address: str, *, waits: bool) -> None:
-    """Connect to a cluster, at once or as soon as it answers."""
+    """Connect to a cluster. If ``waits``, try again until the cluster answers."""
     while True:
         try:
             return _init(address)
@@ -230,7 +230,7 @@ def _join(address: str, *, waits: bool) -> None:
 
 
 def _raylet_of_this_node() -> int | None:
-    """Return the process id of the raylet of this process; None in another namespace of ids."""
+    """Return the id of the raylet's process; None if the raylet is in another PID namespace."""
     node = ray_worker.global_worker.node
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(node.raylet_socket_name)
@@ -240,9 +240,9 @@ def _raylet_of_this_node() -> int | None:
 
 
 def protect_token() -> None:
-    """Make Ray's token file so that only this user can read it; a client of Ray can run code.
+    """Create Ray's token file so that only this user can read it, because the token can run code.
 
-    Ray itself would make the file with the permissions that the umask leaves.
+    If Ray created the file, the file would have the permissions that the umask leaves.
     """
     path = _get_default_token_path()
     with suppress(FileNotFoundError):
@@ -254,7 +254,7 @@ def protect_token() -> None:
     if not may_use_ray_token() or loader.has_token(ignore_auth_mode=True):
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(FileExistsError):  # another process has just made it
+    with suppress(FileExistsError):  # another process has just created the file
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "w") as file:
             file.write(generate_new_authentication_token())
@@ -262,7 +262,7 @@ def protect_token() -> None:
 
 
 def start_daemons(**options: Any) -> set[int]:
-    """Start Ray on this machine; try again if a busy machine needs longer than Ray's 30 seconds.
+    """Start Ray on this machine; try again if the start takes longer than Ray's limit of 30 s.
 
     Args:
         options: options of ``ray.init``.
@@ -304,7 +304,7 @@ def join_ray(local_address: str | None) -> None:
         # token.
         if ray_constants.ENABLE_RAY_CLUSTER:
             importlib.reload(ray_constants)
-        # ``_init`` sets the same log level, but a moment too late
+        # ``_init`` sets the same log level, but only after Ray's first messages
         logging.getLogger("ray").setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -336,7 +336,7 @@ def _only_ray() -> str:
     """Return the address with which Ray finds the only Ray on this machine.
 
     Raises:
-        PlacementError: several Rays run, so Ray would choose an arbitrary one.
+        PlacementError: several Rays run on this machine. Ray would choose an arbitrary one.
     """
     found = sorted(find_gcs_addresses())
     if len(found) > 1:
@@ -375,7 +375,7 @@ def _init(address: str, **options: Any) -> None:
     ray_worker._worker_logs_enabled = False
     # Ray's messages about daemons and retries mean nothing to a user who runs a model.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray would give its own form to all lines of its logger, which may be lines of our log.
+    # Ray would apply its own format to its logger's lines, which may be part of our log.
     ray.init(
         address=address,
         namespace=NAMESPACE,
@@ -389,10 +389,10 @@ def _init(address: str, **options: Any) -> None:
 def own_process_group() -> Iterator[None]:
     """Start child processes in another process group, then return to this process's own group.
 
-    ``timeout``, a shell or a supervisor sends signals to whole groups: Ray's daemons would die
+    ``timeout``, a shell or a supervisor sends signals to whole groups, so Ray's daemons would die
     before the driver has stopped in order. If this process leads its group, the child processes
-    stay in that group. If this process was the last one of its group, as after a script, it leads a
-    new group afterwards.
+    stay in that group. If this process was the last member of its group, for example after a
+    script has ended, this process leads a new group afterwards.
     """
     group = os.getpgrp()
     if group == os.getpid():

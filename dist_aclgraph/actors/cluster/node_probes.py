@@ -1,6 +1,6 @@
 """Asks all nodes of a Ray cluster at the same time, with one short-lived actor on each node.
 
-A node that does not answer is not asked again, so that later questions do not wait for this node.
+A node that does not answer in time gets no further questions, so that they do not wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class OpenPorts:
-    """The ports that a probe has tried: the free ports, where it listens, and the used ports."""
+    """The ports that a probe has tried. The probe listens on the free ports."""
 
     listening: tuple[int, ...]
     in_use: tuple[int, ...]
@@ -40,7 +40,7 @@ class NodeProbe:
         self._sockets: list[socket.socket] = []
 
     def answer(self, question: Callable[[], Any]) -> Any:
-        """Return the result of a function from the package that is installed on this node."""
+        """Call a function of the package version that this node has; return the result."""
         return question()
 
     def listen(self, host: str, ports: Sequence[int]) -> OpenPorts:
@@ -84,7 +84,7 @@ class NodeProbes:
 
     Attributes:
         nodes: nodes that have answered all questions so far, by name.
-        silent: the reason for each other node, by the node's name.
+        silent: why a node did not answer, by the node's name.
     """
 
     def __init__(self, timeout_s: float) -> None:

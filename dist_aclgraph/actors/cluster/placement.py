@@ -1,8 +1,8 @@
 """Reserves NPUs. Each lockstep group has one placement group; the ranks of a bundle share a node.
 
-The ranks of a tensor parallel group share a node, because they are one bundle, which Ray never
-splits. The pure functions decide what to request from Ray, and how ranks are numbered after
-placement. The other functions call Ray, and wait for a limited time.
+Ray never splits a bundle, so a tensor parallel group is one bundle and stays on one node. The pure
+functions decide what to request from Ray, and how ranks are numbered after placement. The other
+functions call Ray, and wait for a limited time.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Node:
     """A living node of the Ray cluster.
 
     Attributes:
-        npus: number of declared NPUs, used and unused; in the result of ``free_nodes``, only unused
-            NPUs.
+        npus: number of declared NPUs, used and unused. ``free_nodes`` counts only unused NPUs.
     """
 
     node_id: str
@@ -61,8 +60,7 @@ class BundleRequest:
 
     Attributes:
         rank: resources of each rank.
-        num_bundles, ranks_of_bundle: number of bundles; number of ranks in each bundle. A bundle is
-            on one node.
+        num_bundles, ranks_of_bundle: number of bundles; number of ranks in each bundle.
         labels: the labels that a node must have.
     """
 
@@ -98,17 +96,17 @@ def plan_bundles(
     tp_across_nodes: bool = False,
     may_be_undeclared: bool = False,
 ) -> BundleRequest:
-    """Choose bundles and strategy; if possible, each group has all its ranks on a single node.
+    """Choose bundles and strategy. If possible, all ranks of a group are on a single node.
 
     Args:
         layout: layout of the whole deployment.
         num_groups: number of groups to place now; NPUs are required only for these groups.
         nodes: the living nodes of the cluster.
         labels: labels that a node must have.
-        tp_across_nodes: whether a tensor parallel group may span several nodes if it is too large
-            for every node.
-        may_be_undeclared: whether NPUs may be emulated. If NPUs may be emulated and no node
-            declares NPUs, groups may be placed on any node.
+        tp_across_nodes: whether a tensor parallel group that is too large for every node may span
+            several nodes.
+        may_be_undeclared: whether groups may be placed on any node if no node declares NPUs, as
+            with emulated NPUs.
 
     Raises:
         PlacementError: the cluster has too few NPUs, or they are spread over too many nodes.
@@ -140,8 +138,7 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # While all nodes are alive, place as for the whole deployment, because a lost group was placed
-    # that way.
+    # First try the request of the whole deployment, because its lost group was placed by it.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):
@@ -155,7 +152,7 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether the groups fit on these nodes, in whatever order Ray fills the nodes."""
+    """Return whether the groups fit on these nodes, if Ray fills the nodes in any order."""
     if "NPU" not in request.rank:
         return True  # NPUs are emulated, so any node can be used
     unit = request.ranks_of_node
@@ -210,7 +207,7 @@ def free_nodes() -> list[Node]:
 
 
 def may_have_others(address: str) -> bool:
-    """Return whether a node at ``address`` may have peers on other nodes, now or later.
+    """Return whether a cluster with a node at ``address`` may have other nodes, now or later.
 
     A Ray on loopback is for one machine only, unless it simulates several nodes.
     """
@@ -232,7 +229,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
 
 
 def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
-    """Return a text: each node's NPUs that a group may use, and the number that the group needs."""
+    """Return a text with the NPUs that each node has for a group, and those that a group needs."""
     nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
         f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
@@ -286,7 +283,7 @@ def is_placed(group: PlacementGroup) -> bool:
 
 
 def leading_node(group: PlacementGroup) -> str:
-    """Return the node of rank 0 of a placed group, with ranks ordered as by ``rank_order``."""
+    """Return the node of rank 0 of a placed group; ``rank_order`` defines the order of ranks."""
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return min(nodes.values())
 
@@ -309,12 +306,12 @@ def release_all(prefix: str) -> None:
 def release_dead() -> None:
     """Free the bundles of deployments whose controller and driver have both ended.
 
-    A killed replica of Ray Serve cannot call ``release_all``, and its job never ends.
+    A killed replica of Ray Serve cannot call ``release_all``, and the job of Ray Serve never ends.
     """
     for entry in placement_group_table().values():
         found = OF_A_CONTROLLER.match(entry["name"])
         if found and entry["state"] != "REMOVED" and not _is_actor(found[1]):
-            with suppress(ValueError):  # another process was faster
+            with suppress(ValueError):  # another process has freed the bundles
                 remove_placement_group(get_placement_group(entry["name"]))
 
 

@@ -1,6 +1,6 @@
-"""Converts errors of Ray and Ray Serve to our errors, whose message is one sentence with a remedy.
+"""Converts errors of Ray and Ray Serve to our errors. A message is one sentence with a remedy.
 
-Used by the command line, the ingress and LLM, because users see their errors.
+The command line, the ingress and LLM use this module, because they show errors to users.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dist_aclgraph.errors import (
     WorkerLostError,
 )
 
-LOGS = "/tmp/ray/session_latest/logs"  # of a process that has no Ray
+LOGS = "/tmp/ray/session_latest/logs"  # used by a process that is not connected to Ray
 MAX_CHARS = 500
-# Lines to omit: frames of C++ and Ray, lines that identify the actor, lines around a traceback.
+# Lines to omit: stack frames of C++ and Ray, lines with the actor's id, lines around a traceback.
 NOISE = re.compile(
     r"^(frame #|\[ERROR\]|ray::|Traceback|File \"|class_name:|actor_id:|pid:|name:|namespace:|ip:"
     r"|Worker exit|The actor (died|is dead)|\x1b)"
@@ -71,7 +71,7 @@ def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
     """Return the error for a call to a worker; ``rank`` is -1 for a call to another actor."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if rank >= 0 and isinstance(cause, DeviceError | GraphError):
-        # An error of a device does not contain the rank.
+        # A device error does not contain the rank.
         return type(cause)(f"rank {rank} in {phase}: {cause}")
     if isinstance(cause, DistAclGraphError):
         return cause
@@ -81,7 +81,7 @@ def of_worker(error: BaseException, rank: int, phase: str) -> DistAclGraphError:
 
 
 def death_of(error: BaseException) -> str:
-    """Return Ray's reason for a process's death, and where to read more."""
+    """Return the cause that Ray reports for a process's death, and the folder of Ray's logs."""
     text = str(error)
     pid = re.search(r"\bpid: (\d+)", text)
     who = f"the process {pid[1]} died" if pid else "the process died"

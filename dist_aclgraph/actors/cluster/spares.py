@@ -12,8 +12,8 @@ from dist_aclgraph.errors import PlacementError
 class Spares:
     """Owns empty placement groups.
 
-    After a place was used, ``refill`` requests another place. Ray places it when there is room,
-    e.g. when a node comes back.
+    After a placement group was used, ``refill`` requests another one. Ray places it when NPUs are
+    free, e.g. after a node has returned.
 
     Args:
         deployment: name of the deployment; names of the placement groups begin with it.

@@ -2,9 +2,9 @@
 
 A deployment's states are PLACING, JOINING, LOADING, NEGOTIATING, CAPTURING, SERVING, DRAINING,
 STOPPED (``state.py``). A failure before SERVING stops the whole deployment in order
-(``startup.py``). A later failure stops only the lockstep group in which it happened
-(``group_watch.py``). If all groups are lost, the deployment is RECOVERING while groups may be
-started again (``upkeep.py``).
+(``startup.py``). A later failure stops only the lockstep group that failed (``group_watch.py``).
+If all groups are lost, the deployment is RECOVERING as long as groups may be started again
+(``upkeep.py``).
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class Controller:
 
     Args:
         name: name of the deployment; the names of its placement groups begin with this name.
-        starter: starts the deployment's workers; None means that this process calls
-            ``choose_starter``.
+        starter: starts the deployment's workers; if None, this process calls ``choose_starter``.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values for the next controller; the reply is also a heartbeat."""
+        """Return the values for the next controller. The answer is also a heartbeat."""
         if self._serving is None:
             return Handover(self._config, self._term.num_groups)
         return Handover(self._serving.config, self._serving.num_wanted)
@@ -140,7 +139,7 @@ class Controller:
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Read losses and groups at the same moment, because dying engines respond late or never.
+        # Read losses and groups before the engines are asked, because dying engines may not answer.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}
@@ -156,7 +155,7 @@ class Controller:
         return merged
 
     def _reports_of(self, groups: Sequence[LockstepGroup]) -> list[dict[str, Any]]:
-        """Ask all engines at once, so that one that hangs does not delay other reports."""
+        """Ask all engines at once, so that an engine that hangs does not delay other reports."""
         asked = [g.engine.report.remote() for g in groups if g.engine is not None]
         ready = ray.wait(asked, num_returns=len(asked), timeout=REPORT_S)[0] if asked else []
         answers = iter(asked)
@@ -223,7 +222,7 @@ class Controller:
         return True
 
     def _show_phase(self, phase: State) -> None:
-        """Show the phase of groups that start or drain while other groups serve."""
+        """Record the phase of groups that start or drain while other groups serve."""
         if phase.value != self._progress.state:
             event(logger, "phase", phase=phase.value)
         self._progress = Progress(phase.value)
@@ -271,7 +270,7 @@ class Controller:
 
     def roll(self, config: Config) -> None:
         """Replace all groups by groups with another configuration; see ``ServingGroups.roll``."""
-        # Groups of one service write into one folder.
+        # All groups of a deployment write into one log folder.
         self._open_groups().roll(with_log_folder(config, self._config.logging.folder))
 
     def _open_groups(self, *others: State) -> ServingGroups:

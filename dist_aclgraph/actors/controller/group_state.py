@@ -11,9 +11,9 @@ class GroupState(Enum):
     STARTING: the group's ranks start; no client knows of the group.
     SERVING: the group accepts requests.
     DRAINING: the group accepts no new requests, and finishes its running requests.
-    LOST: a rank or the engine has failed, and other groups continue the requests. Workers that are
-        still alive may join another group.
-    DETACHED: the surviving workers have left the group, and wait to join another group.
+    LOST: a rank or the engine has failed. Other groups continue the requests. Workers that are
+        still alive may join a new group.
+    DETACHED: the surviving workers have left the group, and wait to join a new group.
     ABANDONED: the group's workers are killed, and its NPUs are free.
     """
 

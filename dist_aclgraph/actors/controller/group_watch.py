@@ -1,4 +1,4 @@
-"""Watches a deployment's groups; other groups continue when one group dies."""
+"""Watches a deployment's groups. When a group dies, the other groups continue."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class _Heartbeat:
         if ray.wait([self._answer], timeout=0)[0]:
             self._silence.heard()
             self._number += 1
-            # An error of this call does not show that the actor is dead; the end of its running
-            # call does.
+            # An error of this call does not prove the actor's death. Only the end of the actor's
+            # running call (``_owner``) does.
             self._answer = self._ask(self._number)
         elif self._silence.listen():
             return f"it has not answered for {self._silence.silent_s:.1f} s, not even a heartbeat"
@@ -56,7 +56,7 @@ class GroupWatch:
     """Finds lost groups and the reasons, and ends the other processes of these groups.
 
     Args:
-        link_s: an engine or a worker counts as lost if it is silent for longer:
+        link_s: if an engine or a worker is silent for longer, it counts as lost. The value of
             ``timeouts.link_s``.
     """
 
@@ -123,7 +123,7 @@ class GroupWatch:
 
     @property
     def trouble(self) -> str:
-        """Why this watch cannot notice a group's death; "" while the watch works."""
+        """Return why this watch cannot notice the death of a group; "" while the watch works."""
         if self._stopping.is_set() or self._thread.is_alive():
             return ""
         return "the watch over the workers has ended; restart the deployment"
@@ -172,7 +172,7 @@ class GroupWatch:
         except DistAclGraphError as e:
             self._lose(group, str(e), rank)
             return
-        # The engine has ended its step loop; the engine itself reports the reason.
+        # The engine has ended its step loop, and itself tells its clients the reason.
         with self._lock:
             self._owner.pop(ended, None)
 
@@ -193,7 +193,8 @@ class GroupWatch:
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
         """End the epoch of a group, and send the reason to the clients of its requests.
 
-        The group's workers are killed, unless some may join another group (``survivors.py``).
+        The group's workers are killed, unless some workers may join a new group
+        (``survivors.py``).
 
         Args:
             rank: the rank whose process is lost, if known.

@@ -43,7 +43,7 @@ class LockstepGroup:
     lazy_capacity: int = 0
     loops: list[Any] = field(default_factory=list)
     number: int = 0  # the group's name for clients; never reused for another group
-    opened_at: Address | None = None  # where clients reach its engine
+    opened_at: Address | None = None  # where clients reach the group's engine
     state: GroupState = GroupState.STARTING
     opened_s: float = 0.0  # when the group started to serve
     is_rejoined: bool = False  # whether survivors of another group are part of this group
@@ -58,9 +58,9 @@ class LockstepGroup:
         return self.state in (GroupState.LOST, GroupState.DETACHED, GroupState.ABANDONED)
 
     def enter(self, to: GroupState) -> bool:
-        """If the table allows the transition, enter a state; return whether the state was entered.
+        """Enter a state if the table allows the transition; return whether the state was entered.
 
-        The watch's thread may find a group lost after another thread has read the state.
+        The result matters, because the watch's thread may enter LOST at any time.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]

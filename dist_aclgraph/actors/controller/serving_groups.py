@@ -203,9 +203,9 @@ class ServingGroups:
             self._drain(self.taking[count:])
 
     def replace_one(self) -> None:
-        """Start a group if one is missing, and remove a lost group from the clients' list.
+        """Start a group if a group is missing, and remove a lost group from the clients' list.
 
-        If possible, survivors of the lost group become part of the new group.
+        If possible, the surviving workers of the lost group become part of the new group.
 
         Raises:
             PlacementError: there are not enough NPUs for a group.
@@ -225,7 +225,7 @@ class ServingGroups:
             self._ask_for_spares()
 
     def _rejoin(self, group: LockstepGroup) -> bool:
-        """Start another group with this group's survivors; return whether the new group serves."""
+        """Start a new group with this group's survivors; return whether the new group serves."""
         if group.state is not GroupState.DETACHED:
             return False
         lost = group.lost_ranks
@@ -244,15 +244,15 @@ class ServingGroups:
     def roll(self, config: Config) -> None:
         """Replace all groups by groups with another configuration, one after the other.
 
-        If there is room for both groups, a new group starts before the old group is drained;
-        otherwise the new group starts after the old group has drained. If a previous roll to the
-        same configuration ended early, this call continues it with the groups that still have the
-        old configuration.
+        If there are NPUs for both groups, the new group starts before the old group is drained.
+        Otherwise the new group starts after the old group has drained. If a previous roll to the
+        same configuration ended early, this call replaces only the groups that still have the old
+        configuration.
 
         Raises:
-            ConfigError: one of the changed keys can be changed only by a new service; or the new
-                groups could not run requests of the context length that clients were promised.
-            PlacementError: there is one group only, and no room for a second group.
+            ConfigError: a changed key needs a new service; or the new groups cannot run requests
+                of the context length that clients were promised.
+            PlacementError: there is only one group, and there are no NPUs for a second group.
             EngineUnavailableError: another change is running.
             RollError: the roll ended early; the message says which group runs which configuration.
             DistAclGraphError: the first new group did not start; nothing has changed.
@@ -285,7 +285,7 @@ class ServingGroups:
                     if self.taking == before:
                         raise cause from e
                     raise RollError(self._early_end(planner, cause)) from e
-            self._spares.release()  # groups with this configuration may have another size
+            self._spares.release()  # groups with the new configuration may have another size
             self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
@@ -316,7 +316,7 @@ class ServingGroups:
 
     @contextmanager
     def _change(self, name: str = "", **fields: Any) -> Iterator[None]:
-        """Hold the right to change the groups; a change with a name is written to the log."""
+        """Hold the lock for changes of the groups. A change with a name is written to the log."""
         if not self._changing.acquire(blocking=False):
             raise EngineUnavailableError("the groups are being changed already; try again later")
         try:
@@ -511,7 +511,7 @@ class ServingGroups:
             report=report,
         )
         serving: Any = group.engine.serve.remote(settings)
-        # If a worker dies before its step loop starts, we must not wait for the whole timeout.
+        # Also wait for the loops, so that the wait ends early if a worker dies.
         ready, _ = ray.wait([serving, *group.loops], num_returns=1, timeout=timeout_s)
         if not ready:
             raise WorkerError(f"no step loop within {timeout_s:g} s", phase="CAPTURING")
@@ -556,7 +556,7 @@ def _problem_of_drain(ref: Any, group: LockstepGroup) -> str:
         if ray.get(ref):
             return ""
         return f"it took more than {group.planner.config.timeouts.drain_s:g} s"
-    except RayError as e:  # the engine is dead; its requests continue elsewhere or have ended
+    except RayError as e:  # the engine is dead; its requests have been resumed or have ended
         return str(ours(e, f"draining group {group.number}"))
 
 

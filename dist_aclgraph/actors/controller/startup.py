@@ -1,7 +1,7 @@
 """The phases from configuration to captured graphs, for all groups of a start in parallel.
 
-A lockstep group does not wait for other groups before the common plan of all groups is made. Each
-phase has a deadline; an error names the rank and the phase.
+Lockstep groups wait for each other only when they make their common plan. Each phase has a
+deadline; an error names the rank and the phase.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class Startup:
         self._show = on_graph
         self._phase = State.PLACING
         self._moving = threading.Lock()
-        # The command that starts processes in place of Ray's own command; None for Ray's own
-        # command.
+        # The command that starts processes; None for Ray's own command.
         self._python: str | None = None
 
     @property
@@ -99,11 +98,11 @@ class Startup:
         self._come_up()
 
     def rejoin(self, left: WorkerGroup, lost: Collection[GroupRank]) -> None:
-        """Run all phases for one group of survivors; new workers take the places of lost ranks.
+        """Run all phases for one group of survivors; new workers replace the lost ranks.
 
         Args:
-            left: the workers of the lost group, by rank. All workers except the ``lost`` ranks have
-                left the group.
+            left: the workers of the lost group, by rank. All ranks that are not in ``lost`` have
+                left that group.
 
         Raises:
             DistAclGraphError: the first error.
@@ -128,7 +127,7 @@ class Startup:
     def _start_command(self) -> str | None:
         """Return the command that starts ranks and engines.
 
-        None stands for Ray's own command, which is used if there are other nodes.
+        None means Ray's own command, which is used if there are other nodes.
         """
         if len(placement.cluster_nodes()) > 1:
             return None
@@ -189,7 +188,7 @@ class Startup:
             assert group.workers.bundles is not None
             group.engine = self._engine_at(placement.leading_node(group.workers.bundles))
         timeouts = self._config.timeouts
-        # A fork server may load libraries now; other processes load their libraries when they join.
+        # A forked process may load libraries now; other processes load them while they join.
         longest_s = timeouts.place_s + (timeouts.join_s if self._python is not None else 0.0)
         timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
         try:
@@ -227,7 +226,7 @@ class Startup:
         group.device = devices[0]
 
     def _engine_at(self, node_id: str) -> Any:
-        """Start an engine on the node of the group's first worker; the ranks meet there."""
+        """Start an engine on ``node_id``, the node of the group's first worker."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = ray.remote(
@@ -245,7 +244,7 @@ class Startup:
         group.weight_bytes = max(loaded)
 
     def _neighbour(self, worker: WorkerInfo) -> Neighbour:
-        """Return the index of a worker among all workers on its node that load weights."""
+        """Return the worker's index among the workers that load weights on the same node."""
         if worker.has_weights:
             return ALONE
         infos = [info for group in self._groups for info in group.workers.infos]
@@ -256,13 +255,13 @@ class Startup:
     # ---- the plan
 
     def _make_runners(self, group: LockstepGroup) -> None:
-        """Let every rank make a runner for trials: its cache has dummy blocks only."""
+        """Let every rank make a runner for trials. The cache of this runner has few blocks."""
         timeout_s = self._config.timeouts.negotiate_s
         query_len = self._config.speculative.num_tokens + 1
         # Run one eager step if no graph will be captured.
         smallest = BatchDescriptor(query_len, 1, query_len, "FULL")
         largest = self._planner.largest_graphs or [smallest]
-        # Even padding rows have a length of one, and CANN 8.5 needs a block for each request.
+        # Each padding row has a length of one token, and CANN 8.5 needs one block for each row.
         num_blocks = max(TRIAL_BLOCKS, *(graph.num_reqs for graph in largest))
         group.workers.call(
             "make_runner",
@@ -270,7 +269,7 @@ class Startup:
             timeout_s,
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
-        # An eager step of each kind creates HCCL domains and side streams before offers count them.
+        # Eager steps create the HCCL domains and side streams, which offers must include.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):
@@ -286,7 +285,7 @@ class Startup:
             group.offers = probe_graphs(self._transaction(group), largest, group.offers)
 
     def _plan_groups(self, groups: list[LockstepGroup]) -> None:
-        """Negotiate a plan for ``groups``, use the other memory for caches, capture the plan."""
+        """Negotiate a plan for ``groups``, give the other memory to caches, capture the plan."""
         config, planner = self._config, self._planner
         negotiated = planner.negotiate([offer for group in groups for offer in group.offers])
         plan = negotiated.plan
@@ -324,7 +323,7 @@ class Startup:
 
     def _capture(self, group: LockstepGroup, plan: GraphPlan) -> CaptureRecord:
         transaction = self._transaction(group)
-        if group.record is not None:  # captured earlier, with another plan
+        if group.record is not None:  # the group has captured another plan before
             transaction.release(group.record.plan.capture_order)
 
         def show(record: CaptureRecord, graph: BatchDescriptor | None) -> None:
@@ -350,7 +349,7 @@ def side_by_side(work: Callable[[Job], T], parts: Sequence[Job]) -> list[T]:
     """Run ``work`` for all parts at the same time; return the results in the order of ``parts``.
 
     Raises:
-        Exception: the first error; the caller then stops the actors of all parts.
+        Exception: the first error. The caller then stops the actors of all parts.
     """
     pool = concurrent.futures.ThreadPoolExecutor(len(parts), "group")
     try:

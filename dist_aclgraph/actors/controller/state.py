@@ -32,9 +32,8 @@ class State(Enum):
     STOPPED = "STOPPED"
 
 
-# An error may end every state. No state follows STOPPED. Groups that are started while the
-# deployment is SERVING or RECOVERING have phases, too, but the deployment's state does not show
-# these phases.
+# An error may lead from every state to STOPPED. No state follows STOPPED. The deployment's state
+# does not change with the phases of groups that start while it is SERVING or RECOVERING.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),
     State.JOINING: frozenset({State.LOADING, State.STOPPED}),

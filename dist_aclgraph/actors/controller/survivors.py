@@ -1,8 +1,8 @@
 """Finds the workers of a lost group that may join another group with their loaded weights.
 
-A worker survives under four conditions: its process answers; its step loop ended in order or
-because the engine died; its device can be stopped and recovers; the failure has not damaged its
-memory. All other workers are killed here. Their bundles are free when ``gather_survivors`` returns.
+A worker survives if all of the following is true: its process answers; its step loop ended in order
+or because the engine died; its device can be stopped and used again; the failure has not damaged
+its memory. All other workers are killed. Their bundles are free when ``gather_survivors`` returns.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def gather_survivors(group: LockstepGroup) -> bool:
     """Let the surviving workers leave their group; record the group's lost ranks.
 
     Returns:
-        Whether survivors may join another group: there are survivors, and the places of the lost
-        ranks are free.
+        Whether survivors may join another group. If so, there are survivors, and the places of the
+        lost ranks are free.
     """
     config = group.planner.config
     timeout_s = min(config.recovery.resume_s, config.timeouts.link_s)
@@ -61,7 +61,7 @@ def _failed(group: LockstepGroup, ranks: Sequence[GroupRank]) -> list[GroupRank]
 
 
 def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
-    """Return whether a finished call of a worker has raised anything except EngineDeadError."""
+    """Return whether a worker's finished call has raised an error other than EngineDeadError."""
     world_rank = group.workers.ranks[rank]
     try:
         fetch(done, world_rank, "SERVING")
@@ -74,9 +74,9 @@ def _has_failed(group: LockstepGroup, rank: GroupRank, done: Any) -> bool:
 
 
 def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -> list[GroupRank]:
-    """Let workers leave their group; return the ranks that do not leave.
+    """Let workers leave their group; return the ranks that did not leave.
 
-    The step loop does not end by itself if the engine hangs, or if it has died on another node.
+    A step loop does not end by itself if the engine hangs, or if the engine's node has died.
     """
     for rank in ranks:
         group.workers.workers[rank].dismiss.remote()
@@ -90,8 +90,8 @@ def _leave(group: LockstepGroup, ranks: Sequence[GroupRank], timeout_s: float) -
 def _end(group: LockstepGroup, ranks: Sequence[GroupRank]) -> bool:
     """Kill workers; return whether all of them have ended.
 
-    Ray counts an actor as dead as soon as somebody asks Ray to kill it, and Ray notices the death
-    of a node late. So the survivors on a node end the killed workers' processes on that node.
+    Ray counts an actor as dead as soon as it is asked to kill the actor, so the process may still
+    run. Ray notices the death of a node late. So survivors kill the processes on their own node.
     """
     workers, infos = group.workers.workers, group.workers.infos
     ending = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
 
-# More numbers than one controller ever uses, so that two terms never share a number.
+# One controller uses fewer numbers, so that two terms never share a number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 
@@ -28,18 +28,18 @@ class Term:
 
     @property
     def first_group(self) -> int:
-        """The number of this term's first group: no other term has groups with the same numbers."""
+        """The number of this term's first group. Two terms never use the same number."""
         return self.number * GROUPS_OF_A_TERM
 
     @property
     def first_version(self) -> int:
-        """The first version of the group list: clients ignore a list older than theirs."""
+        """The first version of this term's group lists, because clients ignore older versions."""
         return self.number * VERSIONS_OF_A_TERM
 
 
 @dataclass(frozen=True)
 class Handover:
-    """The values with which the next controller would start if this controller died now."""
+    """The values for the next controller, if this controller died now."""
 
     config: Config
     num_groups: int

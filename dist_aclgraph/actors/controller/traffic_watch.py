@@ -1,4 +1,4 @@
-"""Chooses a deployment's buckets again for the observed traffic, while the deployment serves."""
+"""Adapts the buckets of a serving deployment to the observed traffic."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 class TrafficWatch:
     """Owns the traffic of the groups that share one plan, and asks these groups to change the plan.
 
-    It never waits for a group. One call of ``look`` asks the groups; a later call collects the
-    answers.
+    A watch never waits for a group: one call of ``look`` asks the groups, and a later call collects
+    the answers.
     """
 
     def __init__(self, planner: Planner, groups: Sequence[LockstepGroup]) -> None:
@@ -61,9 +61,8 @@ class TrafficWatch:
     def look(self, now_s: float) -> None:
         """If a check is due, read the traffic; change to a better plan if there is such a plan.
 
-        Groups that are still changing their plan are not asked to change. If the groups have
-        different plans, because a capture failed in some groups, all groups get one common plan
-        again.
+        No group is asked for a change while it is still changing its plan. If the groups have
+        different plans because a capture failed, all groups get one common plan again.
         """
         if not self._asked:
             groups = [g for g in self._groups if g.state is GroupState.SERVING]

@@ -1,8 +1,8 @@
 """The regular work of a serving deployment, on a private thread.
 
-It replaces lost groups, adds and drains groups for the load (``serve.autoscale``), chooses graphs
-for the traffic, removes the directories of dead engines on this node, and replaces a dead fork
-server. It never waits for an engine, because an engine that hangs would delay all this work.
+The work is: replace lost groups; add and drain groups for the load (``serve.autoscale``); choose
+graphs for the traffic; remove the directories of dead engines on this node; replace a dead fork
+server. The thread never waits for an engine, because an engine that hangs would delay all work.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Upkeep:
         on_service: called by every ``look``; the argument says whether a group serves.
         clock: monotonic, in seconds.
         begin: starts a change, and does not wait for its end.
-        count_requests: returns how many requests run and how many wait; None means that the engines
-            are asked.
+        count_requests: returns how many requests run and how many wait; if None, the engines are
+            asked.
 
     Attributes:
         trouble: why the last try to replace a missing group failed; "" if no group is missing.
@@ -135,7 +135,7 @@ class Upkeep:
     def failure(self) -> str:
         """Why the deployment has ended; "" while a group serves or may serve again."""
         watch = self._serving.watch
-        # Keep this order, because a group serves for a moment before it is watched.
+        # Check ``serves`` first, because a group serves for a moment before it is watched.
         if self._serving.serves or watch.trouble:
             return watch.trouble
         failure, end = watch.failure(), self.ends_recovery
@@ -186,7 +186,7 @@ class Upkeep:
             self.trouble = ""
 
     def _tell_restarts(self) -> None:
-        """Tell the engines about the budget, for /metrics."""
+        """Tell the engines about recent restarts, for /metrics."""
         self._serving.set_restarts(self._restarts.ages_s(self._clock()))
 
     def _complain(self, reason: str) -> None:
@@ -247,7 +247,7 @@ class Upkeep:
 
 
 class Demands:
-    """The last answer of each group's engine about its running and waiting requests."""
+    """The numbers of running and waiting requests that each group's engine last reported."""
 
     def __init__(self) -> None:
         self._asked: dict[int, Any] = {}

@@ -1,8 +1,8 @@
 """The driver checks that the controller answers, and replaces a dead controller.
 
-When a controller dies, Ray ends all actors that it has started. So the next controller starts the
-same number of groups with the latest configuration. In the meantime, the requests of lost groups
-wait in their clients.
+When a controller dies, Ray ends all actors that this controller has started. So the next controller
+starts the same number of groups with the latest configuration. Meanwhile, the requests of the lost
+groups wait in the clients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
 POLL_S = 0.1
 LOOK_S = 1.0
-JOIN_S = 5.0  # longer than any wait for an answer
+JOIN_S = 5.0  # longer than the keeper ever waits for an answer
 NAME_S = 30.0  # seconds that Ray may need to free the name of a dead controller
 LEASES = 2  # a controller must answer within 2 times the lease time of engines
 
@@ -49,8 +49,8 @@ def make_controller(
     """Start a controller's process on this node, so that no other node's death can end it.
 
     Args:
-        starter: starts the controller and its workers. None on a cluster that other processes have
-            started: there the controller chooses a starter for its workers.
+        starter: starts the controller and its workers. None on a cluster that another process has
+            started; the controller then chooses a starter for its workers.
 
     Raises:
         RayError: the process cannot be started.
@@ -76,9 +76,8 @@ def end_by_force(controller: Any, name: str) -> None:
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
     """Yield the controller's progress, or None while it is unknown, until ``work`` is done.
 
-    A late answer is no failure: ``work`` has its own limits, and on a busy machine the controller's
-    process may start more slowly than an answer should take. If the controller dies, ``work`` ends
-    with an error.
+    A late answer is no failure, because a controller's process may start slowly on a busy machine.
+    ``work`` has its own time limits. If the controller dies, ``work`` ends with an error.
     """
     asked = None
     while not ray.wait([work], timeout=POLL_S)[0]:
@@ -96,7 +95,7 @@ class ControllerKeeper:
     Args:
         controller: the first controller, which serves.
         name: name of the deployment, and of all its controllers.
-        has_ray: returns whether there is still a Ray on which a controller can be started.
+        has_ray: returns whether Ray still runs, so that a controller can be started.
         starter: starts controllers and their workers; see ``make_controller``.
         make: starts a controller's process; see ``make_controller``.
 
@@ -145,8 +144,7 @@ class ControllerKeeper:
     def end_by_force(self) -> None:
         """Kill the last controller, and free the NPUs of its deployment."""
         end_by_force(self.controller, self._name)
-        # If Ray did not start a process, Ray can only ask the process to end, and a stopped process
-        # does not react.
+        # Ray can only ask a forked process to end, and a stopped (SIGSTOP) process does not react.
         processes.kill_handles(self._process)
 
     def _run(self) -> None:
@@ -155,7 +153,7 @@ class ControllerKeeper:
                 death = self._look()
                 if death and self._has_ray():  # without Ray, every call of Ray hangs
                     self._replace(death)
-            except RayError as e:  # errors of Ray itself: Ray's owner watches Ray
+            except RayError as e:  # an error of Ray itself, which the owner of this Ray notices
                 logger.debug("asking the controller failed: %s", e)
             except Exception:  # any exception: the next check may succeed
                 logger.exception("looking after the controller failed")
@@ -217,7 +215,7 @@ class ControllerKeeper:
         self._process = self._open_handles()
 
     def _make(self) -> None:
-        """Make a controller with the same name, after Ray has freed the last controller's name."""
+        """Start a controller under the same name, as soon as Ray has freed this name."""
         deadline_s = time.monotonic() + NAME_S
         while True:
             with self._making:
@@ -235,7 +233,7 @@ class ControllerKeeper:
             time.sleep(POLL_S)
 
     def _open_handles(self) -> list[int]:
-        """Return handles that can kill the controller's process, if Ray cannot kill it."""
+        """Return handles (pidfds) that can kill the controller's process if Ray cannot."""
         if self._starter is not None:
             with suppress(RayError):  # the controller is dead already
                 pid = ray.get(self.controller.pid.remote(), timeout=JOIN_S)

@@ -94,7 +94,7 @@ class RayDeployment(Deployment):
             RayDiedError: Ray has died or hangs.
             EngineDeadError: the deployment will not serve again; the message says why.
         """
-        self._raise_end()  # without its control store, Ray does not answer the next question
+        self._raise_end()  # first, because Ray without its control store does not answer
         if self._connected is not None:
             self._connected.look()
             self._raise_end()
@@ -145,7 +145,7 @@ class RayDeployment(Deployment):
         fetch(self._controller.scale.remote(count), NO_RANK, "SERVING")
 
     def roll(self, config: Config) -> None:
-        """Replace all groups by groups with another configuration, without a failed request.
+        """Replace all groups by groups with another configuration; no request fails.
 
         Raises:
             DistAclGraphError: the change failed; all groups that served continue to serve.
@@ -167,10 +167,10 @@ class RayDeployment(Deployment):
 
 
 def check_startable(config: Config) -> None:
-    """Raise an error if a file that this process can read makes the deployment impossible.
+    """Check before the start what this process can check: the model's files, and the torch build.
 
     Raises:
-        ConfigError, ModelError: the model cannot be served, or not with this configuration.
+        ConfigError, ModelError: the model, or the model with this configuration, cannot be served.
         DeviceError: torch is built for CUDA.
     """
     Planner.from_config(config)
@@ -194,20 +194,19 @@ def start(
 
     Args:
         starter: starts the processes of a Ray that this process starts now, or has started.
-        waits_for_ray: whether to wait until the cluster that is to be joined answers.
+        waits_for_ray: whether to wait until the existing cluster answers.
 
     Raises:
-        ConfigError, ModelError: the model cannot be served, or not with this configuration.
+        ConfigError, ModelError: the model, or the model with this configuration, cannot be served.
         DeviceError: torch is built for CUDA, or there is no such device.
         RayDiedError: the Ray that was started for the deployment has died.
-        DistAclGraphError: another typed error; if a worker failed, it names rank and phase. Nothing
-            is left running.
+        DistAclGraphError: any other error; if a worker failed, the message names rank and phase.
+            After an error, no process of the deployment runs.
     """
     tell = on_progress or (lambda progress: None)
     check_startable(config)
     owns_connection = not ray.is_initialized()
-    # In an existing cluster, this node needs no device: workers check the devices of their own
-    # nodes.
+    # In an existing cluster, this node needs no device, and workers check their own devices.
     is_local = owns_connection and ray_address() is None
     config = decide_device(config, "here" if is_local else "cluster")
     if is_local and config.device.kind == "emulated":

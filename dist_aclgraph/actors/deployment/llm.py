@@ -70,15 +70,15 @@ class LLM:
     """Owns a deployment from construction to ``close``; a context manager.
 
     Args:
-        model: one of these: directory of a model, name of a model, a configuration, path of a
-            configuration file.
-        overrides: dotted keys that replace all other values, e.g. ``{"parallel.tp": 2}``.
-        start: starts the deployment; the default starts it on Ray.
+        model: a model's directory, a model's name, a configuration, or the path of a configuration
+            file.
+        overrides: values by dotted key, e.g. ``{"parallel.tp": 2}``. They replace all other values.
+        start: starts the deployment; the default starts the deployment on Ray.
         options: options of vLLM, e.g. ``tensor_parallel_size=2``, ``enforce_eager=True``; see the
             list in ``vllm_options.py``.
 
     Raises:
-        ConfigError: an option has no counterpart in our configuration, or a value is not allowed.
+        ConfigError: our configuration has no such option, or a value is not allowed.
         DistAclGraphError: the deployment did not start; nothing is left running.
     """
 
@@ -140,8 +140,8 @@ class LLM:
         """Return the outputs for each prompt, in the order of the prompts.
 
         Args:
-            prompts: one or more; each is a text, token ids, ``{"prompt": text}`` or
-                ``{"prompt_token_ids": ids}``.
+            prompts: one prompt or several prompts. A prompt is a text, a list of token ids,
+                ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             sampling_params: one object for all prompts, or one object for each prompt; the default
                 is the model's recommended parameters.
             use_tqdm: show the progress on stderr, if stderr is a terminal.
@@ -200,8 +200,7 @@ class LLM:
         """Return the embedding of each prompt, in the order of the prompts; see ``generate``.
 
         Args:
-            dimensions: number of elements that are kept, from the first element; None keeps all
-                elements.
+            dimensions: keep this number of elements, from the first one; None keeps all elements.
 
         Raises:
             InvalidParameterError: the model's task is not ``embed``, or ``dimensions`` is not
@@ -330,8 +329,8 @@ class LLM:
         try:
             with _progress(len(waiting), shows_progress) as show:
                 while waiting or running:
-                    # Submit at most as many requests as the engine's queue accepts; submit another
-                    # when a request ends.
+                    # Submit at most as many requests as the engine's queue accepts. Submit the next
+                    # request when another request ends.
                     while waiting and len(running) < self.config.scheduler.max_waiting:
                         choice = waiting.popleft()
                         running[choice.engine_id] = choice
@@ -348,8 +347,7 @@ class LLM:
                     has_ended = self._advance(running[delta.request_id], delta)
                     if has_ended:
                         del running[delta.request_id]
-                        # Only a choice that a stop string ended still has a request that needs the
-                        # abort.
+                        # A stop string ends only the choice; its request still runs.
                         client.abort(delta.request_id)
                     show(has_ended, len(delta.tokens))
         except EngineDeadError:
@@ -390,7 +388,7 @@ class LLM:
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
             if index:
-                own = replace(own, prompt_logprobs=None)  # only the first choice needs them
+                own = replace(own, prompt_logprobs=None)  # the first choice already returns them
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
             choices.append(_Choice(request, output, own, OutputText(self.tokenizer, ids, own)))
@@ -416,14 +414,14 @@ class LLM:
 
 
 def start_on_ray(config: Config) -> Deployment:
-    """Start a deployment on this process's Ray cluster, or on a local one."""
+    """Start a deployment on this process's Ray cluster, or on a local Ray."""
     from dist_aclgraph.actors.deployment import deployment  # imports Ray, which takes seconds
 
     return deployment.start(config)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts; the caller may have given a single prompt."""
+    """Return a list of prompts, even for a single prompt."""
     is_one = isinstance(prompts, str | Mapping) or (
         len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
     )

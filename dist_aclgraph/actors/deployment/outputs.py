@@ -15,8 +15,8 @@ class Logprob:
     """The log-probability of a token at one position.
 
     Attributes:
-        rank: rank among all tokens; 1 is the most probable token.
-        decoded_token: the text that the token adds.
+        rank: rank of the token by its probability; 1 is the most probable token.
+        decoded_token: the text that the token adds to the output.
     """
 
     logprob: float
@@ -30,14 +30,14 @@ class CompletionOutput:
 
     Attributes:
         index: index among the ``n`` outputs for the prompt.
-        text: the text without the stop token; it ends before a stop string.
+        text: the text before the stop token or the stop string.
         token_ids: generated ids, with the stop token.
         cumulative_logprob: sum over the generated tokens; None if ``logprobs`` is None.
         logprobs: for each generated token, the log-probabilities of this token and of the most
             probable tokens; None if not requested.
         finish_reason: "stop" or "length".
-        stop_reason: the requested stop string or stop token that ended the text; None if neither
-            ended it.
+        stop_reason: the requested stop string or stop token that ended the text; None if the text
+            ended for another reason.
     """
 
     index: int
@@ -59,7 +59,7 @@ class CompletionOutput:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + added
 
     def finished(self) -> bool:
-        """Return whether no token follows."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
 

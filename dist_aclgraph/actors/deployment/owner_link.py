@@ -1,8 +1,7 @@
 """An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket, so either process may die. A new
-process replaces the dead process and uses the same socket. The ingress repeats a question that got
-no answer.
+The supervisor of both processes holds the listening socket, so that each process may die: a new
+process then uses the same socket. The ingress repeats a question that got no answer.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # waiting connections; the ingress has given up most of these connections
+WAITING = 64  # waiting connections, most of which the ingress has already closed
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call of Ray
-# Seconds to wait if the owner must ask Ray; longer than the deployment's own limits.
+# Seconds to wait for an answer that needs calls of Ray. Longer than the deployment's time limits.
 SEARCH_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class OwnerAnswers(Protocol):
 
 
 def listen_for_ingress(path: str) -> socket.socket:
-    """Return a listening socket, used by the successive owners of the deployment."""
+    """Return a listening socket, which each next owner of the deployment uses again."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(WAITING)
@@ -101,7 +100,7 @@ class OwnerLink:
         self._thread.join()
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until no ingress is connected; return whether all have left."""
+        """Wait until no ingress is connected, ``seconds`` at most; return whether none is left."""
         until_s = time.monotonic() + seconds
         while self._num_linked and time.monotonic() < until_s:
             time.sleep(LOOK_S)
@@ -147,14 +146,14 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The ingress's end of the link, for one thread. It finds the new owner after a replacement."""
+    """The ingress's end of the link, for one thread. Connects again after the owner's death."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._peer: Connection | None = None
 
     def admission(self, *, is_open: bool) -> Admission | None:
-        """Report whether this ingress is open; return the owner's answer, None without one."""
+        """Report whether this ingress is open; return the answer; None if no answer arrived."""
         return self._ask(Question("admission", is_open), Admission, ADMISSION_S)
 
     def reach(self) -> Reach | None:
@@ -187,7 +186,7 @@ class OwnerClient:
     def _connect(self) -> Connection:
         opened = socket.socket(socket.AF_UNIX)
         try:
-            opened.settimeout(CONNECT_S)  # if there is no owner, no process accepts the connection
+            opened.settimeout(CONNECT_S)  # while there is no owner, no process accepts connections
             opened.connect(self._path)
             opened.settimeout(None)
         except OSError:

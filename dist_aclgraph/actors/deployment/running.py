@@ -35,7 +35,7 @@ class RunningDeployment:
         self._wait_for(self._controller.roll.remote(config), on_progress)
 
     def _wait_for(self, change: Any, on_progress: OnProgress) -> None:
-        """Report how far a change is, until the change has ended.
+        """Report the progress of a change, until the change has ended.
 
         Raises:
             DistAclGraphError: the change failed; all groups that served continue to serve.
@@ -69,7 +69,7 @@ def running_deployment(
 
 
 def choose_deployment(names: list[str], wanted: str | None) -> str:
-    """Return the deployment with the wanted name; without a name, return the only deployment.
+    """Return the deployment with the wanted name; if no name is wanted, the only deployment.
 
     Raises:
         PlacementError: there is no such deployment, or there are several and no name is given.

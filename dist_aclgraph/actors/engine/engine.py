@@ -75,7 +75,7 @@ class SeenTraffic:
 class Engine:
     """Owns the loop, its sockets and their directory.
 
-    The engine's process starts at the same time as the workers; ``open`` gets the group's workers.
+    The engine starts at the same time as the workers, and gets the workers' handles by ``open``.
     """
 
     def __init__(self, config: Config) -> None:
@@ -120,7 +120,8 @@ class Engine:
             clients_host: this node's address if clients may be on other nodes; else None.
 
         Returns:
-            The URL of the file by which the workers meet for HCCL if all of them are on this node.
+            The URL of a file. If all workers are on this node, they use the file to form the HCCL
+            groups.
         """
         place = Place(node_id, self._directory.path, workers_host, self._config.cluster.port_range)
         self._world_ranks = tuple(world_ranks)
@@ -211,7 +212,7 @@ class Engine:
                 "restarts_left": self._restarts.num_left(time.monotonic()),
             },
         )
-        # Existing objects stay until the engine ends, so garbage collections need not visit them.
+        # All objects up to here live until the engine ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
         self._log.group, self._log.get_epoch = settings.group, lambda: scheduler.epoch

@@ -1,7 +1,7 @@
-"""The loop of a lockstep group admits requests, decides steps, sends steps, and hands out tokens.
+"""The loop of a lockstep group: admits requests, decides and sends steps, delivers tokens.
 
 The loop runs on one thread of the engine actor, and owns the scheduler and the step channel.
-Another thread serves the clients (``client_links.py``). The loop hands out the tokens of step n
+Another thread serves the clients (``client_links.py``). The loop delivers the tokens of step n
 while the workers run step n + 1.
 """
 
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 STOPPING = "the deployment is stopping"
 IDLE_S = 0.1  # seconds between two checks while there is no work
 UNHELD_S = 0.01  # seconds between two checks of the lease while the lease is not held
-MEAN_FROM, MEAN_OF = 16, 200  # steps before a mean is reported; steps in a running mean
+# A mean is reported after MEAN_FROM steps. A running mean covers about MEAN_OF steps.
+MEAN_FROM, MEAN_OF = 16, 200
 
 
 @dataclass
@@ -68,7 +69,7 @@ class _Sent:
     """A step in flight.
 
     Attributes:
-        schedule_s, send_s: seconds that deciding and sending the step took.
+        schedule_s, send_s: seconds that the decision and the sending of the step took.
         at_s: when the step was sent.
     """
 
@@ -83,15 +84,15 @@ class EngineLoop:
 
     Args:
         vocab_size: number of token ids of the model; a prompt with another token id is refused.
-        changes: the changes of the group's graphs while it serves.
+        changes: changes the group's graphs while the group serves.
         resumption: makes the group run again after a fault of a device or a link.
         report: returns the facts about the ranks, which are part of every report.
         steps_in_flight: maximum number of steps whose results have not arrived.
         step_timeout_s: a step that takes longer ends the epoch.
         turn_timeout_s: if the host works longer than this between two waits, the loop counts as
-            stuck. Waits have their own limits.
-        is_held: whether this engine holds the group's lease; without the lease, nothing is sent to
-            workers or clients.
+            stuck. Waits have their own time limits.
+        is_held: returns whether this engine holds the group's lease. Without the lease, the engine
+            sends nothing to workers or clients.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class EngineLoop:
         self._failure = ""
         self._has_dismissed = False
         self._stopping = False
-        # Version of the group list in which this group drains; 0 if it does not drain.
+        # Version of the group list in which this group drains; 0 if the group does not drain.
         self._drains_from = 0
         self._drained = threading.Event()
         self._timings_us: Counter[str] = Counter()
@@ -140,7 +141,7 @@ class EngineLoop:
     # ---- any thread
 
     def fail(self, reason: str) -> None:
-        """End all requests, and refuse later requests; their errors say why a worker is lost."""
+        """End all requests and refuse later requests. The errors say why a worker is lost."""
         if not (self._failure or self._stopping):
             event(logger, "epoch_failed", logging.ERROR, step=self._num_steps, cause=reason)
         self._failure = self._failure or reason
@@ -149,14 +150,13 @@ class EngineLoop:
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # If the whole process was stopped, the lease is not held, and the loop must not count as
-        # stuck.
+        # After the whole process was stopped, the lease is not held. Then the loop is not stuck.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the resuming group runs no step; "" if steps run or the pause is short."""
+        """Return why the group runs no step and resumes; "" if steps run or the pause is short."""
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -173,9 +173,9 @@ class EngineLoop:
         self._links.set_groups(groups)
 
     def drain(self, version: int, timeout_s: float) -> bool:
-        """Wait until all requests have ended and all clients route by this version of the list.
+        """Wait until all requests have ended, and all clients use this version of the group list.
 
-        Clients that route by this version send no requests to this engine. Returns False after
+        Clients that use this version send no requests to this engine. Returns False after
         ``timeout_s``.
         """
         self._drains_from = version
@@ -205,7 +205,7 @@ class EngineLoop:
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     def eager_times(self) -> dict[str, float]:
-        """Return the fitted line of the times of eager steps; empty after too few such steps."""
+        """Return the line that fits the times of eager steps; empty after too few eager steps."""
         if self._eager_times.count < MEAN_FROM:
             return {}
         base_s, token_s = self._eager_times.line()
@@ -248,7 +248,7 @@ class EngineLoop:
             self._links.close()
 
     def _turn(self, outputs: StepOutputs) -> StepOutputs:
-        """Decide one step, hand out ``outputs``, and return the next finished step's outputs."""
+        """Decide one step, deliver ``outputs``, return the outputs of the next finished step."""
         self._take(0)
         is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
         if is_due and not self._flying:
@@ -299,7 +299,7 @@ class EngineLoop:
         return outputs
 
     def _resume(self, error: DeviceFaultError) -> StepOutputs:
-        """Try to resume the group; return no outputs, because interrupted steps run again."""
+        """Try to resume the group; return empty outputs, because interrupted steps run again."""
         try:
             comeback = self._resumption.run(error, self._scheduler.epoch, self.raise_if_dead)
         except DistAclGraphError as e:
@@ -312,7 +312,7 @@ class EngineLoop:
         return StepOutputs()
 
     def raise_if_dead(self) -> None:
-        """End the wait for a step if a worker is lost or the loop is stopping.
+        """Raise an error, which ends the wait for a step, if a worker is lost or the loop stops.
 
         Raises:
             WorkerLostError: a worker is lost.
@@ -331,7 +331,7 @@ class EngineLoop:
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": sent.schedule_s * 1e6,
-            # A worker begins a step before it sends the previous step's result.
+            # Can be negative, because a worker begins a step before it sends the previous result.
             "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,

@@ -30,7 +30,7 @@ class LoopCounts:
 def group_metrics(
     scheduler: Scheduler, counts: LoopCounts, costs: Costs, ranks_report: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a group's counters and gauges; each value is a number or an object of numbers.
+    """Return a group's counters and gauges. Each value is a number, or an object of numbers.
 
     Args:
         costs: costs of all graphs that exist.
@@ -81,9 +81,9 @@ def group_metrics(
 
 
 def host_metrics(ranks_report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the memory and the open files of the group's processes on this host, and of the host.
+    """Return memory and open files: of the group's processes on this host, and of the host.
 
-    Processes on other hosts are left out. Reading takes some 10 us for each process.
+    Processes on other hosts are left out. The call takes about 10 us for each process.
     """
     host = socket.gethostname()
     pids = {
@@ -103,7 +103,7 @@ def host_metrics(ranks_report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict[str, int]:
-    """Replace the keys, which are ranks in the group, by world ranks."""
+    """Return the counts with world ranks as keys; the given keys are ranks in the group."""
     world_ranks = [rank["rank"] for rank in ranks_report.get("ranks", [])]
     return {
         str(world_ranks[place] if world_ranks else place): count
@@ -112,7 +112,7 @@ def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict
 
 
 def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the place of each rank, as labels."""
+    """Return the labels that name each rank's place."""
     kind = "emulated" if ranks_report.get("emulated") else "npu"
     return {
         str(rank["rank"]): {
@@ -125,7 +125,7 @@ def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _streams(ranks_report: Mapping[str, Any], which: str) -> dict[str, int]:
-    """Return one stream count of each rank: offered, predicted or measured."""
+    """Return each rank's number of streams: offered, predicted or measured, as ``which`` says."""
     ranks = ranks_report.get("ranks", [])
     return {str(rank["rank"]): rank["streams"][which] for rank in ranks}
 

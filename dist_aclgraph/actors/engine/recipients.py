@@ -1,4 +1,4 @@
-"""Stores which client gets the outputs of each request; requests are found by their keys."""
+"""Stores, by the key of a request, which client gets the request's outputs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FIRST_CAPACITY = 64
 class Recipients:
     """Owns the keys of requests. Only the loop's thread uses this object.
 
-    Outputs that are not handed out yet may contain the key of an ended request. So another request
-    gets this key only after these outputs were handed out.
+    Pending outputs may contain the key of a request that has ended. So a key is used for another
+    request only after these outputs were delivered.
     """
 
     def __init__(self) -> None:
         self._key_of: dict[str, int] = {}
         self._links: list[ClientLink] = []
-        # Index in ``_links`` for each key; NOBODY if no request has the key.
+        # By key: index in ``_links``; NOBODY if no request has the key.
         self._link_of = np.full(FIRST_CAPACITY, NOBODY, np.int32)
-        # The client's number for the request, for each key.
+        # By key: the number that the client gave to the request.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
         self._left: list[int] = []  # keys of ended requests that pending outputs may still contain
@@ -70,7 +70,7 @@ class Recipients:
         return requests
 
     def remove_all(self) -> Iterator[tuple[ClientLink, int]]:
-        """Remove all requests; yield for each request its link and the client's number for it."""
+        """Remove all requests; yield each request's link, and the number that the client gave."""
         for request_id in list(self._key_of):
             yield self.pop(request_id)
 

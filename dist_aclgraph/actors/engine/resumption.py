@@ -1,11 +1,11 @@
 """Resumes a group after a fault of a device or a link, if all processes are alive.
 
-All ranks abort the work on their devices. They do this on their control threads, because the
-thread that runs steps may be waiting for the device. After the last rank has aborted, each rank
-resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
-valid. No request starts again, because the engine decides the interrupted steps again. If KV was in
-faulty memory, requests are computed again from their first token. If resuming fails, or if a rank
-takes too long, the group's epoch ends, as after a worker's death.
+First, each rank aborts the work on its device. The rank does this on its control thread, because
+the thread that runs steps may wait for the device. After all ranks have aborted, each rank resumes
+its device and its communicators, and reports to the engine. Weights, KV and graphs stay valid. The
+engine decides the interrupted steps again, so no request starts again. But if KV was in faulty
+memory, requests are computed again from their first token. If resuming fails or a rank takes too
+long, the group's epoch ends, as after a worker's death.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from dist_aclgraph.planning.way_back import SOUND_STEPS, Failure, way_back
 from dist_aclgraph.steps.step import Resume
 from dist_aclgraph.topology import GroupRank, WorldRank
 
-# A function that stops the devices of all ranks within the given seconds. It returns the reason for
-# each rank whose device did not stop. While it waits, it calls the given function several times a
-# second.
+# Stops the devices of all ranks. Arguments: a time limit in seconds; a function that is called
+# several times a second during the wait. Returns reasons for the ranks whose devices did not stop.
 StopDevices = Callable[[float, Callable[[], None]], Mapping[GroupRank, str]]
 
 MOMENT_S = 1.0  # a pause of more than this many seconds is reported
@@ -49,7 +48,7 @@ class Resumption:
     """Counts how often the group was resumed, and decides whether it may be resumed again.
 
     Attributes:
-        counts: number of times that the group was resumed, by the fault that stopped a device.
+        counts: how often the group was resumed, by the fault that had stopped a device.
 
     Args:
         stop: see ``StopDevices``.
@@ -87,11 +86,11 @@ class Resumption:
             self._in_a_row = 0
 
     def run(self, error: DeviceFaultError, epoch: int, check: Callable[[], None]) -> Comeback:
-        """Resume the group in its next epoch, in which the workers begin without rows.
+        """Resume the group in its next epoch. Workers begin this epoch without rows.
 
         Args:
             error: the report of the first rank that failed.
-            check: called during waits; may raise to end the wait.
+            check: called during waits; may raise an error to end the wait.
 
         Raises:
             WorkerLostError: the group cannot be resumed.

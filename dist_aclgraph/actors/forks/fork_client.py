@@ -1,8 +1,7 @@
-"""The fork server's client, which Ray starts in place of Python to get a forked worker.
+"""The fork server's client. Ray starts this program in place of Python, and gets a forked worker.
 
-Ray runs this file by its path; it needs only the standard library. If the server does not answer,
-this program replaces itself by the Python that Ray wanted. This Python imports all libraries
-itself.
+Ray runs this file by its path. The program needs only the standard library. If the server does not
+answer, this program replaces itself by a new Python, which imports all libraries itself.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import sys
 from pathlib import Path
 
 STREAMS = (0, 1, 2)
-WAIT_S = 120.0  # seconds; longer than a server needs for loading on a busy machine
+WAIT_S = 120.0  # seconds; longer than a server needs to load its libraries on a busy machine
 
 
 def hand_over(path: str, arguments: list[str]) -> bool:
-    """Ask the server at ``path`` to fork a process that runs this program's arguments.
+    """Ask the server at ``path`` to fork a process that runs Python with ``arguments``.
 
     Returns:
         Whether the server has forked the process.

@@ -1,12 +1,12 @@
 """Forks workers from one process that has imported the libraries of workers.
 
-Importing Ray, torch and torch_npu keeps a core busy for seconds in every worker. If a machine has
-fewer cores than starting processes, the processes compete for the cores. On such a machine, one
-process imports the libraries once, and all workers are forked from it, at the start and at each
-replacement. This process opens no device and has no threads, so a forked process is like a new
-process. Ray starts workers with ``fork_client.py`` (``py_executable`` of their runtime
-environment), which sends arguments, environment and output streams to the server. Ray does
-everything else.
+The import of Ray, torch and torch_npu keeps a core busy for seconds in every worker. On a machine
+with fewer cores than starting processes, the processes compete for the cores. There, the fork
+server imports the libraries once, and all workers are forked from the server, at the start and at
+each replacement. The server opens no device and has no threads, so a forked process is like a new
+process. Ray starts ``fork_client.py`` (``py_executable`` in the workers' runtime environment)
+instead of Python. This program sends arguments, environment and output streams to the server. Ray
+does everything else as usual.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from dist_aclgraph.version import build
 CLIENT = Path(__file__).with_name("fork_client.py")
 REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request: seconds, bytes
 STOP_S, LOOK_S = 5.0, 0.02
-# Ray's native part reads both variables once, when it is loaded. At that time, Ray may not run yet,
-# so the value must be known in advance: the id of Ray's first job. So only processes of the first
-# job may be forked. The second variable is the id of a process that never ends, because forked
-# processes watch their raylets themselves.
+# Ray's native library reads two variables once, when the server loads it. Ray may not run yet, so
+# the job's id must be known in advance. Therefore the server uses the id of Ray's first job, and
+# forks only processes of this job. The other variable is the process id of the raylet to watch. The
+# server sets a process that never ends, because forked processes watch their raylets themselves.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -65,12 +65,12 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class ForkAddress:
-    """The data by which other processes of this machine reach a fork server.
+    """The data with which other processes of this machine reach a fork server.
 
     Attributes:
         path: path of the server's socket.
-        start: start time of the server's process, see ``processes.start_of``.
-        variables: environment variables of the server's processes, which affect how libraries load.
+        start: start time of the server's process; see ``processes.start_of``.
+        variables: the server's environment variables that affect how libraries load.
     """
 
     path: str
@@ -80,7 +80,7 @@ class ForkAddress:
 
     @property
     def command(self) -> str:
-        """The command with which Ray starts a process, in place of Python."""
+        """The command that Ray runs in place of Python to start a process."""
         return shlex.join([sys.executable, "-I", "-S", str(CLIENT), self.path])
 
     def serves(self, config: Config) -> bool:
@@ -91,7 +91,7 @@ class ForkAddress:
     def end_forked(self) -> None:
         """Kill the processes that the server has forked, and wait some seconds for their end.
 
-        If the server is dead, its processes cannot be found.
+        After the server's death, these processes cannot be found.
         """
         until_s = time.monotonic() + STOP_S
         while self._lives and (forked := processes.children(self.pid)):
@@ -163,7 +163,7 @@ def load() -> None:
     load_torch_npu("emulated")
     for name in MODULES:
         importlib.import_module(name)
-    build()  # forked processes run this code, whatever happens to its files
+    build()  # now, so that forked processes run the code of this moment
 
 
 def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, list[int]] | None:
@@ -189,9 +189,9 @@ def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, 
             try:
                 request, streams = _receive(connection)
             except (OSError, ValueError):
-                continue  # a client that gets no response becomes Python itself
+                continue  # a client without a response replaces itself by a new Python
             is_ours = request.environment.get(JOB_VARIABLE, job) == job
-            # A client that has waited for too long has become Python itself.
+            # A client that has waited too long has replaced itself by a new Python.
             pid = _fork() if is_ours and not _has_left(connection) else -1
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -214,7 +214,7 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _fork() -> int:
-    """Call ``os.fork``. Return -1 if the system refuses; then the client starts Python itself."""
+    """Call ``os.fork``. Return -1 if the system refuses; the client then becomes a new Python."""
     try:
         return os.fork()
     except OSError as e:
@@ -241,7 +241,7 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
 
 
 def become(request: ForkRequest, streams: list[int]) -> None:
-    """Run the client's program in the same way as Python would run the program."""
+    """Run the client's program as a new Python would."""
     os.setpgid(0, 0)
     for target, fd in enumerate(streams):
         os.dup2(fd, target)
@@ -256,7 +256,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 
 def _read_again() -> None:
-    """Let Ray's native part read the variables again, because it has read the server's values."""
+    """Let Ray's native library read the variables again. It has read only the server's values."""
     from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
 
     Config.initialize("")

@@ -1,4 +1,4 @@
-"""Starts processes with the fork server, in place of Ray's own way."""
+"""Starts processes with the fork server."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ForkingStarter(ProcessStarter):
     If this object is sent to another process, the copy uses the server that the last command used.
 
     Args:
-        lent: a server of another process, which ends later than this process and may have forked
-            it. This server is used while it serves; after that, this object starts another server.
+        lent: a fork server that another process owns and that ends later than this process. It is
+            used while it serves. After that, this object starts its own server.
     """
 
     def __init__(self, lent: ForkAddress | None = None) -> None:
@@ -49,14 +49,14 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Do not return None: Ray would start a forked process's children with the command of the
+        # Not None, because Ray would then start a forked process's children with the command of the
         # forked process.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:
-        """Return a server that forks processes for this configuration; None if there is none."""
+        """Return a server that forks processes for this configuration; None if no server can."""
         if not is_emulated_here(config.device.kind):
-            # A configuration without emulation was rolled out after this starter was chosen.
+            # This class is chosen for emulated devices, but a roll can end the emulation.
             return None
         with self._lock:
             if self._lent is not None and self._lent.serves(config):
@@ -74,8 +74,7 @@ class ForkingStarter(ProcessStarter):
     def ray_settings(self) -> Iterator[dict[str, Any]]:
         """Let Ray start workers with our setup program in place of Ray's own."""
         name = ray_constants.SETUP_WORKER_FILENAME
-        # Ray appends this name to a folder. The name is an absolute path, so the result is this
-        # path.
+        # Ray joins this name to a folder. The result is this name, because it is an absolute path.
         ray_constants.SETUP_WORKER_FILENAME = str(WORKER_SETUP)
         try:
             # Workers that Ray starts in advance are not forked; they would only use CPU time.

@@ -1,7 +1,8 @@
-"""The first program of each worker's process, in place of Ray's own, in a Ray that we started.
+"""The first program of each worker's process, in a Ray that this package has started.
 
-Ray's own program imports all of Ray to set a few variables. Then it replaces itself by the worker,
-which imports all of Ray again. Ray runs this file by its path; it needs only the standard library.
+Ray's own first program imports all of Ray, sets a few variables, and replaces itself by the worker,
+which imports all of Ray again. This program imports only the standard library. Ray runs this file
+by its path.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ UNKNOWN_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
-    """Return the shell command for a Python worker; None if this needs Ray's own program.
+    """Return the shell command for a Python worker; None if only Ray's own program can start it.
 
     Args:
         context: Ray's ``RuntimeEnvContext``.

@@ -1,9 +1,9 @@
-"""Finds out whether other processes are alive, by heartbeats and by watches of processes.
+"""Finds out whether other processes are alive. There are four mechanisms:
 
-There are four mechanisms. A ``Silence`` measures how long a peer has sent no heartbeat over a link.
-A ``SharedHeartbeat`` is memory in which a child process shows its heartbeats to its parent. A
-*process watch* learns at once from the kernel that a process has ended. A ``Lease`` allows a
-process to act only while another process regularly asks it for a heartbeat.
+- ``Silence`` measures how long a peer has sent no heartbeat over a link.
+- ``SharedHeartbeat`` is memory in which a child process shows its heartbeats to its parent.
+- A *process watch* learns at once from the kernel that a process has ended.
+- ``Lease`` allows a process to act only while another process regularly asks it for a heartbeat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def beat_s(limit_s: float) -> float:
 class Silence:
     """Measures how long a peer has been silent while this process listened.
 
-    If this process was stopped or got no CPU time, it must not blame its peers for that time.
+    Time in which this process itself was stopped or got no CPU time does not count.
 
     Args:
         limit_s: a longer silence is too long.
@@ -42,7 +42,7 @@ class Silence:
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
-        self._turn_s = 2 * beat_s(limit_s)  # the maximum that one call of ``listen`` may count
+        self._turn_s = 2 * beat_s(limit_s)  # most seconds that one call of ``listen`` counts
         self._clock = clock
         self.heard()
 
@@ -70,7 +70,7 @@ class SharedHeartbeat:
         clock: monotonic, in seconds.
 
     Attributes:
-        served_before: whether an earlier child process has served.
+        served_before: whether a previous child process has served.
     """
 
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no heartbeat is expected
@@ -82,13 +82,13 @@ class SharedHeartbeat:
         self.served_before = False
 
     def beat(self, *, serves: bool = True) -> None:
-        """Show a heartbeat. Further heartbeats are then expected."""
+        """Show a heartbeat. From now on, the parent expects heartbeats."""
         self._shared[0] = self._shared[0] % self.LAST + 1
         self._shared[1] |= serves
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Within this context, a thread shows heartbeats; the work has its own time limits."""
+        """Show heartbeats on a thread within this context, whose work has its own time limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -110,7 +110,7 @@ class SharedHeartbeat:
         self._shared[0] = self.REST
 
     def begin(self) -> None:
-        """Prepare for the next forked process, whose first heartbeat is expected at once."""
+        """Prepare for the next child process. Its first heartbeat is expected at once."""
         self.served_before |= self.has_served
         self._shared[:] = bytes([self.FIRST, False])
         self._seen = self.REST
@@ -122,7 +122,10 @@ class SharedHeartbeat:
         return bool(self._shared[1])
 
     def listen(self) -> bool:
-        """Check for a heartbeat, about every ``beat_s``; return whether the limit has passed."""
+        """Check for a heartbeat; return whether the silence is too long.
+
+        Must be called about every ``beat_s`` seconds.
+        """
         before, self._seen = self._seen, self._shared[0]
         if self._seen == before != self.REST:
             return self._silence.listen()
@@ -131,14 +134,16 @@ class SharedHeartbeat:
 
 
 class Lease:
-    """Says whether the holder of a place may act. All methods may be called on any thread.
+    """Says whether this process (the holder) may act in its place. All methods: any thread.
 
-    The process that gave the place (the giver) renews the lease with numbered questions; it sends
-    the next question after the previous one was answered. The lease begins with the first question.
-    After ``limit_s`` without a question, the lease is not held, and the holder does nothing. After
-    twice that time, the lease is over. A holder that was stopped cannot know whether its place was
-    given to another process in the meantime. After a stop, the next question may have been sent
-    before the place was given away. So only the second question after a stop renews the lease.
+    The process that gave the place (the giver) renews the lease with numbered questions. The giver
+    sends a question after the previous question was answered. The lease begins with the first
+    question. After ``limit_s`` without a question, the lease is not held, and the holder does
+    nothing. After ``2 * limit_s``, the lease is over.
+
+    If the holder was stopped, the giver may have given the place to another process in that time.
+    The first question after the stop may have been sent before that. So only the second question
+    after the stop renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
@@ -157,7 +162,7 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # The lease does not end because the holder was stopped; the giver decides about its end.
+        # Counts only time in which the holder ran. After a stop, the giver decides about the lease.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:
@@ -175,7 +180,7 @@ class Lease:
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
     def give_back(self) -> None:
-        """End the lease. The holder stops to act, and ``leave_with`` lets the process run."""
+        """Give up the place and the lease. ``leave_with`` then does not end the process."""
         self.is_given_back = True
 
     def look(self) -> bool:
@@ -187,10 +192,10 @@ class Lease:
             return self._silence.listen()
 
     def _see(self) -> float:
-        """Return the time; also notice if this process was stopped since the last call."""
+        """Return the time; also notice whether this process was stopped since the last call."""
         now_s = self._clock()
         if now_s - self._seen_s > self._limit_s:
-            # The next question may have been sent before the stop ended.
+            # The next question may have been sent during the stop.
             self._counts_from = self._number + 2
         self._seen_s = now_s
         return now_s
@@ -222,7 +227,7 @@ def leave_with_raylet() -> None:
 def watch_processes(
     names: dict[int, str], on_death: Callable[[str], None], stop: threading.Event | None = None
 ) -> None:
-    """Watch processes on a thread; call ``on_death`` with the name of the first one that ends.
+    """Watch processes on a thread; if one of them ends, call ``on_death`` once with its name.
 
     Args:
         names: names by process id.

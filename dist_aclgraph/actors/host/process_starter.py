@@ -10,10 +10,10 @@ from dist_aclgraph.config import Config
 
 
 class ProcessStarter:
-    """Starts processes in Ray's own way: each process is a new Python, which Ray can end.
+    """Starts processes as Ray does: each process is a new Python, which Ray can end.
 
     Subclasses start processes in other ways; ``choose_starter`` chooses the class. A starter may be
-    sent to another process. In a forked process, call ``disown`` first.
+    sent to another process. In a forked process, call ``disown`` before any other method.
     """
 
     def command(self, config: Config) -> str | None:
@@ -26,20 +26,20 @@ class ProcessStarter:
         yield {}
 
     def open_handles(self, pid: int) -> list[int]:
-        """Return a handle of a process; empty if Ray itself started the process and can kill it.
+        """Return a handle of a process; empty if Ray started the process, so that Ray can kill it.
 
         The result is for ``processes.kill_handles``.
         """
         return []
 
     def renew(self) -> None:
-        """Replace the fork server, if there is a fork server, because it may hang."""
+        """Replace the fork server, which may hang. Does nothing without a fork server."""
 
     def end_started(self) -> None:
         """Kill all processes that Ray has not started itself."""
 
     def disown(self) -> None:
-        """Give up everything that this object owns, in a forked process; the parent keeps it."""
+        """Give up, in a forked process, everything that this object owns. The parent keeps it."""
 
     def close(self) -> None:
         """Start no more processes, and free everything that this object owns."""

@@ -23,14 +23,14 @@ def set_name(name: str) -> None:
 
 
 def signal_with_parent(number: signal.Signals, parent: int) -> None:
-    """Let this process get a signal when its parent ends. If the parent has ended, send it now."""
+    """Let this process get a signal when its parent ends, or now if the parent has ended."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parents end."""
+    """Make this process the new parent of each descendant whose parent ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -105,7 +105,7 @@ def kill_handles(handles: list[int]) -> None:
 
 
 def end_process(handle: int, timeout_s: float) -> bool:
-    """Kill a process now, even a stopped one; return whether it ended within ``timeout_s``."""
+    """Kill a process, even if it is stopped; return whether it ended within ``timeout_s``."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(handle, signal.SIGKILL)
     poll = select.poll()
@@ -127,9 +127,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def count_open_files(pid: int) -> int:
-    """Return how many files a process has open; 0 if there is no such process, or it is another
-    user's.
-    """
+    """Return how many files a process has open; 0 if it is gone or another user's."""
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))
     return 0
@@ -159,7 +157,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return a process's fields in /proc/PID/stat from the state on; empty without a process."""
+    """Return the fields of /proc/PID/stat, beginning with the state; empty without a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,12 +1,12 @@
 """A private directory for socket files, which has a short path. Only this user may enter it.
 
-The owner holds a lock in the directory for as long as it lives. A process id would not tell whether
-the owner is alive: several containers may share one temporary folder, and each container has its
-own process ids.
+The owner holds a lock in the directory until the owner ends. A process id would not show whether
+the owner is alive, because several containers may share one temporary folder, and each container
+has its own process ids.
 
-A directory has a hidden name while it is made and while it is removed. An unlocked directory with a
-hidden name belongs to a process that was killed, or it is just being made. In both cases the
-directory is swept. If it was being made, the process that made it makes another directory.
+A directory has a hidden name while it is created or removed. If such a directory is unlocked, its
+process was killed, or the process has just begun to create the directory. In both cases ``sweep``
+removes the directory. In the second case the process creates another directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "dist-aclgraph-"
-UNFINISHED = f".{PREFIX}"  # prefix of the name while a directory is made or removed
+UNFINISHED = f".{PREFIX}"  # prefix of the name while a directory is created or removed
 LOCK = "owner.lock"
 
 
@@ -36,14 +36,14 @@ class RunDirectory:
             pass  # another process swept the new directory
 
     def _make(self) -> bool:
-        """Make a directory and lock it; return whether the directory still exists."""
+        """Create a directory and lock it; return whether the directory still exists."""
         new = Path(tempfile.mkdtemp(prefix=UNFINISHED))
         path = new.with_name(new.name.removeprefix("."))
         lock = -1
         try:
             lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(new, path)  # the directory is locked already, so that no process sweeps it
+            os.rename(new, path)  # after the lock, so that no process sweeps the directory
         except FileNotFoundError:
             if lock >= 0:
                 os.close(lock)
@@ -86,14 +86,14 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
-    """Yield whether a directory is ours and has no living owner; the context holds the lock."""
+    """Lock a directory within this context; yield whether it is this user's and has no owner."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if path.name.startswith(UNFINISHED):
         flags |= os.O_CREAT  # the lock file may not exist yet, or may have been removed
     try:
         is_ours = path.stat().st_uid == os.getuid()
         lock = os.open(path / LOCK, flags, 0o600) if is_ours else -1
-    except OSError:  # the directory is not ours, or was just removed
+    except OSError:  # the directory is another user's, or was just removed
         lock = -1
     if lock < 0:
         yield False

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # if all ports are in use: first and longest pause
+FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # first and longest pause while all ports are in use
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 
 
@@ -99,7 +99,7 @@ class Reach(msgspec.Struct, frozen=True):
 
 
 def reached_here_alone(engines: str, other: str) -> PlacementError:
-    """Return the error for a peer on another node, if an engine has sockets for its node only."""
+    """Return the error for a peer on another node, if the engine listens only on its own node."""
     return PlacementError(
         f"the engine on node {engines[:8]} is reached on its node alone, and this is "
         f"node {other[:8]}, which came later; start the deployment again"
@@ -136,7 +136,7 @@ class Listener:
         self._keys = PeerKeys(self._server_public, client_public, client_secret)
         self._authenticator: ThreadAuthenticator | None = None
         if place.host is not None:
-            # CURVE alone proves only that a client has some key; the authenticator checks this key.
+            # CURVE proves only that a client has some key pair; the authenticator checks the key.
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.configure_curve_callback(DOMAIN, self)
             self._authenticator.start()
@@ -162,8 +162,7 @@ class Listener:
         owned.bind(file)
         if place.host is None:
             return Address(place.node_id, Endpoint(file))
-        # ZeroMQ applies options only to addresses that are bound later, so these options apply to
-        # TCP only.
+        # Options apply only to addresses that are bound later, so these apply only to TCP.
         owned.curve_server = True
         # Without this option, any key would be accepted while the authenticator does not run.
         owned.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -183,10 +182,10 @@ class Listener:
 
 
 def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.socket:
-    """Return a socket that listens at ``host``, where the ranks of a group meet.
+    """Return a socket that listens at ``host``, so that the ranks of a group meet there.
 
-    If all ports are in use, one of them may become free a moment later. So all ports are tried
-    again until ``timeout_s`` has passed.
+    If all ports are in use, a port may soon become free, so the ports are tried again until
+    ``timeout_s`` has passed.
 
     Raises:
         PlacementError: no port became free.

@@ -1,7 +1,7 @@
-"""Finds out what the silent ranks are doing, and which of these ranks is to blame.
+"""Finds out what the silent ranks do, and which of these ranks is to blame.
 
-If a rank waits for its device, it may be waiting for other ranks in a collective. The rank to blame
-is the rank that is stuck on its host or does not answer at all.
+A rank that waits for its device may be waiting for other ranks in a collective. The rank to blame
+is stuck on its host, or does not answer at all.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Verdict:
     Attributes:
         rank: the rank to blame; NO_RANK if several ranks may be to blame.
         silent: the ranks that did not answer, e.g. ``rank 4, 5``.
-        where: what each of these ranks waits for.
-        doing: the operation that these ranks were doing; "" if no rank reports its operation.
+        where: what each silent rank waits for.
+        doing: the operation of the silent ranks; "" if no rank reports its operation.
     """
 
     rank: WorldRank

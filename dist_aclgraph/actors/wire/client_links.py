@@ -1,9 +1,9 @@
 """The engine's end of the links to its clients, on one I/O thread that never runs a step.
 
 The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
-numbers the messages to clients. A link ends if its client sends ``Goodbye``, connects again, sends
-junk, is silent for too long, or stops reading. The loop gets the end of a link as an event, and
-aborts the client's requests.
+numbers the messages to clients. A link ends in five cases: its client sends ``Goodbye``, connects
+again, sends junk, is silent for too long, or stops reading. The loop gets an event for the end of a
+link, and aborts the client's requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Queue limit of one peer. A client reaches its byte limit first; other peers have no byte limit.
+# Queue limit of one peer, for peers that are no clients. A client reaches its byte limit earlier.
 MAX_QUEUED_FRAMES = 1 << 16
 FRAMES_A_TURN = 256  # limited, so that many frames do not delay a heartbeat
 LAST_WORDS_MS = 200
@@ -73,9 +73,9 @@ class ClientLink:
 
     Attributes:
         unread: number and size in bytes of each message that the client has not confirmed.
-        waiting_tokens: tokens of the client's requests that wait at this engine; the client counts
-            the tokens.
-        groups_version: version of the group list by which the client routes.
+        waiting_tokens: tokens of the client's requests that wait at this engine, as the client
+            reported.
+        groups_version: version of the group list that the client uses.
     """
 
     def __init__(self, routing_id: bytes, client: str, silence: Silence) -> None:
@@ -97,7 +97,7 @@ class ClientLink:
             self.unread_bytes -= self.unread.popleft()[1]
 
 
-# If the second value is None, the link has ended, so all requests of its client end.
+# None in place of a message means that the link has ended, so all its requests end.
 ClientEvent = tuple[ClientLink, Submit | Abort | None]
 
 
@@ -108,7 +108,7 @@ class ClientLinks:
         place: where the socket listens.
         token: the deployment's token, which clients must send.
         link_s: a client that is silent for longer is lost.
-        max_unread_bytes: a client with more unread bytes is disconnected.
+        max_unread_bytes: a client that leaves more bytes unread is disconnected.
 
     Attributes:
         address: where clients connect.
@@ -126,8 +126,7 @@ class ClientLinks:
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        # With this option, a frame that cannot be sent raises an error; otherwise it is lost
-        # silently.
+        # A frame that cannot be sent raises an error. Without this option, the frame is lost.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
@@ -146,7 +145,7 @@ class ClientLinks:
     # ---- the loop's thread
 
     def start(self, answers: LoopAnswers) -> None:
-        """Start to serve clients."""
+        """Start the I/O thread, which serves the clients."""
         self._thread = threading.Thread(
             target=self._run, args=(answers,), name="client-links", daemon=True
         )
@@ -181,10 +180,9 @@ class ClientLinks:
         self._wakeup.wake()
 
     def have_confirmed(self, version: int) -> bool:
-        """Return whether all clients route by this or a later version of the list. Any thread.
+        """Return whether all clients use this version of the list or a later version. Any thread.
 
-        If so, all requests that clients routed by earlier versions are in the loop's
-        ``next_events``.
+        If so, the events for the loop contain all requests that were routed by earlier versions.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
@@ -268,7 +266,7 @@ class ClientLinks:
                 self._end(link)
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
-        # The list is sent before the status. The client sends requests as soon as it has the
+        # Send the list before the status, because the client sends requests as soon as it has the
         # status, and the list may say that a group drains.
         if self._told_groups.version:
             self._post(link, self._told_groups)

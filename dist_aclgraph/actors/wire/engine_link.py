@@ -1,4 +1,4 @@
-"""A client's end of the link to one engine. Only the client's I/O thread uses it."""
+"""A client's end of the link to one engine. For the client's I/O thread only."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ REFUSALS = (
 
 
 class EngineLink:
-    """One connection. After an error it cannot be used: close it, and open another connection.
+    """One connection. After an error, close the connection and open another one.
 
     Args:
         link_s: an engine that is silent for longer counts as dead.
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
-        is_lost: whether this connection has ended; set by the code that catches its error.
+        is_lost: whether this connection has ended; set by the caller that catches the error.
         loss_kind: why the connection was lost; set when an error is raised.
-        others_tokens: tokens of other clients' requests that wait at the engine, from the engine's
-            last status.
-        pause: why the engine runs no step at the moment, from the engine's last status; "" while it
-            runs steps.
+        others_tokens: number of tokens of other clients' requests that wait at the engine, by the
+            engine's last status.
+        pause: why the engine runs no step, by the engine's last status; "" while steps run.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class EngineLink:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         # No limit, because a limit would drop messages or block. The number of open requests limits
-        # what we send.
+        # the messages.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)
@@ -120,8 +119,7 @@ class EngineLink:
                 self._check(message)
             yield message
         else:
-            # More messages may have arrived; these messages are read even if the connection has
-            # ended.
+            # Check for the end of the connection only after all arrived messages were read.
             return
         if has_message(self._monitor):
             if recv_monitor_message(self._monitor)["event"] & REFUSALS:

@@ -1,8 +1,9 @@
 """Steps between an engine and the workers on its node: one Unix socket for each worker.
 
 A frame consists of its length in four bytes, and its content. The kernel keeps bytes in order,
-wakes a waiting peer, and reports at once when a peer's process has ended. A worker must belong to
-this user, be able to reach the engine's directory, and know the token that Ray hands to it.
+wakes a waiting peer, and reports at once when a peer's process has ended. The engine accepts a
+worker only if the worker's process belongs to the same user, can enter the engine's directory, and
+knows the token, which Ray passes to the worker.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 @dataclass(frozen=True)
 class SocketFile:
-    """The socket file for workers on the engine's node, and what they must send first: the token,
-    and their data-parallel rank, whose frames they get.
+    """The socket file for workers on the engine's node, and the content of a worker's first frame.
+
+    The first frame contains the token and the worker's data-parallel rank. The worker gets the
+    frames of this rank.
     """
 
     path: str
@@ -40,12 +43,12 @@ class SocketFile:
 
     @property
     def greeting(self) -> bytes:
-        """The first frame of a worker."""
+        """The content of a worker's first frame."""
         return self.token.encode() + LENGTH.pack(self.dp_rank)
 
 
 class FrameReader:
-    """Cuts the bytes of a connection into frames."""
+    """Splits the bytes of a connection into frames."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -56,7 +59,7 @@ class FrameReader:
         Raises:
             NotAMessageError: a frame is longer than MAX_MESSAGE_BYTES.
         """
-        # In almost all cases, there is exactly one frame.
+        # The usual case is exactly one frame.
         if not self._received and 0 < self._end(data) == len(data):
             return [data[LENGTH.size :]]
         self._received += data
@@ -68,7 +71,7 @@ class FrameReader:
 
     @staticmethod
     def _end(data: bytes | bytearray) -> int:
-        """Return the end of the first frame; 0 if it is not known yet."""
+        """Return the end of the first frame; 0 while its length has not arrived."""
         if len(data) < LENGTH.size:
             return 0
         (size,) = LENGTH.unpack_from(data)
@@ -126,7 +129,7 @@ class LocalPeers:
         return replace(self.address, dp_rank=dp_rank)
 
     def fileno(self) -> int:
-        """Return the file descriptor that becomes readable when ``wait`` has work to do."""
+        """Return a file descriptor that is readable when ``wait`` has work to do."""
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> bool:
@@ -159,7 +162,7 @@ class LocalPeers:
                 self._send(peer, LENGTH.pack(len(frame)) + frame)
 
     def close(self) -> None:
-        """Send unsent bytes to workers that read without delay; then end all connections."""
+        """Send unsent bytes to workers that read them soon; then end all connections."""
         for peer in list(self._peers.values()):
             if peer.unsent:
                 peer.connection.settimeout(FAREWELL_S)
@@ -208,7 +211,7 @@ class LocalPeers:
         """Return the data-parallel rank in a worker's first frame.
 
         Raises:
-            NotAMessageError: the frame has not the channel's token, or no rank of the channel.
+            NotAMessageError: the token is wrong, or the channel has no such data-parallel rank.
         """
         token, rank = frame[: -LENGTH.size], frame[-LENGTH.size :]
         if not secrets.compare_digest(token, self.address.token.encode()):
@@ -219,7 +222,7 @@ class LocalPeers:
         return dp_rank
 
     def _send(self, peer: _Peer, data: bytes) -> None:
-        """Send as many bytes as the connection accepts now; send the rest when it accepts more."""
+        """Send the bytes that the connection accepts now, and later the other bytes."""
         sent = 0 if peer.unsent else self._sent(peer, data)
         if sent < len(data):
             if not peer.unsent:

@@ -1,11 +1,11 @@
 """The messages between an engine and its clients, over one ZeroMQ ROUTER (engine) / DEALER pair.
 
 Messages are plain MessagePack, like the messages between engine and workers (``steps/step.py``).
-Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. An engine replies
-to both with an ``EngineStatus``; to a wrong token it replies with ``Refused``. The engine ignores a
-peer that has not sent ``Hello``. After ``Hello``, and whenever the groups change, the engine sends
-the ``GroupList``. If a link fails, both ends end its requests: the client gives the requests to
-another engine or ends them with an error; the engine aborts them.
+Each message is one frame. A client sends ``Hello`` first, and ``Beat`` regularly. The engine
+replies to both messages with an ``EngineStatus``, and to a wrong token with ``Refused``. The engine
+ignores a peer that has not sent ``Hello``. After ``Hello``, and whenever the groups change, the
+engine sends the ``GroupList``. If a link fails, the engine aborts the link's requests; the client
+gives these requests to another engine, or ends them with an error.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from dist_aclgraph.steps.step import RowSampling
 RequestNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 QueryKind = Literal["report", "metrics"]
-# Limit of the bytes that a client has not confirmed. A client with more unconfirmed bytes counts as
-# not reading.
+# A client with more unconfirmed bytes counts as a client that does not read.
 MAX_UNREAD_BYTES = 128 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a connection. It ends an earlier connection of the same client."""
+    """The first message on a connection. An earlier connection of the same client then ends."""
 
     token: str
     client: str
@@ -44,8 +43,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     Attributes:
         received: number of the last ``Deltas`` that the client has read.
         waiting_tokens: tokens of the client's requests that wait at this engine.
-        groups_version: version of the last ``GroupList`` that the client has read; it routes later
-            requests by this list.
+        groups_version: version of the last ``GroupList`` that the client has read. The client
+            routes all later requests by this list.
     """
 
     received: int = 0
@@ -60,8 +59,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A new request. ``sampling.seed`` is final: the client draws a seed if the user gives none.
 
-    Deltas name the request by ``number``. While the request runs, no other request of the
-    connection has this number.
+    Deltas contain the request's ``number``. While the request runs, no other request of the
+    connection has the same number.
     """
 
     request_id: str
@@ -89,7 +88,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     """One message per step, for all requests of one client.
 
-    ``number`` counts these messages on each connection, from 1: a gap means that tokens are lost.
+    ``number`` counts the messages of a connection from 1, so a gap shows that tokens are lost.
     """
 
     step: StepDeltas
@@ -102,8 +101,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status"):
     Attributes:
         failure: why the engine has ended; "" while it serves.
         pause: why no step runs at the moment, if the group will continue; "" while steps run.
-        others_tokens: tokens of other clients' requests that wait at this engine; those clients
-            count the tokens.
+        others_tokens: number of tokens of other clients' requests that wait at this engine, as
+            these clients reported.
     """
 
     failure: str = ""
@@ -147,7 +146,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine refuses the client, or no longer serves it. This is the last message to it."""
+    """The engine refuses the client, or stops serving the client. The last message to a client."""
 
     reason: str
 

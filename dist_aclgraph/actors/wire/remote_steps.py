@@ -1,7 +1,7 @@
 """Steps between an engine and workers on other nodes.
 
-The channel uses ZeroMQ with CURVE keys: PUB/SUB sends plans, and PUSH/PULL sends results. The topic
-of a plan is its data-parallel rank, so that a worker gets only the plans of its own rank.
+The channel uses ZeroMQ with CURVE keys: plans use PUB/SUB, and results use PUSH/PULL. The topic of
+a plan is its data-parallel rank, so that a worker gets only the plans of its data-parallel rank.
 ``addresses.py`` explains the addresses.
 """
 
@@ -19,17 +19,16 @@ from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message
 from dist_aclgraph.errors import EngineDeadError
 
 LOOK_MS = 500  # milliseconds between two checks whether a wait should end
-TOPIC = struct.Struct("<I")  # the data-parallel rank; each plan begins with it
-# First byte of a frame of XPUB: a subscription to the topic that follows, or its end.
+TOPIC = struct.Struct("<I")  # the data-parallel rank, with which each plan begins
+# The keys are the first byte of an XPUB frame: 1 for a new subscription, 0 for its end. The values
+# are the change of the number of workers.
 WORKERS_OF_FRAME = {1: 1, 0: -1}
 FAREWELL_MS = 200  # time limit for sending the last frame, because a worker may be dead
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The endpoints, one for each direction, to which workers on other nodes connect; and the
-    workers' data-parallel rank, whose frames they get.
-    """
+    """Where a worker on another node connects, in each direction, and its data-parallel rank."""
 
     plans: Endpoint
     results: Endpoint
@@ -50,7 +49,7 @@ class RemotePeers:
         self.num_workers = 0
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
-        # Several workers subscribe to the same topic. VERBOSER reports each subscription, and
+        # Several workers subscribe to the same topic. Only VERBOSER reports each subscription, and
         # each end of a subscription.
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
@@ -64,7 +63,7 @@ class RemotePeers:
         self._poller.register(self._results, zmq.POLLIN)
 
     def address_for(self, node_id: str, dp_rank: int = 0) -> Endpoints:
-        """Return where a worker of a data-parallel rank, which is on another node, connects."""
+        """Return where a worker of ``dp_rank`` on another node connects."""
         plans, results = self._plans_at.seen_from(node_id), self._results_at.seen_from(node_id)
         return Endpoints(plans, results, dp_rank)
 
@@ -122,7 +121,7 @@ class RemoteEngine:
         """Return the next frame.
 
         Raises:
-            EngineDeadError: ``end`` was called. These sockets do not show that the engine has died.
+            EngineDeadError: ``end`` was called. ZeroMQ does not report the death of the engine.
         """
         while not self._plans.poll(LOOK_MS):
             if self._is_over.is_set():

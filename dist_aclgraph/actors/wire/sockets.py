@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # ZeroMQ closes the connection of a peer that announces a longer frame.
 MAX_MESSAGE_BYTES = 64 << 20
-POLLIN = int(zmq.POLLIN)  # as a number, because operations of a flag are slow
+POLLIN = int(zmq.POLLIN)  # a plain number, because operations of enum flags are slow
 DRAINED_BYTES = 4096  # maximum number of bytes of wake-ups in one read
 
 
@@ -23,11 +23,11 @@ def read_frame(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     """Return the message in ``frame``.
 
     Raises:
-        NotAMessageError: the bytes are not a message; no bytes cause any other error.
+        NotAMessageError: the bytes are not a message. No other error is possible.
     """
     try:
         return decoder.decode(frame)
-    # The last two errors are for text that is not UTF-8, and for fields that are nested too deep.
+    # The last two errors mean that a text is not UTF-8, and that fields are nested too deeply.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise NotAMessageError(f"{len(frame)} bytes are not a message of ours: {e}") from None
 
@@ -49,7 +49,7 @@ class Wakeup:
         return self._in.fileno()
 
     def wake(self) -> None:
-        # A full socket already contains wake-ups. If the socket is closed, the thread has ended.
+        # A full socket already contains a wake-up. A closed socket means that the thread has ended.
         with contextlib.suppress(OSError):
             self._out.send(b"\0")
 

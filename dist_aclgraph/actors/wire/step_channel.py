@@ -58,12 +58,12 @@ class Deadline:
         self.at_s = time.monotonic() + timeout_s
 
     def shorten(self, timeout_s: float) -> None:
-        """Shorten the remaining time to ``timeout_s`` if it is longer."""
+        """Limit the remaining time to ``timeout_s``."""
         self.at_s = min(self.at_s, time.monotonic() + timeout_s)
 
 
 def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
-    """Return empty statuses, for ranks that cannot be asked."""
+    """Return no status for each rank, because these ranks cannot be asked."""
     return dict.fromkeys(ranks)
 
 
@@ -85,7 +85,7 @@ class StepSender:
                 ranks.
             place: where the sockets listen.
             ask: returns the statuses of ranks that did not answer in time.
-            ranks_per_batch: number of workers of a data-parallel rank; they get the same messages.
+            ranks_per_batch: number of workers of a data-parallel rank, which get the same messages.
 
         Raises:
             PlacementError: no port is free.
@@ -109,7 +109,7 @@ class StepSender:
         return self._num_workers // self._ranks_per_batch
 
     def address_for(self, node_id: str, rank: GroupRank) -> ChannelAddress:
-        """Return where the worker of ``rank``, which is on a node, connects to this end.
+        """Return where the worker of ``rank`` connects; the worker is on node ``node_id``.
 
         Raises:
             PlacementError: the engine expects workers on its own node only.
@@ -143,7 +143,7 @@ class StepSender:
         return self._local.num_workers + remote
 
     def send(self, message: StepPlan | ToAllWorkers) -> None:
-        """Send each worker its part of a step's plan, or send all workers the same message."""
+        """Send each worker its part of a step's plan, or send one message to all workers."""
         if isinstance(message, StepPlan):
             parts = map(message.for_rank, range(self._num_batches))
             frames = list(map(encoder.encode, parts))
@@ -241,7 +241,7 @@ class StepSender:
                 return message
 
     def _wait(self) -> bool:
-        """Wait a short time for a frame; return whether a frame may have come."""
+        """Wait a short time for a frame; return whether a frame may have arrived."""
         if self._remote is None:
             return self._local.wait(POLL_S)
         found = self._remote.wait(POLL_S, beside=self._local.fileno())

@@ -2,8 +2,8 @@
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
-``LoadedRank``, which may join another group. Heavy imports are inside the functions, after Ray has
-set the process's environment: torch_npu reads the environment once, when it is imported.
+``LoadedRank``, which may join another group. Heavy imports are inside the functions, because
+torch_npu reads the environment once, during its import, and Ray must set the environment before.
 """
 
 from __future__ import annotations
@@ -80,12 +80,11 @@ def join_rank(
             nodes.
 
     Raises:
-        ConfigError: planning does not know the chip, or the chip does not support the
-            configuration.
+        ConfigError: the chip is unknown, or does not support the configuration.
     """
     from dist_aclgraph.device.npu import open_npu
 
-    # Only this process can check the mode, because the check depends on this process's environment.
+    # The check of the mode depends on this process's environment.
     normalise_mode(config.graph.mode, GraphSupport(), launch_blocking=launch_blocking())
     spec = read_servable_spec(config)
     # Bind the cores before torch_npu starts its threads, because the threads inherit the cores.
@@ -104,7 +103,7 @@ def join_rank(
 
 
 def _bind_cores(config: Config, rank: WorldRank) -> frozenset[int]:
-    """Bind this process to its NPU's cores; return the cores. Empty if the process is not bound."""
+    """Bind this process to the cores of its NPU; return the cores; empty if it is not bound."""
     if resolve_kind(config.device.kind) != "npu":
         return frozenset()
     try:
@@ -169,9 +168,9 @@ def _host_threads(num_processes: int) -> Iterator[None]:
 def needs_fixed_sums(config: Config, facts: ModelFacts) -> bool:
     """Return whether collectives must give the same sum in every run and on every rank.
 
-    Ranks with the same tokens decide independently of each other which experts the tokens use and
-    which drafts are accepted. If the sums of two ranks differed in the last bit, the ranks might
-    decide differently.
+    Each rank decides by itself which experts its tokens use, and which drafts are accepted. Ranks
+    with the same tokens must decide the same. If their sums differed in the last bit, these ranks
+    might decide differently.
     """
     if config.device.deterministic is not None:
         return config.device.deterministic
@@ -209,7 +208,7 @@ class JoinedRank:
     def join_again(self, rendezvous: str, meeting: socket.socket | None) -> JoinedRank:
         """Join a new group of the same layout; the rank has left its previous group.
 
-        Weights and layers do not change: layers use the communicators of the new group.
+        Weights and layers do not change. The layers then use the communicators of the new group.
         """
         streams = StreamLedger(self.npu)
         self.groups.become(
@@ -277,7 +276,7 @@ class JoinedRank:
                 experts=self._make_expert_setup(),
             )
         self.npu.synchronize()
-        self.npu.give_back()  # temporary memory from which weights were copied
+        self.npu.give_back()  # the temporary memory that loading used
         note_progress(total, total)
         taken_bytes = before - self.npu.memory().free_bytes
         return LoadedRank(self, model, taken_bytes, memory.eager_bytes)
@@ -288,13 +287,13 @@ class JoinedRank:
             logger.info("not loaded: %d tensors of other parts (%s)", num_tensors, parts)
 
     def _check_needs(self, free_bytes: int) -> RankMemory:
-        """Before any weight is read, refuse weights that are missing or cannot fit.
+        """Refuse missing weights, and weights that do not fit in memory, before any weight is read.
 
         Returns:
             The memory account of this rank.
         """
         config, spec = self.config, self.spec
-        # The size of HCCL's buffers is documented but not measured, so do not refuse because of it.
+        # Without HCCL's buffers, because their documented size was not measured.
         memory = RankMemory.from_config(config, spec, free_bytes, has_hccl_buffers=False)
         memory.check_fits(config, f"the NPU of rank {self.rank}")
         KVCacheSpec.from_config(config, spec).choose_num_blocks(
@@ -371,7 +370,7 @@ class RunningRank:
         return self.loaded.joined
 
     def leave(self) -> LoadedRank:
-        """Leave the group. Other ranks may be dead. The device must have been stopped before.
+        """Leave the group, whose other ranks may be dead. The device must have been stopped before.
 
         Frees graphs, caches and communicators, and keeps the weights.
 
@@ -387,9 +386,9 @@ class RunningRank:
         return self.loaded
 
     def locate(self, memory: Sequence[MemoryRange]) -> DeviceFault:
-        """Return the kind of a memory fault, by the use of the faulty memory; ``uce`` if unknown.
+        """Return the kind of a memory fault, which depends on the use of the faulty memory.
 
-        Memory outside torch's allocator belongs to a library, or to an unknown owner.
+        Returns ``uce`` if the use is unknown, as for memory outside torch's allocator.
         """
         caches = [
             MemoryRange(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.runner.cache_tensors()
@@ -399,7 +398,7 @@ class RunningRank:
         return "uce_kv" if lies_in(memory, caches) else "uce_tensor"
 
     def resume(self, *, keeps_kv: bool = True) -> None:
-        """Make the device usable again after an abort. Graphs and needed KV stay.
+        """Make the device usable again after an abort. Graphs and needed KV stay valid.
 
         Raises:
             DeviceError: the device does not recover, or memory that is still needed is faulty.
@@ -422,7 +421,7 @@ class RunningRank:
             self.runner.make_cache(num_blocks)
 
     def book_domains(self) -> None:
-        """Count the streams that each domain takes at its first collective, before the offer."""
+        """Before the offer, count the streams that each domain takes at its first collective."""
         sizes = " and ".join(str(len(ranks)) for ranks in self.joined.domains) or "no"
         mode = self.joined.config.device.expansion
         self.joined.streams.book(f"HCCL domains of {sizes} ranks, expanded by {mode}")
@@ -430,12 +429,12 @@ class RunningRank:
     def offer(self) -> StreamOffer:
         """Return this rank's offer of resources for graphs.
 
-        Called after eager steps, because eager steps create the HCCL domains and side streams.
-        Called before any capture, because with software queues the count of free streams stays low
-        after graphs are released.
+        Call this after eager steps, because they create the HCCL domains and side streams. Call it
+        before any capture, because with software queues the count of free streams stays low after
+        graphs are released.
         """
         joined = self.joined
-        joined.npu.give_back()  # temporary memory of eager steps, which their estimate contains
+        joined.npu.give_back()  # temporary memory of eager steps; ``eager_bytes`` already counts it
         free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(

@@ -1,7 +1,7 @@
-"""The last steps of a rank, in a file that outlives the process: the rank's flight recorder.
+"""Records the last steps of a rank in a file that outlives the process, like a flight recorder.
 
-A rank writes the beginning of each step, and what its host does now. A write stores one or two
-records into mapped memory; it waits neither for the device nor for the disk.
+A rank records the beginning of each step, and what its host does now. Each time, it stores one or
+two records in mapped memory, without waiting for the device or the disk.
 
 | offset | content |
 | --- | --- |
@@ -33,14 +33,15 @@ from dist_aclgraph.steps.step import RankPlan
 
 logger = logging.getLogger(__name__)
 
-FOLDER, SUFFIX = "steps", ".steps"  # of the files, in the folder of the logs
+FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
 MAGIC = b"STEPS001"
 NUM_STEPS = 256
 KEPT_FILES = 64  # per node; a new file removes the oldest other files of ranks that have ended
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
-# States of the host. A stage: this stage has ended. BEGUN: a step has begun; no stage has ended.
-# IDLE: it waits for a plan. WAITS: it waits for the device. COMMAND: it carries out a command for
-# graphs. ENDED: it was told to stop. FAILED: an error has ended the steps.
+# States of the host. The name of a stage: this stage has ended. BEGUN: a step has begun, and no
+# stage has ended. IDLE: the host waits for a plan. WAITS: the host waits for the device. COMMAND:
+# the host carries out a command for graphs. ENDED: the host was told to stop. FAILED: an error has
+# ended the steps.
 BEGUN, IDLE, WAITS, COMMAND, ENDED, FAILED = "begun", "idle", "waits", "command", "ended", "failed"
 STATES = (*STAGES, BEGUN, IDLE, WAITS, COMMAND, ENDED, FAILED)
 _NUMBER_OF = {name: number for number, name in enumerate(STATES)}
@@ -64,7 +65,7 @@ SIZE = STEPS_AT + NUM_STEPS * STEP_BYTES
 
 
 class StepRecorder:
-    """Records nothing: for a worker that has no file."""
+    """Records nothing. The recorder of a worker that has no file."""
 
     def join(self, group: int | None) -> None:
         """Record the number of the rank's group."""
@@ -76,7 +77,7 @@ class StepRecorder:
         """Record that a stage of the last step has ended on the host."""
 
     def wait(self, is_waiting: bool) -> None:
-        """Record that the host begins to wait for the device, or has waited."""
+        """Record that the host begins to wait for the device, or stops waiting."""
 
     def idle(self) -> None:
         """Record that the host waits for the next plan."""
@@ -103,14 +104,14 @@ class FileRecorder(StepRecorder):
         _sweep(folder)
         path = folder / f"rank-{rank}-{os.getpid()}-{time.time_ns()}{SUFFIX}"
         with open(path, "x+b") as file:
-            # A store to a page for which the disk has no room would kill the process.
+            # Without this, a store to a page would kill the process if the disk were full.
             os.posix_fallocate(file.fileno(), 0, SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         host = socket.gethostname().encode()[:64]
         _HEAD.pack_into(self._map, 0, MAGIC, os.getpid(), rank, group_rank, NO_GROUP, host)
         self._num_steps = 0
         self._begin_ns = 0
-        self._before = 0  # number of the state before the host waited for the device
+        self._before = 0  # number of the state before the host began to wait for the device
         self._at = STEPS_AT
         self.idle()
 
@@ -184,8 +185,8 @@ class FileRecorder(StepRecorder):
 def open_recorder(config: Config, rank: int, group_rank: int) -> StepRecorder:
     """Return the recorder of a rank that joins a group.
 
-    It records nothing if steps are not to be recorded, if no service has named the folder of logs,
-    or if the file cannot be made.
+    The recorder records nothing in three cases: the configuration says so; no service has named a
+    folder of logs; the file cannot be created.
     """
     keys = config.logging
     if not keys.record_steps or keys.folder is None:
@@ -207,7 +208,7 @@ def digest_of(plan: RankPlan) -> int:
 
 
 def batch_digest_of(plan: RankPlan) -> int:
-    """Return a short hash of the batch, which is the same for all ranks of a data-parallel rank.
+    """Return a short hash of a batch. All ranks of a data-parallel rank have the same batch.
 
     Prompts are left out, because they may be long.
     """
@@ -269,7 +270,7 @@ def read_recording(path: Path) -> Recording:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a file of a rank's steps.
+        ValueError: the file does not contain a rank's steps.
     """
     data = path.read_bytes()
     if len(data) != SIZE or not data.startswith(MAGIC):
@@ -314,7 +315,7 @@ def _read_step(data: bytes, at: int) -> RecordedStep:
 
 
 def began_at_ns(path: Path) -> int:
-    """Return when a file was made, in nanoseconds since 1970; ValueError for another file name."""
+    """Return when a file was created, in ns since 1970. Raises ValueError for other file names."""
     return int(path.stem.rpartition("-")[2])
 
 

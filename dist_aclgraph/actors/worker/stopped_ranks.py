@@ -1,7 +1,7 @@
-"""Finds out, from the recorded steps of a group's ranks, which rank stopped first, and where.
+"""Finds out from the recorded steps of a group's ranks which rank stopped first, and where.
 
 As in ``wire/blame.py``, a rank that waits for its device may be waiting for other ranks in a
-collective. So a rank that does something else, or nothing, is to blame.
+collective. So the rank to blame is a rank that does not wait for its device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dist_aclgraph.actors.worker.step_recorder import (
 )
 
 ENGINE_GONE = "EngineDeadError"
-MIN_STEPS = 16  # number of steps before the waits of ranks are compared
-SLOW = 0.5  # a rank that waits less than this share of the others' wait is slow
+MIN_STEPS = 16  # ranks are compared by their waits only after this number of steps
+SLOW = 0.5  # a rank is slow if it waits less than this share of the wait of each other rank
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Explanation:
     """Why a group stopped.
 
     Attributes:
-        blamed: the ranks to blame; empty if the cause is the engine, or not known.
-        sentence: what they did, and what the other ranks waited for.
+        blamed: the ranks to blame; empty if the engine is the cause, or if the cause is unknown.
+        sentence: what the blamed ranks did, and what the other ranks waited for.
     """
 
     blamed: tuple[int, ...]
@@ -41,7 +41,7 @@ class Explanation:
 
 
 def explain_stop(recordings: Sequence[Recording]) -> Explanation:
-    """Return why a group stopped. ``recordings`` has one recording of each of its ranks."""
+    """Return why a group stopped. ``recordings`` contains one recording of each rank."""
     for rule in (_another_plan, _without_a_word, _failed, _behind, _not_waiting):
         if (found := rule(recordings)) is not None:
             return found
@@ -63,12 +63,12 @@ def _idle(recordings: Sequence[Recording]) -> str:
 
 
 def doing_of(recording: Recording) -> str:
-    """Return the state of a rank before it was told to stop; else its state."""
+    """Return a rank's state; if the rank was told to stop, the state before."""
     return recording.words if recording.state == ENDED else recording.state
 
 
 def status_of(recording: Recording) -> str:
-    """Return in words what a rank did at last."""
+    """Return a text: what the rank did last."""
     if recording.state == FAILED:
         return f"failed: {recording.words}"
     words = _words_of(doing_of(recording), recording)
@@ -111,8 +111,8 @@ def _blame(found: Sequence[Recording], sentence: str) -> Explanation:
 
 
 def _another_plan(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks whose plan of the same step differs from the plan of most ranks, or whose batch
-    differs from that of most ranks of the same data-parallel rank.
+    """Blame ranks that had another plan for the same step than most ranks, or another batch than
+    most ranks of the same data-parallel rank.
     """
     of_rank = [
         {(step.epoch, step.step): step for step in recording.steps} for recording in recordings
@@ -136,7 +136,9 @@ def _unlike_most(digests: Sequence[tuple[Recording, int]]) -> list[Recording]:
 
 
 def _without_a_word(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks that neither failed nor were told to stop, if the other ranks did."""
+    """Blame ranks that stopped without a recorded end, if the other ranks failed or were told to
+    stop.
+    """
     silent = [r for r in recordings if r.state not in (ENDED, FAILED)]
     if not silent or len(silent) == len(recordings):
         return None
@@ -175,7 +177,7 @@ def _behind(recordings: Sequence[Recording]) -> Explanation | None:
 
 
 def _not_waiting(recordings: Sequence[Recording]) -> Explanation | None:
-    """Blame ranks whose hosts are stuck, if other ranks wait for their devices."""
+    """If some ranks wait for their devices, blame the ranks whose hosts are stuck."""
     odd = [r for r in recordings if doing_of(r) not in (WAITS, IDLE)]
     if not odd or (len(odd) == len(recordings) and len(odd) > 1):
         return None
@@ -203,7 +205,7 @@ def _slow(recordings: Sequence[Recording]) -> Explanation | None:
 
 
 def mean_wait_us(recording: Recording) -> float | None:
-    """Return how long a rank's host waited for results, per step; None after too few steps."""
+    """Return a rank's mean wait for a step's results, in us; None after too few steps."""
     waits = [wait for step in recording.steps if (wait := _wait_us(step)) is not None]
     return sum(waits) / len(waits) if len(waits) >= MIN_STEPS else None
 

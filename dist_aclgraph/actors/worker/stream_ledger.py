@@ -13,8 +13,7 @@ class StreamLedger:
     """Counts the device's free streams after each operation that may take streams.
 
     Attributes:
-        taken: number of streams by the name of their user; the streams of operations with the same
-            name are added.
+        taken: number of streams, by the name of the operation that took the streams.
     """
 
     def __init__(self, npu: Npu) -> None:
@@ -23,7 +22,7 @@ class StreamLedger:
         self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
-        """Record the user of all streams that were taken since the last call."""
+        """Record ``what`` as the user of all streams that were taken since the last call."""
         available = self._npu.available_streams()
         self.taken[what] += self._available - available
         if not self.taken[what]:

@@ -74,13 +74,13 @@ class Worker:
         self._neighbours: dict[int, int] = {}  # process handles of other ranks, by process id
         self._progress = (0, 0)  # bytes of weights loaded so far, total bytes
         self._doing = ""
-        self._is_told_to_stop = False  # if true, steps may fail with any error
+        self._is_told_to_stop = False  # if true, the device was aborted, so any error may follow
         self._leaving = threading.Lock()
         self._is_sound = True  # whether device memory, except KV and _bad_memory, is intact
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
         self._plan = NO_PLAN
         self._meeting: socket.socket | None = None
-        self._recorder = StepRecorder()  # of the group that the worker has joined
+        self._recorder = StepRecorder()  # replaced when the worker joins a group
         self._stage: JoinedRank | LoadedRank | RunningRank | None = None
         self._lease = Lease(config.timeouts.link_s)
         self._channel: StepReceiver | None = None  # None while no step loop runs
@@ -104,8 +104,8 @@ class Worker:
         ``waits`` says whether the worker's host thread waits for the device.
 
         Args:
-            number: number of the controller's question; while this worker serves, the question
-                renews the lease.
+            number: number of the controller's question, which renews the lease while this worker
+                serves.
         """
         if number is not None:
             self._lease.renew(number)
@@ -149,7 +149,7 @@ class Worker:
     # ---- phases, in order
 
     def describe(self) -> WorkerInfo:
-        """Return this worker's place. From this call on, the worker ends when its raylet ends."""
+        """Return this worker's place. After this call, the worker ends when its raylet ends."""
         if self._stage is None:
             leave_with_raylet()
             self._log.open(self._config.logging)
@@ -185,7 +185,7 @@ class Worker:
             os.close(handle)
         self._neighbours.clear()
         for pid in pids:
-            # Later calls will report the dead process.
+            # If a process has died, later calls report its death.
             with contextlib.suppress(ProcessLookupError):
                 self._neighbours[pid] = os.pidfd_open(pid)
 
@@ -206,7 +206,7 @@ class Worker:
         If the worker already has weights, it keeps its weights, its device and its ranks.
 
         Args:
-            group_rank: index in the lockstep group; the worker's answers contain it.
+            group_rank: index in the lockstep group. The worker's answers contain this index.
         """
         self._rank, self._phase = rank, "JOINING"
         self._log.rank = rank
@@ -240,8 +240,8 @@ class Worker:
     def leave(self, epoch: int) -> None:
         """Leave the lost lockstep group; keep the device and the weights for the next group.
 
-        The weights are freed, too, if faulty memory cannot be freed without the weights. Called
-        after the device has been stopped; waits until the step loop has ended.
+        If faulty memory can be freed only together with the weights, the weights are freed, too.
+        Called after the device has been stopped. Waits until the step loop has ended.
 
         Args:
             epoch: epoch of the next group.
@@ -255,12 +255,12 @@ class Worker:
         event(logger, "rank_survives")
         self._lease.give_back()
         self._lease = Lease(self._config.timeouts.link_s)
-        with self._leaving:  # the device may be stopped before this block, but not inside it
+        with self._leaving:  # so that the device is not stopped while the rank leaves
             self._stage = self._running.leave()
         gc.unfreeze()
         self._give_back()
         if self._is_bad_memory_held():
-            self._stage = self._stage.joined  # drops weights, which are in or near faulty memory
+            self._stage = self._stage.joined  # free the weights, which are in or near faulty memory
             self._give_back()
             if self._is_bad_memory_held():
                 raise DeviceError(f"rank {self._rank} cannot give back memory that was faulty")
@@ -269,13 +269,13 @@ class Worker:
         self._is_told_to_stop = False
 
     def _knows_bad_memory(self) -> bool:
-        """Record all faulty memory; return whether tensors used it all, or there is none."""
+        """Record all faulty memory; return whether the use of all faulty memory is known."""
         memory = self._running.joined.npu.bad_memory()
         self._bad_memory.update(memory)
         return not memory or self._running.locate(memory) != "uce"
 
     def _is_bad_memory_held(self) -> bool:
-        """Return whether the allocator still has faulty memory, in use or free."""
+        """Return whether the allocator still holds faulty memory, in use or free."""
         if not self._bad_memory:
             return False
         assert self._joined is not None
@@ -352,7 +352,7 @@ class Worker:
         return self._running.runner.pool_memory.total_bytes
 
     def check_plan(self, step: RankPlan) -> None:
-        """Refuse a step for another graph plan or another data-parallel rank than this rank's own.
+        """Refuse a step that is for another graph plan or for another data-parallel rank.
 
         Raises:
             RankDisagreementError: names both graph plans, or both data-parallel ranks.
@@ -401,16 +401,16 @@ class Worker:
         """Execute steps until the engine dismisses this worker.
 
         With two steps in flight, the worker answers a step after the next step is queued on the
-        device. The worker reports every failure to the engine. If a known error stopped the device,
-        the worker waits for the engine's decision; it runs no step before the engine resumes the
-        group. Any other failure ends the loop; then the group is rebuilt or stopped.
+        device. The worker reports every failure to the engine. If a known fault stopped the device,
+        the worker runs no step until the engine resumes the group. Any other failure ends the loop;
+        then the group is rebuilt or stopped.
         """
         self._phase, self._log.group = "SERVING", group
         event(logger, "rank_serving")
         self._recorder.join(group)
         leave_with(self._lease, f"rank {self._rank}")
         self._channel = channel = StepReceiver(address)
-        # Existing objects stay until the worker ends, so garbage collections need not visit them.
+        # All objects up to here live until the worker ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
         is_stopped = False
@@ -453,11 +453,11 @@ class Worker:
         self._recorder.idle()
 
     def _report_failure(self, error: Exception, channel: StepReceiver) -> DeviceFault | None:
-        """Report a failure to the engine; return the fault of the device, None if unknown."""
+        """Report a failure to the engine; return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
-        # The report names the step after the last step. The last step may have been answered
-        # already, and the engine ignores errors of answered steps.
+        # Name the step after the last step. The last step may have been answered, and the engine
+        # ignores errors of answered steps.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)
@@ -475,7 +475,7 @@ class Worker:
         self._is_sound = self._is_sound and fault in MAY_SURVIVE
 
     def _fault_of(self, error: Exception) -> DeviceFault | None:
-        """Return the fault that stopped the device, None if unknown."""
+        """Return the fault that stopped the device; None if the fault is unknown."""
         npu = self._running.joined.npu
         fault = npu.fault_of(error) if isinstance(error, DeviceError) else None
         if fault == "uce":
@@ -483,7 +483,7 @@ class Worker:
         return "stopped" if fault is None and self._is_told_to_stop else fault
 
     def _locate_bad_memory(self) -> DeviceFault:
-        """Return the kind of a memory error, by the use of the faulty memory."""
+        """Return the kind of a memory fault, which depends on the use of the faulty memory."""
         try:
             memory = self._running.joined.npu.bad_memory()
         except DeviceError:
@@ -501,8 +501,7 @@ class Worker:
             self._epoch, self._is_told_to_stop = order.next_epoch, False
         except DistAclGraphError as e:
             error = str(e)
-            # The device is no longer stopped and should work, so an unknown error does not count as
-            # "stopped".
+            # The device was started again, so an unknown error is not the result of the stop.
             self._note_fault(rank.joined.npu.fault_of(e))
         self._doing = ""
         return Resumed(order.next_epoch, rank.joined.group_rank, error)

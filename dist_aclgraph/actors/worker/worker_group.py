@@ -50,7 +50,7 @@ class WorkerGroup:
     Attributes:
         ranks: world rank of each worker.
         request: the request for the group's bundles.
-        bundles: the placement group; None after another group has taken over the bundles and the
+        bundles: the placement group; None after a new group has taken over the bundles and the
             surviving workers.
         infos: the node and the device of each worker.
         slots: the bundle index of each worker.
@@ -74,17 +74,17 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call a method on all workers and return their answers in rank order.
 
-        If a rank reports a failure, other ranks may wait in a collective for this rank: they get a
-        few more seconds to answer.
+        After a rank has reported a failure, the other ranks have only a few more seconds to answer,
+        because they may wait for this rank in a collective.
 
         Args:
             arguments: returns the arguments for a worker's index; the default is no arguments.
 
         Raises:
-            WorkerLostError: a worker died (then the call does not wait for the other workers); or a
-                worker reported a failure, and other workers did not answer after that.
-            WorkerStartTimeoutError: workers did not answer; the message names these workers, and
-                the rank to blame if it is known.
+            WorkerLostError: a worker died, which ends the wait for the other workers; or a worker
+                reported a failure, and other workers did not answer after that.
+            WorkerStartTimeoutError: workers did not answer. The message names these workers, and
+                the rank to blame, if known.
             DistAclGraphError: the error that a worker raised.
         """
         refs = [
@@ -140,7 +140,7 @@ class WorkerGroup:
         Raises:
             WorkerStartTimeoutError, WorkerLostError: a worker did not start.
             PlacementError: the ranks have different kinds of devices; or ranks would share a
-                device; or a worker started on another node than the lost worker that it replaces.
+                device; or a worker is not on the node of the lost worker that it replaces.
         """
         infos: list[WorkerInfo] = self.call("describe", "PLACING", timeout_s)
         if self.infos:
@@ -190,7 +190,7 @@ class WorkerGroup:
         return self.call("carry_out", self.phase, timeout_s, for_each_rank(command))
 
     def start_loops(self, addresses: Sequence[ChannelAddress], number: int) -> list[Any]:
-        """Start all workers' step loops. Each returned reference is ready when that loop ends.
+        """Start the step loops of all workers; return one reference per loop, ready at its end.
 
         Args:
             addresses: where each rank connects to the step channel.
@@ -202,7 +202,7 @@ class WorkerGroup:
         ]
 
     def progress(self) -> list[dict[str, Any]]:
-        """Return the statuses of the workers that answer."""
+        """Return the statuses of those workers that answer in time."""
         places = ask_workers(self.workers, [GroupRank(i) for i in range(len(self.workers))])
         return [place for place in places.values() if place is not None]
 
@@ -215,7 +215,7 @@ class WorkerGroup:
 
 
 def for_each_rank(*arguments: Any) -> Callable[[int], tuple[Any, ...]]:
-    """Return the arguments of a call that are the same for every rank."""
+    """Return a function that gives every rank the same arguments."""
     return lambda _: arguments
 
 
@@ -237,8 +237,7 @@ def fetch(ref: Any, rank: int, phase: str) -> Any:
 
 
 def check_builds(infos: Sequence[WorkerInfo]) -> None:
-    """Raise an error if the workers of a group run code that this host does not have, or if they
-    run different code, for example survivors and a replacement.
+    """Check that all workers of a group, survivors and replacements, run this host's version.
 
     Raises:
         PlacementError: the message says which host has which version.
@@ -265,7 +264,7 @@ def check_builds(infos: Sequence[WorkerInfo]) -> None:
 
 
 def check_devices(infos: Sequence[WorkerInfo]) -> None:
-    """Raise an error if ranks would use different kinds of devices, or would share a device.
+    """Check that all ranks have devices of the same kind, and that no ranks share a device.
 
     Raises:
         PlacementError: the message says which node has which device.
@@ -349,7 +348,7 @@ def bundles_of_groups(config: Config, num_groups: int) -> BundleRequest:
     """Return the request of each group that will be placed, for the cluster's current nodes.
 
     Raises:
-        PlacementError: the cluster has too few NPUs for the groups, even if used NPUs are counted.
+        PlacementError: the cluster has too few NPUs for the groups, used NPUs included.
     """
     return placement.plan_bundles(
         ParallelLayout.from_config(config.parallel),
@@ -373,8 +372,8 @@ def stop_devices(
     """Let all workers stop their devices; return, by rank, why a device did not stop.
 
     Args:
-        timeout_s: time limit of each worker; a worker that needs more time ends its own process.
-        check: called several times a second; raises to end the wait.
+        timeout_s: time limit of each worker. A worker that needs more time ends its own process.
+        check: called several times a second; may raise an error to end the wait.
     """
     refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}
     deadline_s = time.monotonic() + timeout_s

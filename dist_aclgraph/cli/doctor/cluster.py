@@ -16,7 +16,7 @@ from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.config import Config
 
-TIMEOUT_S = 120.0  # a busy node needs long to start a process and load CANN
+TIMEOUT_S = 120.0  # long, because a busy node starts a process and loads CANN slowly
 PORTS_OF_A_GROUP = 4
 MAX_PORTS = 128  # maximum number of tried ports in a range of ports
 
@@ -25,7 +25,7 @@ def examine_cluster(config: Config | None, ray_address: str | None) -> list[Find
     """Join a Ray cluster, ask all of its nodes, and return the findings.
 
     Args:
-        config: its ``cluster.ports`` are tried; without a configuration, any free port is tried.
+        config: contains the ports to try, ``cluster.ports``; if None, any free port is tried.
         ray_address: see ``join_ray``.
 
     Raises:
@@ -73,13 +73,13 @@ def ports_to_try(config: Config | None) -> list[int]:
 
 
 def ports_to_reach(opened: OpenPorts) -> list[int]:
-    """Return the first, the middle and the last port of a node; firewalls open ranges of ports."""
+    """Return the first, middle and last port of a node: a firewall opens a whole range of ports."""
     ports = opened.listening
     return sorted({*ports[:1], *ports[len(ports) // 2 :][:1], *ports[-1:]})
 
 
 def silent_finding(node: str, reason: str) -> Finding:
-    """Return the finding about a node that Ray considers alive but that does not answer."""
+    """Return the finding about a node that does not answer although Ray counts it as alive."""
     remedy = (
         "look at its load and at Ray's logs there (/tmp/ray/session_latest/logs); each node needs "
         "this package in the Python of its `ray start`"
@@ -108,7 +108,7 @@ def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int]) -> list[Finding]:
-    """Return findings about nodes whose real NPUs Ray counts wrongly.
+    """Return findings about nodes whose number of NPUs is wrong in Ray's count.
 
     Args:
         declared: number of NPUs of each node in Ray's count.
@@ -145,7 +145,7 @@ def size_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def rdma_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Return findings about RDMA addresses that more than one NPU has."""
+    """Return findings about RDMA addresses that belong to more than one NPU."""
     owners: dict[str, list[str]] = defaultdict(list)
     for node, found in facts.items():
         for npu, address in found.rdma_addresses.items():
@@ -180,7 +180,7 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
     """Return findings that say whether each node reaches all other nodes by TCP.
 
     Args:
-        failures: for each node, the reason why it cannot reach an address and port of another node.
+        failures: node -> (address, port) of another node -> why the node cannot connect there.
     """
     remedy = (
         "open cluster.ports between the nodes in their firewalls, and start Ray on each node with "

@@ -90,7 +90,7 @@ def _cann() -> Finding:
 
 
 def cann_libraries_finding() -> Finding:
-    """Return the finding whether a process that is started from this shell can load CANN."""
+    """Return the finding about CANN: can a process that is started from this shell load it?"""
     problem = load_problem()
     return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
 
@@ -107,10 +107,10 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """Return the finding about the variables by which HCCL reaches other nodes.
+    """Return the finding about the variables with which HCCL reaches other nodes.
 
-    If the configuration sets a variable, all workers get that value. Otherwise workers get the
-    value that `ray start` had on their node.
+    If the configuration sets a variable, all workers get this value. Otherwise a worker gets the
+    value that the environment of `ray start` had on the worker's node.
     """
     variables = network_variables()
     told = ", ".join(f"{name}={value}" for name, value in sorted(variables.items()))
@@ -138,8 +138,9 @@ def _torch_build() -> Finding:
 
 
 def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
-    """Return the devices on which ranks can run here. A missing device is only a warning, because
-    the head of a cluster needs no device.
+    """Return the finding about the devices on which ranks can run here.
+
+    A missing device is only a warning, because the head of a cluster needs no device.
 
     Args:
         npus: names of this machine's NPUs.
@@ -158,7 +159,7 @@ def device_finding(npus: list[str], *, is_emulator_built: bool) -> Finding:
 
 
 def compiler_finding(npus: list[str], missing: list[str], *, is_emulator_built: bool) -> Finding:
-    """Return whether an emulated NPU can be built here, if this machine may need one.
+    """Return the finding about the build of an emulated NPU, which this machine may need.
 
     Args:
         npus: names of this machine's NPUs.
@@ -190,7 +191,7 @@ def _shared_memory() -> Finding:
 
 
 def _graphs() -> list[Finding]:
-    """Return the slow operators in the graphs of the last deployment that was started here."""
+    """Return findings about slow operators in the graphs of the last deployment on this machine."""
     if (start := last_start()) is None:
         return []
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(start["time_s"]))

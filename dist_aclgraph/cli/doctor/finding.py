@@ -12,9 +12,8 @@ class Finding:
     """The result for one part of the machine.
 
     Attributes:
-        remedy: what the user can do if the part is not ok, or if there is a warning.
-        is_warning: whether the machine can be used despite this finding, with fewer features or
-            less speed.
+        remedy: what the user can do about a fault or a warning.
+        is_warning: whether the machine can still be used, with fewer features or less speed.
     """
 
     name: str

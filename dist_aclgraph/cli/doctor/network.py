@@ -15,10 +15,10 @@ PORT_VARIABLES = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 
 
 def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
-    """Return the mistake in the network variables of this machine; "" if there is none.
+    """Return the mistake in this machine's network variables; "" if there is no mistake.
 
     Args:
-        variables: variables of HCCL and Gloo, see ``environment.network_variables``.
+        variables: variables of HCCL and Gloo; see ``environment.network_variables``.
         interfaces: names of this machine's network interfaces.
     """
     address = variables.get("HCCL_IF_IP", "")
@@ -41,9 +41,7 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why another program may use the ports that are configured for HCCL; "" if there is no
-    reason.
-    """
+    """Return why another program may use the ports of HCCL; "" if no other program may."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())
@@ -52,7 +50,7 @@ def port_warning(variables: dict[str, str]) -> str:
     for name in PORT_VARIABLES:
         try:
             asked = _port_ranges(variables.get(name, ""))
-        except ValueError:  # ``network_problem`` reports this
+        except ValueError:  # reported by ``network_problem``
             continue
         for port in sorted(port for ports in asked for port in ports):
             if first <= port <= last and not any(port in ports for ports in reserved):
@@ -64,7 +62,7 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which variables of this environment no worker gets; "" if there is none."""
+    """Return which variables of this environment do not reach the workers; "" if all do."""
     overridden = [
         f"{name}={variables[name]} ({key})"
         for name, key in sorted(CONFIGURED_HCCL.items())
@@ -104,7 +102,7 @@ def _port_ranges(ports: str) -> list[range]:
     """Return the ranges in a text such as ``60000-60010,60020``; no range for ``auto`` and "".
 
     Raises:
-        ValueError: the text has another form, a range is empty, or a number is not a port.
+        ValueError: the text is malformed, a range is empty, or a number is no port.
     """
     if ports in ("", "auto"):
         return []

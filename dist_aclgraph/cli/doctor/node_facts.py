@@ -1,4 +1,4 @@
-"""The facts about a node that must fit other nodes' facts. Imports neither torch nor Ray."""
+"""The facts about a node that are compared with other nodes. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NodeFacts:
     """The facts that one node reports about itself.
 
     Attributes:
-        versions: versions by name of the part; only nodes with NPUs report CANN and the driver.
+        versions: versions, by name of the part. Only nodes with NPUs report CANN and the driver.
         npus: names of the node's NPUs.
         rdma_addresses: RDMA addresses by name of the NPU.
         sizes: sizes of the host, by name.

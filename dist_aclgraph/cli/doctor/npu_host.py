@@ -1,4 +1,4 @@
-"""The host of real NPUs: device nodes and access to them, firmware, RDMA addresses, cores.
+"""Checks a host with real NPUs: device nodes, permissions, firmware, RDMA addresses, cores.
 
 Sources: vllm-ascend's container instructions (device nodes, mounts), vllm-ascend's page on CPU
 binding (cores), and Ascend's Docker runtime (mounts). Nothing here was tested on such a host.
@@ -22,8 +22,8 @@ from dist_aclgraph.device.host_cores import (
 )
 from dist_aclgraph.errors import NotBoundError
 
-# Needed in addition to davinci0, davinci1, ...: the driver's device nodes for management, for
-# shared memory, and for the channel to the device.
+# The driver's device nodes for management, for shared memory, and for the channel to the device. A
+# process needs them in addition to davinci0, davinci1, ...
 MANAGEMENT = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
@@ -109,7 +109,7 @@ def read_rdma_addresses(path: Path = HOST.etc / HCCN) -> dict[str, str]:
 
 
 def _cores(num_npus: int, numa: Path) -> Finding:
-    """Compare this process's cores, by NUMA node, with the need of all NPUs' ranks."""
+    """Compare this process's cores in each NUMA node with the number that all ranks need."""
     usable = os.sched_getaffinity(0)
     parts = []
     for node in sorted(numa.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):

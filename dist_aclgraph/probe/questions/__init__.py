@@ -1,6 +1,4 @@
-"""All questions. Harmless questions come first, because later questions may stop the device or
-crash the machine.
-"""
+"""All questions. Harmless questions are first; later ones may stop the device or the machine."""
 
 from __future__ import annotations
 

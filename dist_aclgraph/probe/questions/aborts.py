@@ -1,5 +1,6 @@
-"""Abort of a device's work, and work after the abort. These questions are the last ones, because an
-NPU that does not recover answers no further question.
+"""Questions about the abort of a device's work, and about work after the abort.
+
+These questions are asked last, because an NPU that does not recover answers no other question.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _graph_with_collective_stays(bench: Bench) -> Answer:
 
 
 def _stuck_stream(bench: Bench) -> str:
-    """Abort a stream that waits for an event; nobody records this event."""
+    """Abort a stream that waits for an event that is never recorded."""
     torch = bench.torch
     torch.ones(4, device="npu")
     event = torch.npu.ExternalEvent()
@@ -72,7 +73,7 @@ def _stuck_stream(bench: Bench) -> str:
 
 
 def _work_after_stop(bench: Bench) -> str:
-    """Launch work between an abort and the restart."""
+    """Launch work after an abort and before the restart."""
     torch = bench.torch
     x = torch.ones(4, device="npu")
     torch.npu.synchronize()
@@ -82,12 +83,12 @@ def _work_after_stop(bench: Bench) -> str:
 
 
 def _batch_beyond_buffer(bench: Bench) -> Answer:
-    """Send a batch by MC2 that needs more than the 200 MB of HCCL's buffer."""
+    """Send, by MC2, a batch that needs more than the 200 MB of HCCL's buffer."""
     return mc2(bench, num_tokens=256, hidden=7168, num_experts=512, top_k=16)
 
 
 def _destroy_beside_dead(bench: Bench) -> str:
-    """Destroy a communicator after another of its members has died."""
+    """Destroy a communicator after another member of the communicator has died."""
     torch = bench.torch
     torch.distributed.all_reduce(torch.ones(64, device="npu"))
     bench.synchronize()

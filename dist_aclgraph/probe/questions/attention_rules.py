@@ -28,7 +28,7 @@ def _call(
     rope: bool = False,
     lse: bool = False,
 ) -> str:
-    """Call the operator for two requests; all contents are zero.
+    """Call the operator for two requests. All tensors contain zeros.
 
     Args:
         padded: number of keys of the second request; None means ``length``.
@@ -66,8 +66,8 @@ def _call(
 
 _LATENT: dict[str, Any] = {"kv_heads": 1, "dim": 512, "rope": True}
 
-# Name, arguments of the call, whether CANN 8.5 accepts the call, whether CANN 9 does, and a part of
-# the refusal.
+# Name; arguments of the call; whether CANN 8.5 accepts the call; whether CANN 9 accepts the call; a
+# part of the text of the refusal.
 _CASES: tuple[tuple[str, dict[str, Any], bool, bool, str | None], ...] = (
     ("plain", {}, True, True, None),
     ("float16", {"dtype": "float16"}, False, True, "query must be bfloat16"),
@@ -89,7 +89,7 @@ _CASES: tuple[tuple[str, dict[str, Any], bool, bool, str | None], ...] = (
     ("dim_192", {"dim": 192}, False, True, "head size 192 "),
     ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, False, False, "query rows, more"),
     ("as_long_as_keys", {"rows": 5, "length": 5, "sparse": 3}, True, True, None),
-    # vllm-ascend pads a step by requests with one row and without keys.
+    # vllm-ascend pads a step with requests that have one row and no keys.
     ("padded_row", {"padded": 0, "sparse": 3}, False, False, "query rows, more"),
     ("padded_row_sparse_0", {"padded": 0}, True, True, None),
     ("sparse_2", {"sparse": 2}, False, False, "sparse_mode must be 0, 3 or 4"),

@@ -67,7 +67,7 @@ def _same_bits(bench: Bench) -> Answer:
     first = x.clone()
     _dist(bench).all_reduce(first)
     different = []
-    for i in range(NUM_REPEATS):  # no early exit: the other rank takes part in each sum
+    for i in range(NUM_REPEATS):  # without an early exit, because each sum needs both ranks
         again = x.clone()
         _dist(bench).all_reduce(again)
         if not torch.equal(first.cpu(), again.cpu()):
@@ -76,8 +76,9 @@ def _same_bits(bench: Bench) -> Answer:
 
 
 def captured_sum(bench: Bench) -> tuple[Any, Any, Any]:
-    """Return a graph, its input tensor, and its output tensor; a replay writes twice the sum of all
-    ranks' inputs.
+    """Return a graph, its input tensor and its output tensor.
+
+    A replay writes twice the sum of all ranks' inputs.
     """
     x, out = bench.torch.ones(64, device="npu"), bench.torch.zeros(64, device="npu")
 

@@ -1,5 +1,6 @@
-"""Facts of the machine. Most of these questions have no expected answer; some answers are settings
-of the emulator.
+"""Questions about facts of the machine.
+
+Most of these questions have no expected answer. Some answers are settings of the emulator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Capture, replay and task updates of ACL graphs, and the streams that graphs take."""
+"""Questions about capture, replay and task updates of ACL graphs, and about graphs' streams."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _unjoined_stream(bench: Bench) -> str:
 
 
 def _inside_capture(bench: Bench, call: Callable[[Bench, Any], Any]) -> Answer:
-    """Make a call inside a capture, and test whether the captured graph is still valid."""
+    """Make a call during a capture, and test whether the graph is still valid."""
     x = bench.torch.ones(4, device="npu")
     refusal: list[str] = []
 
@@ -115,7 +115,7 @@ def _accounting(bench: Bench) -> str:
 
 def _streams_of_a_graph(bench: Bench) -> float:
     x = bench.torch.ones(4, device="npu")
-    captured(bench, lambda: x + 1)[0].reset()  # creates the streams that torch_npu keeps
+    captured(bench, lambda: x + 1)[0].reset()  # first, so that torch_npu creates its own streams
     before = bench.npu.available_streams()
     graphs = [captured(bench, lambda: x + 1)[0] for _ in range(NUM_CAPTURES)]
     taken = before - bench.npu.available_streams()
@@ -135,9 +135,7 @@ def _streams_come_back(bench: Bench) -> str:
 
 
 class UpdatableGraph:
-    """Attention tasks in one graph that wait for external events, as in
-    ``graphs/task_update.py``.
-    """
+    """A graph whose attention tasks wait for external events, as in ``graphs/task_update.py``."""
 
     def __init__(self, bench: Bench, num_tasks: int = 1) -> None:
         torch = bench.torch
@@ -169,7 +167,7 @@ class UpdatableGraph:
                 self._tasks.append((torch.npu.graph_task_group_end(stream), event))
 
     def update(self, length: int) -> None:
-        """Send a KV length to all tasks, and record the events that the tasks wait for."""
+        """Give all tasks a KV length, and record the events for which the tasks wait."""
         arguments = self._arguments(length)
         torch = self._bench.torch
         with torch.npu.stream(self.update_stream):
@@ -231,7 +229,7 @@ def _in_flight(bench: Bench) -> Answer:
 
 
 def _us_of_an_update(bench: Bench) -> float:
-    """Return the host's time to update one task: begin, operator, end and record."""
+    """Return the host's time for the update of one task: begin, operator, end and record."""
     graph = UpdatableGraph(bench, LAYERS)
     times = []
     for _ in range(20):

@@ -1,6 +1,4 @@
-"""Products with weights of four bits, with the hidden size and the groups of Kimi K2, against the
-host.
-"""
+"""Compares products with 4-bit weights with the host. Hidden size and groups are Kimi K2's."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ def _values(bench: Bench, *shape: int) -> Any:
 
 
 def _packed(values: Any) -> Any:
-    """Put eight consecutive outputs into an int32, as ``npu_convert_weight_to_int4pack`` does."""
+    """Pack eight consecutive outputs into an int32, like ``npu_convert_weight_to_int4pack``."""
     low, high = values[..., ::2], values[..., 1::2]
     return ((low & 15) | (high << 4)).contiguous().view(values.new_empty(0).int().dtype)
 
 
 def _scaled(values: Any, scales: Any) -> Any:
-    """Multiply values [.., in, out] by the scales [.., groups, out] of groups of inputs."""
+    """Multiply values [.., in, out] by scales [.., groups, out] of groups of inputs."""
     return values.float() * scales.float().repeat_interleave(
         values.shape[-2] // scales.shape[-2], -2
     )

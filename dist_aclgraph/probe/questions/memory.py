@@ -1,4 +1,4 @@
-"""Memory of the device: limits, alignment, and values that a kernel should not read."""
+"""Questions about device memory: limits, alignment, and values that a kernel must not read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Operator calls of the layers with shapes of published models, against the host.
+"""Compares the layers' operator calls, with shapes of published models, with the host.
 
-The operators are called by ``torch.ops.npu``, as the layers call them.
+The operators are called with ``torch.ops.npu``, as in the layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONG = [1, 127, 1024, 4096]  # KV lengths
 EPSILON = 1e-6
 ROUTED = 2.5  # DeepSeek-V3's factor of routing weights
 NUM_DRAWS, NUM_ROUNDS, NUM_TOKENS = 1_000_000, 10, 16
-MAX_CHI_SQUARE = 44.3  # of 15 degrees of freedom; larger values have a probability of 1 in 10,000
+MAX_CHI_SQUARE = 44.3  # for 15 degrees of freedom; larger values have a probability of 1 in 10,000
 EXPERTS, CHOSEN, GROUPS, KEPT_GROUPS = 256, 8, 8, 4  # of DeepSeek-V3
 
 
@@ -43,14 +43,14 @@ def _decode_of_one_head(bench: Bench) -> Answer:
 
 
 def _angles(bench: Bench, count: int) -> tuple[Any, Any]:
-    """Return cos and sin, [count, 1, 1, 64] each; both halves are equal, as in rotary tables."""
+    """Return cos and sin, [count, 1, 1, 64] each, with two equal halves, as in rotary tables."""
     half = bench.torch.randn(count, 1, 1, ROTATED // 2)
     both = bench.torch.cat([half, half], -1)
     return both.cos().bfloat16(), both.sin().bfloat16()
 
 
 def _rotated_pairs(bench: Bench, x: Any, cos: Any, sin: Any) -> Any:
-    """Return pairs of neighbours, rotated; first all first members, then all second members."""
+    """Rotate pairs of neighbours; return all first members, then all second members."""
     even, odd = x.float()[..., ::2], x.float()[..., 1::2]
     cos, sin = (t.float()[..., : ROTATED // 2] for t in (cos, sin))
     return bench.torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)
@@ -63,7 +63,7 @@ def _interleave_rope(bench: Bench) -> Answer:
 
 
 def _latent_write(bench: Bench) -> Answer:
-    """Normalise and rotate three rows, of which one has slot -1, and write them to the cache."""
+    """Normalise, rotate and write three rows to the cache. One row has slot -1."""
     torch = bench.torch
     rows, gamma = _random(bench, 3, 1, 1, LATENT + ROTATED), _random(bench, LATENT)
     cos, sin = _angles(bench, 3)
@@ -128,7 +128,7 @@ def _gating_by_groups(bench: Bench) -> Answer:
 
 
 def _int8_experts(bench: Bench) -> Answer:
-    """Multiply int8 rows of four experts, one of which has no rows; DeepSeek-V3's hidden size."""
+    """Multiply int8 rows by four experts, of which one has no rows. Hidden size of DeepSeek-V3."""
     torch, sizes = bench.torch, [3, 0, 9, 4]
     x = torch.randint(-127, 128, (16, 7168), dtype=torch.int8)
     weight = torch.randint(-127, 128, (4, 7168, 256), dtype=torch.int8)
@@ -150,7 +150,7 @@ def _int8_experts(bench: Bench) -> Answer:
 
 
 def _routing_of_padding(bench: Bench) -> Answer:
-    """Route tokens on the second of two ranks; padding has the id after the last expert."""
+    """Route tokens on the second of two ranks. Padding has the id after the last expert's id."""
     torch, num_experts = bench.torch, 8
     experts = torch.tensor([[4, 0], [7, 4], [8, 8]], dtype=torch.int32)
     x = _random(bench, 3, 256)
@@ -177,7 +177,7 @@ def _routing_of_padding(bench: Bench) -> Answer:
 
 
 def _draws(bench: Bench) -> str | Answer:
-    """Draw tokens as the sampler does, and compare their numbers with the probabilities."""
+    """Draw tokens like the sampler, and compare the tokens' frequencies with the probabilities."""
     # The engine imports torch; only a child process may do so.
     from dist_aclgraph.engine.race_noise import RaceNoise, make_keys, mix_seeds
 

@@ -1,4 +1,4 @@
-"""Operators of the layers and of the sampler with shapes of published models, against the host."""
+"""Compares operators of layers and sampler, with shapes of published models, with the host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _swiglu(bench: Bench) -> Answer:
 
 
 def _clipped_swiglu(bench: Bench) -> Answer:
-    """Use the values of gpt-oss; its columns of gate and up alternate."""
+    """Clipped SwiGLU with the constants of gpt-oss, in which columns of gate and up alternate."""
     x, alpha, limit = 4 * _random(bench, 16, 2 * HIDDEN), 1.702, 7.0
     got = bench.ops.npu_clipped_swiglu(
         x.npu(), alpha=alpha, limit=limit, bias=1.0, interleaved=True
@@ -134,7 +134,7 @@ def _cumsum(bench: Bench) -> Answer:
 
 
 def _sort(bench: Bench) -> Answer:
-    x = bench.torch.randint(0, 1000, (1, VOCABULARY)).float()  # many values are equal
+    x = bench.torch.randint(0, 1000, (1, VOCABULARY)).float()  # contains many equal values
     got, want = (t.sort(dim=-1, descending=True, stable=True) for t in (x.npu(), x))
     return bench.compare(got.indices, want.indices)
 
@@ -201,9 +201,7 @@ def attention_arguments(
 
 
 def attention(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
-    """Return the result of grouped-query attention with one row per request, over blocks in
-    order.
-    """
+    """Return grouped-query attention with one row per request. The blocks are in order."""
     table = blocks_in_order(bench, keys, len(lengths))
     arguments = attention_arguments(query, keys, values, lengths, table)
     return bench.ops.npu_fused_infer_attention_score_v2(**arguments)[0]
@@ -234,7 +232,7 @@ def _decode(bench: Bench) -> Answer:
 
 
 def _prefill(bench: Bench) -> Answer:
-    """Compute causal attention of new tokens that follow cached tokens."""
+    """Compute causal attention of new tokens after cached tokens."""
     torch, rows, cached = bench.torch, 40, 100
     query = _random(bench, rows, HEADS, DIM)
     keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Rules of other operators: calls that the documents exclude. All tensors contain zeros."""
+"""Questions about rules of other operators: calls that CANN's documents exclude, with zeros."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _product_of_heads(bench: Bench) -> str:
     return ACCEPTED
 
 
-# Name, subject of the question, call, and a part of the refusal.
+# Name; subject of the question; call; a part of the text of the refusal.
 _EXCLUDED: tuple[tuple[str, str, Callable[[Bench], str], str], ...] = (
     (
         "gating_2049",

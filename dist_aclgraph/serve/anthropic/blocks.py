@@ -1,4 +1,4 @@
-"""Converts an answer to the content blocks of a message, and to the events of a stream."""
+"""Converts an answer to content blocks of a message, or to events of a stream."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Blocks:
         if block["type"] == "tool_use":
             block = {**block, "input": _input_of(text)}
         elif block["type"] == "thinking":
-            # Clients return a thought with its signature, and some clients drop thoughts without a
-            # signature. Our signature proves nothing, and is not checked.
+            # Some clients drop a thought that has no signature. Clients send the signature back.
+            # Our signature proves nothing, and we do not check it.
             signature = id_of_call(self._name, len(self.blocks)).replace("call_", "thought_")
             yield self._delta("", {"type": "signature_delta", "signature": signature})
             block = {**block, "thinking": text, "signature": signature}

@@ -20,8 +20,8 @@ from dist_aclgraph.serve.openai.text_parts import (
 )
 from dist_aclgraph.serve.openai.tools import MAX_CALLS, call_for_template
 
-# Claude Code puts a block that differs in each request before its system prompt; with this block in
-# the prompt, no two requests would have a common prefix.
+# Claude Code sends a block with this text before its system prompt. The block differs in each
+# request, so the requests' prompts would have no common prefix.
 BILLING = "x-anthropic-billing-header:"
 _NOTHING = (b"", b"null")
 
@@ -32,7 +32,7 @@ class _Message(Body, kw_only=True):
 
 
 class _Block(Body, kw_only=True):
-    """A block of a message; fields that are not listed, such as ``cache_control``, are ignored."""
+    """A block of a message. Other fields, such as ``cache_control``, are ignored."""
 
     type: str
     text: str | None = None
@@ -80,7 +80,7 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
 
 
 def continues(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the last message is the assistant's, so that the answer continues it."""
+    """Return whether the answer continues the last message, which is then the assistant's."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and not last["tool_calls"]
 
@@ -105,7 +105,7 @@ def _messages_of(turn: _Message, param: str) -> Iterator[dict[str, Any]]:
         if block.type == "text":
             texts.append(_needed(block.text, f"{place}.text"))
         elif block.type == "tool_result" and turn.role == "user":
-            # The results of calls must be the first messages after the calls.
+            # The results of calls must directly follow the calls.
             num_results += 1
             yield _result_of(block, place)
         elif block.type == "tool_use" and turn.role == "assistant":
@@ -128,7 +128,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
     texts: list[str] = []
     if bytes(block.content) not in _NOTHING:
         texts = read_texts(block.content, f"{param}.content", ("text",))
-    if block.is_error:  # chat templates have no other place for it
+    if block.is_error:  # only the text can say so, because chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

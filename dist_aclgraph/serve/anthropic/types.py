@@ -95,7 +95,7 @@ class CountTokensRequest(Body, kw_only=True):
             )
 
     def counted(self, context_len: int) -> Conversation:
-        """Return the conversation whose tokens are counted; it may exceed the context."""
+        """Return the conversation whose tokens are counted. It may be longer than the context."""
         return self._conversation(SamplingParams(), max(context_len, MAX_PROMPT))
 
     def _conversation(self, params: SamplingParams, most: int, salt: str = "") -> Conversation:
@@ -159,7 +159,7 @@ class CountTokensRequest(Body, kw_only=True):
         return use_tools(functions, choice, is_parallel=is_parallel, places=places)
 
     def _choice(self) -> tuple[ToolChoice, bool]:
-        """Return the choice, and whether the answer may have several calls."""
+        """Return the choice of tools, and whether the answer may have several calls."""
         if bytes(self.tool_choice) in _NOTHING:
             return ToolChoice(), True
         found: _Choice = decode(self.tool_choice, _Choice, "tool_choice")

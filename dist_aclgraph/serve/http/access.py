@@ -1,13 +1,13 @@
 """Decides by headers which requests are allowed: by API key, Host, and the site of a web page.
 
-A page of another site can make a browser send requests to this service. If such a request looks
-like a form's request, the browser sends no preflight first. So a POST must be JSON. A POST must not
+A page of another site can make a browser send requests to this service. Before a request that an
+HTML form could also send, the browser sends no preflight. So a POST must be JSON. A POST must not
 come from a page of another site, unless ``serve.allowed_origins`` contains the site's origin. The
 CORS headers tell browsers which origin is allowed.
 
-The owner of another site's name can also make this name point to this machine (DNS rebinding). So
-on loopback without API keys, ``Host`` must not be a name that anybody else can own. Names of this
-machine, addresses, and names without a dot (e.g. the name of an nginx upstream) are allowed.
+The owner of a domain can let the domain's name point to this machine (DNS rebinding). So on
+loopback without API keys, ``Host`` must not be a name that another person may own. Allowed are
+names of this machine, addresses, and names without a dot (e.g. the name of an nginx upstream).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys, check_length
 from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
-# Probes send no key; the status page asks its user for a key.
+# Paths without a key: probes send no key, and the status page asks its user for a key.
 OPEN_PATHS = ("/health", "/ping", "/ready", "/")
 ANY = "*"  # in ``serve.allowed_hosts`` and ``serve.allowed_origins``: allows all
 PREFLIGHT_S = 600  # seconds for which a browser may cache a response to OPTIONS
@@ -38,7 +38,7 @@ class Access:
     """The rules of access.
 
     Attributes:
-        keys: the API keys; if this is None, requests need no key.
+        keys: the API keys; None if requests need no key.
         hosts: names with a dot that the Host header may contain; None allows all names.
         origins: origins of the other sites whose pages may use the API.
     """
@@ -56,7 +56,7 @@ class Access:
         Raises:
             ForbiddenError: the request names another host, or comes from a page of another site.
             UnauthorizedError: the request needs a key, but has no valid key.
-            NotJsonError: the body has another type than JSON, or is encoded.
+            NotJsonError: the body is not JSON, or is compressed.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if self.hosts is not None and not _may_be(_name(host), self.hosts):
@@ -119,8 +119,8 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
         checks_host: whether clients connect to the address ``serve.host``.
 
     Raises:
-        ConfigError: the keys file cannot be used; or the service would be open to anyone who
-            reaches it over a network.
+        ConfigError: the keys file cannot be used; or a service without keys would be reachable over
+            a network.
     """
     path = Path(config.api_keys_file).absolute() if config.api_keys_file else None
     fixed: tuple[ApiKey, ...] = ()
@@ -134,7 +134,7 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
     if not checks_host or config.uds is not None:
         return Access(keys, None, origins)
     if is_loopback(config.host):
-        # Pages of other sites have no key, so ``Host`` needs no check if requests need a key.
+        # If requests need a key, ``Host`` needs no check, because pages of other sites have no key.
         is_limited = is_limited or not (keys or hosts)
         return Access(keys, hosts if is_limited else None, origins)
     access = Access(keys, hosts if is_limited else None, origins)
@@ -143,7 +143,7 @@ def read_access(config: ServeConfig, *, checks_host: bool) -> Access:
 
 
 def check_exposure(access: Access, config: ServeConfig, name: str, host: str) -> None:
-    """Raise an error if a service without keys listens where others can reach it.
+    """Raise an error if a service without keys listens at an address that a network can reach.
 
     Args:
         name: the setting that has the value ``host``.
@@ -181,8 +181,8 @@ def _check_key(keys: ApiKeys, headers: Headers) -> ApiKey:
 def _check_site(headers: Headers, host: str) -> None:
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     is_foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
-    # No page can forge the header Sec-Fetch-Site. If clients connect to a proxy, Host may differ
-    # from the name that browsers know.
+    # Sec-Fetch-Site decides if it is present, because no page can forge it, and behind a proxy Host
+    # may differ from the name that browsers know.
     if site == b"cross-site" or (is_foreign and site != b"same-origin"):
         raise ForbiddenError(
             "requests from pages of other sites are refused; serve.allowed_origins may name them"
@@ -214,7 +214,7 @@ def _may_be(name: str, hosts: frozenset[str]) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the host of a Host header without the port; IPv6 addresses are in brackets there."""
+    """Return the host of a Host header, without the port and without the brackets of IPv6."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

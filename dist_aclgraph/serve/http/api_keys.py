@@ -23,9 +23,9 @@ from dist_aclgraph.errors import ConfigError
 
 MIN_KEY_CHARS = 16
 MAX_FILE_BYTES = 1 << 20
-LOOK_S = 1.0  # seconds between two looks at the file
+LOOK_S = 1.0  # seconds between two checks of the file
 OPTIONS = "name=NAME, requests_per_minute=N, running=N"
-# Modes of a file that lets other users read or change the keys. The file's group may read them.
+# Mode bits that let other users read or change the keys. The file's group may read the keys.
 _OPEN_MODES = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _LIMIT = re.compile(r"[1-9][0-9]{0,8}")
@@ -41,7 +41,7 @@ class ApiKey:
         digest: SHA-256 of the key.
         name: identifies the key in logs. A key without a name gets the first digits of its digest.
         requests_per_minute: limit of POST requests; None means no limit.
-        max_running: limit of POST requests that may be in progress; None means no limit.
+        max_running: limit of POST requests in progress; None means no limit.
     """
 
     digest: bytes
@@ -60,10 +60,10 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The valid keys: the keys of a file as it is now, and fixed keys. For one thread.
+    """The valid keys: the keys that a file contains now, and fixed keys. For one thread.
 
-    If the changed file cannot be used, the previous keys stay valid, and one error is logged.
-    Copies for other processes, which pickle makes, read the file on their own.
+    If the changed file cannot be used, the previous keys stay valid, and one error is logged. A
+    pickled copy in another process reads the file itself.
 
     Args:
         path: the file ``serve.api_keys_file``; None without a file.
@@ -84,7 +84,7 @@ class ApiKeys:
         self._keys = fixed
         self._seen: Any = None
         self._problem = ""
-        # A copy may be used on another machine, so this has no value of this machine's clock.
+        # Not a time of this machine's clock, because a copy may be used on another machine.
         self._next_look_s = -math.inf
         if path is not None:
             self._read(path)
@@ -95,7 +95,7 @@ class ApiKeys:
             self._next_look_s = self._clock() + LOOK_S
             self._look(self._path)
         digest = hashlib.sha256(given.strip()).digest()
-        # Every key is compared, so that nobody can guess keys from the time of a response.
+        # Compare with every key, so that the response time gives no hint about keys.
         found = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return found[0] if found else None
 
@@ -112,7 +112,7 @@ class ApiKeys:
         self._problem = problem
 
     def _read(self, path: Path) -> bool:
-        """Read the file unless it is unchanged since it was last read; return whether it was read.
+        """Read the file if it has changed since the last read; return whether it was read.
 
         Raises:
             ConfigError: the file cannot be used.
@@ -133,8 +133,8 @@ def read_keys(path: Path) -> list[ApiKey]:
     """Return the keys of a file, whose lines are ``KEY [name=NAME] [LIMIT=N] ...``.
 
     Raises:
-        ConfigError: the file cannot be read, other users can read or change it, a line is wrong, or
-            the file contains no key.
+        ConfigError: the file cannot be read; other users can read or change the file; a line is
+            wrong; or the file contains no key.
     """
     lines = _read_text(path).splitlines()
     numbered = [(number, line.split()) for number, line in enumerate(lines, 1)]
@@ -163,7 +163,7 @@ def check_length(key: str, where: str) -> None:
 
 def _read_text(path: Path) -> str:
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
+        # Without O_NONBLOCK, ``os.open`` of a named pipe would wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
@@ -190,7 +190,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 
 def _parse(words: list[str], where: str) -> ApiKey:
-    """Return the key of one line. Messages do not repeat its words, which may contain a key."""
+    """Return the key of one line. Error messages contain no words of the line: one may be a key."""
     key, *options = words
     check_length(key, where)
     given = dict(option.partition("=")[::2] for option in options)

@@ -1,7 +1,7 @@
 """One client's connection, which limits how much and how slowly a client may send.
 
-There is no proxy before the server, so the connection itself limits headers, slow senders and slow
-readers. Its ``ConnectionRecord`` stores everything that another process needs to continue the
+No proxy protects the server, so the connection itself limits headers, slow senders and slow
+readers. A ``ConnectionRecord`` stores everything that another process needs to continue the
 connection.
 """
 
@@ -40,7 +40,7 @@ class ServerState:
     """State that all connections of a server share.
 
     Attributes:
-        crowded: the response on every connection above the limit ``serve.max_connections``.
+        crowded: the response on each connection beyond ``serve.max_connections``.
         malformed: the response to bytes that are not HTTP.
         link: link to the holder of connections; None if no connection outlives this process.
         headers: headers of every response. The server updates the date.
@@ -61,8 +61,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     """One connection. Owns its deadlines and its exchanges; handles one exchange after another.
 
     Args:
-        record: record of a connection that a previous process has left; the connection is parsed
-            after ``resume`` is called.
+        record: record of a connection that a previous process has left. Its bytes are parsed after
+            ``resume`` is called.
 
     Attributes:
         is_writable: set while no bytes wait to be sent.
@@ -77,7 +77,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        # Data after a request that closes the connection does not make that request invalid.
+        # A request that closes the connection stays valid if the client sends data after it.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._deadline = ClientDeadline(self._loop, self._end_overdue)
         # Ends the connection if the client does not read.
@@ -88,14 +88,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_headers = False
-        self._is_refused = False  # the request whose body is being read was answered with a refusal
-        # Number of bytes since a request, a chunk or a piece of a body began. These bytes belong to
-        # headers, to a chunk's extension, or to trailers; the parser keeps such bytes in memory.
+        self._is_refused = False  # whether the request whose body is being read was refused
+        # Number of bytes since the last beginning of a request, a chunk or a piece of a body. These
+        # bytes are headers, a chunk's extension, or trailers, which the parser keeps in memory.
         self._num_header_bytes = 0
         self._has_begun = False  # whether a request, chunk or piece begins in the parsed bytes
 
     def resume(self) -> None:
-        """Parse the bytes that the previous process read, and read further bytes."""
+        """Parse the bytes that the previous process has read, and start to read more bytes."""
         if not self.transport.is_closing():
             self._is_suspended = False
             self.transport.resume_reading()
@@ -112,7 +112,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        transport.set_write_buffer_limits(0)  # pause_writing is called if one byte is unsent
+        transport.set_write_buffer_limits(0)  # so that one unsent byte causes pause_writing
         own = transport.get_extra_info("socket")
         self._descriptor = own.fileno()
         self._own_address, self._client = _address(own.getsockname), _address(own.getpeername)
@@ -140,7 +140,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._is_suspended:
             self._parse(data)
         elif self.record.is_held:
-            self.transport.pause_reading()  # the kernel and the client keep the other bytes
+            self.transport.pause_reading()  # further bytes stay in the kernel and at the client
         else:
             self._abort("sends too much")
 
@@ -166,7 +166,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.transport.write(self.record.take_unsent(data))
 
     def end_response(self) -> None:
-        """Remove the first exchange, which is complete, and start the next one."""
+        """Remove the first exchange, which is complete, and start the next exchange."""
         exchange = self._exchanges.popleft()
         if self.record.num_omitted:
             self._abort("was told more than there is")
@@ -202,7 +202,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _settle(self) -> None:
         """Update the record after a request has been answered."""
         if not self.record.is_spent or self.transport.is_closing():
-            return  # closing the connection ends the response
+            return  # the response ends only when the connection is closed
         if not self._is_quiet:
             self.record.void()
         elif self.is_writable.is_set():
@@ -215,7 +215,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # the request is answered as usual; the bytes after the request are not HTTP
+            pass  # not HTTP, but the request before these bytes is still answered
         except httptools.HttpParserError:
             if self._has_answered_all:
                 self.write(self.server.malformed.with_headers(self.server.headers))
@@ -223,8 +223,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             return
         self._num_header_bytes = 0 if self._has_begun else self._num_header_bytes + len(data)
         if self._num_header_bytes > self._limits.max_header_bytes:
-            self.transport.close()  # no complete request has arrived that could be answered
-        if self._is_quiet:  # bytes that do not begin a request must not keep the connection open
+            self.transport.close()  # there is no complete request to answer
+        if self._is_quiet:  # other bytes than a request must not keep the connection open
             self._deadline.shorten(self._limits.header_s)
         self._settle()
 
@@ -242,8 +242,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
-        # If the application reads the body, it responds with 408 a little earlier than this
-        # deadline.
+        # An application that reads the body responds with 408 a little before this deadline.
         self._deadline.set(self._limits.body_s + self._limits.header_s)
         resumed = self.record.take_resumed()
         owed = resumed.journal if resumed is not None else None
@@ -328,7 +327,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return not self._exchanges and self.takes_more
 
     def _refuse(self) -> bool:
-        """If the application refuses the request, send the refusal; return whether it refused."""
+        """Ask whether the application refuses the request; if so, send the refusal."""
         refusal: Refusal | None = self.server.crowded
         if not self._is_crowded:
             refusal = self.server.app.refusal(self._parser.get_method(), self._url)
@@ -336,7 +335,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             return False
         given = next((value for name, value in self._headers if name == REQUEST_ID), b"")
         headers = [*self.server.headers, (REQUEST_ID, request_name(given))]
-        # A client that waits for "100 Continue" does not get it, and so sends no body.
+        # A client that waits for "100 Continue" gets the refusal instead, and sends no body.
         keeps_alive = (
             not self._is_crowded
             and not self._expects_continue

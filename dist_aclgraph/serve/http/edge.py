@@ -1,6 +1,7 @@
 """The outermost layer of the API. It refuses requests before their bodies are read.
 
-If no slot is free, a server that supports ``GatedApp`` refuses a request after its first line.
+If no slot is free, a server with support for ``GatedApp`` refuses a request already after the
+request's first line.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Edge:
     Owns the counts of the keys' requests.
 
     Args:
-        names_requests: whether to return X-Request-Id, with the client's name or a new name; false
-            if a proxy does that.
+        names_requests: whether responses get the header X-Request-Id, with the client's name or a
+            new name; false if a proxy adds the header.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Edge:
         self._limits = KeyLimits()
 
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
-        """See ``GatedApp``. A client without a key learns only whether the service is full."""
+        """See ``GatedApp``. Without a key, a client learns only whether the service is full."""
         slots = self._state.slots
         if self._access.origins:  # the CORS headers depend on the request's headers
             return None
@@ -139,7 +140,7 @@ class Edge:
         """Admit a request; return the callable that reads its body.
 
         Args:
-            held: frees what the request takes, once the request has ended.
+            held: closed after the request has ended, to free slots, counts and memory.
 
         Raises:
             DistAclGraphError: the request is refused.
@@ -184,8 +185,8 @@ def _full(total: int, path: str) -> Refusal:
 def _own_path(scope: Scope) -> str:
     """Return the path without the route prefix, by the rule of Starlette's router.
 
-    Under a route prefix, Ray Serve's proxy does not change ``path``, and puts the prefix into
-    ``root_path``. The router redirects a request for the prefix alone to ``/``.
+    Ray Serve's proxy puts the route prefix into ``root_path``, and does not remove the prefix from
+    ``path``. The router redirects a request for the prefix alone to ``/``.
     """
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
@@ -196,7 +197,7 @@ def _own_path(scope: Scope) -> str:
 
 
 def request_name(given: bytes) -> bytes:
-    """Return the request's name from the client, or a new name."""
+    """Return the name that the client gave to the request, or a new name."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
 
 

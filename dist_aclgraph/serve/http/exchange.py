@@ -24,10 +24,10 @@ WITHOUT_BODY = (204, 304)  # statuses of responses without a body
 
 
 class HttpExchange:
-    """One request and its response. The head is written together with the body's first part.
+    """One request and its response. The response's head and first part are written together.
 
     Attributes:
-        has_more: whether more of the request's body will follow.
+        has_more: whether a part of the request's body has not arrived yet.
         is_complete: whether the whole response has been written.
         keeps_alive: whether another request may follow on the connection.
         expects_continue: whether the client waits for "100 Continue" before it sends the body.
@@ -134,7 +134,7 @@ class HttpExchange:
             self._connection.end_response()
 
     def write(self, body: bytes) -> bool:
-        """Write a part of the body at once; return whether that was possible; see ``sse.py``."""
+        """Write a part of the body at once; return whether it was written; see ``sse.py``."""
         if not self._has_begun or not self._is_chunked or self.is_complete:
             return False
         if self._is_disconnected or not self._connection.takes_more:
@@ -150,7 +150,7 @@ class HttpExchange:
             self.keeps_alive = False
         elif not self.keeps_alive:
             headers.append(CLOSE_HEADER)
-        # For a client of HTTP/1.0, the end of the connection ends a body without Content-Length.
+        # In HTTP/1.0, a body without Content-Length ends with the connection.
         self._is_chunked = (
             b"content-length" not in found
             and status not in WITHOUT_BODY

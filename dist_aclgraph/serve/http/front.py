@@ -1,8 +1,8 @@
 """The application of the server. While there is no API, it responds with 503.
 
-It always serves the status page, which shows the reason and polls until there is an API. Before
-there is an API, requests to it wait for a moment: usually this process replaces another process,
-and clients need not notice the replacement.
+It always serves the status page, which shows the reason and polls until there is an API. While
+there is no API, other requests wait for a moment: usually this process replaces another process,
+and clients do not notice the replacement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE_S, LOOK_S = 3.0, 0.02
 
 
 class Front:
-    """An application whose API is opened and closed. ``reason`` says why there is no API."""
+    """An application whose API can be opened and closed. ``reason`` says why there is no API."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

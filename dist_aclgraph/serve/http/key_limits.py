@@ -19,8 +19,8 @@ class _Usage:
 
     Attributes:
         running: requests in progress.
-        tokens: requests that may begin now, a token bucket of one minute's requests.
-        counted_s: time at which ``tokens`` was computed.
+        tokens: number of requests that may begin now. A token bucket of one minute's requests.
+        counted_s: when ``tokens`` was computed.
     """
 
     running: int
@@ -39,11 +39,11 @@ class KeyLimits:
         self._usage: dict[bytes, _Usage] = {}
 
     def begin(self, key: ApiKey, *, is_owed: bool = False) -> None:
-        """Count a request that begins; ``end`` must follow unless an error is raised.
+        """Count a request that begins. Unless an error is raised, ``end`` must be called later.
 
         Args:
-            is_owed: whether an earlier process has accepted the request. If so, the request counts
-                as a running request, but is never refused.
+            is_owed: whether a previous process has accepted the request. If so, the request is
+                counted as running, but never refused.
 
         Raises:
             RateLimitError: the key has reached a limit.
@@ -62,7 +62,7 @@ class KeyLimits:
         usage.running += 1
 
     def end(self, key: ApiKey) -> None:
-        """Count the end of a request, which has begun with the same key and limits."""
+        """Count the end of a request that began with this key."""
         if key.has_limits:
             self._usage[key.digest].running -= 1
 

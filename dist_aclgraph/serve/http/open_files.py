@@ -14,7 +14,7 @@ class ConnectionLimits(NamedTuple):
 
     Attributes:
         max_open: connections that may be open at once.
-        max_kept: connections that may outlive this process (``resume/``); each of them needs a
+        max_kept: connections that may outlive this process (``resume/``). Such a connection needs a
             second descriptor, for its journal.
     """
 
@@ -23,10 +23,10 @@ class ConnectionLimits(NamedTuple):
 
 
 def allow_connections(max_connections: int) -> ConnectionLimits:
-    """Raise the limit of open files for this many clients, and return what the limit allows.
+    """Raise the limit of open files for ``max_connections`` clients; return what it allows.
 
-    If the limit is too low, a third of the clients' descriptors are for journals: without journals,
-    all answers would be lost with this process.
+    If the limit is too low, a third of the clients' descriptors are reserved for journals, because
+    answers without journals are lost with this process.
     """
     limit = _allow_open_files(2 * max_connections + OTHER_FILES)
     room = max(limit - OTHER_FILES, limit // 2)

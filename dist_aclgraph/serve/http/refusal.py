@@ -1,4 +1,4 @@
-"""Refusals are made in advance, so that a full service spends no time on making them."""
+"""Refusals are encoded in advance, so that a full service spends little time on each refusal."""
 
 from __future__ import annotations
 

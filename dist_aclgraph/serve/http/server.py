@@ -29,7 +29,7 @@ from dist_aclgraph.serve.resume.record import ConnectionRecord
 log = logging.getLogger(__name__)
 # Buffer of each connection; without a limit, the kernel's buffer grows to megabytes.
 SEND_BUFFER_BYTES = 64 << 10
-# Connections that wait to be accepted; if there are more, clients try again after a second.
+# Limit of connections that wait to be accepted. Beyond the limit, clients retry after a second.
 BACKLOG = 4096
 BEAT_S = 1.0  # seconds between two heartbeats, and between two updates of the date
 LOOK_S = 0.05
@@ -37,7 +37,7 @@ STOP_S = 5.0  # seconds to wait for unfinished replies when the server is stoppe
 
 
 class HttpServer:
-    """Owns a thread between start and stop, and the listening socket, which it closes.
+    """Owns a thread between ``start`` and ``stop``. Owns and closes the listening socket.
 
     Args:
         listener: a socket from ``listen``; connections wait in it until ``start``.
@@ -56,7 +56,7 @@ class HttpServer:
         self._socket = listener
         self._beat = beat
         self._link = link
-        # Connections whose requests a previous process has accepted.
+        # Connections with requests that a previous process accepted and did not answer.
         self._owed: list[HttpConnection] = []
         self._thread: threading.Thread | None = None
         self._listening: Future[asyncio.AbstractEventLoop] = Future()
@@ -248,8 +248,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit both options. "Urgent" data (RFC 6093) is treated like all other
-            # data; otherwise unread bytes could not be counted (``counters.py``).
+            # Connections inherit both options. The second option treats "urgent" data (RFC 6093)
+            # like other data; otherwise unread bytes could not be counted (``counters.py``).
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
             listener.bind(address)

@@ -15,7 +15,7 @@ class FrequentHistogram(Collector):
 
     Args:
         labels: label names and values.
-        bounds: upper ends of the buckets, ascending; another bucket is for larger values.
+        bounds: upper ends of the buckets, ascending. One more bucket counts larger values.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Stores the last ten minutes of /metrics for the status page.
 
-Every few seconds, the metrics are collected, and the changes since the last time are stored as one
-point: rates, and quantiles of the latencies in that period. The number of points is limited.
+Every few seconds, the metrics are collected. The changes since the last collection are stored as
+one point: rates, and quantiles of the latencies. The number of points is limited.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class MetricCounts:
     """The counters at ``time_s``, a monotonic time.
 
     Attributes:
-        engines: metric name -> engine -> value. The engine is "" for metrics that the ingress
-            counts.
+        engines: metric name -> engine -> value. The engine is "" for the ingress's own metrics.
         experts: engine -> rank -> tokens.
         latencies: histogram name -> buckets, ascending.
     """
@@ -80,7 +79,8 @@ class History:
     def watch(self, collect: Callable[[], Iterable[Metric]], client: EngineClient) -> None:
         """Start to add a point every few seconds, until the client is closed. Returns at once.
 
-        If metrics cannot be collected, a point is missing; the first of several failures is logged.
+        If the metrics cannot be collected, a point is missing. Only the first of several
+        successive failures is logged.
         """
 
         def run() -> None:
@@ -178,7 +178,7 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of each counter in both arguments; a counter that fell was reset to 0."""
+    """Return the increase of each counter in both arguments. A lower value means a reset to 0."""
     return {
         key: value - old[key] if value >= old[key] else value
         for key, value in new.items()
@@ -193,7 +193,7 @@ def _gained_buckets(old: Buckets, new: Buckets) -> Buckets:
 
 
 def _loads(points: list[Point]) -> dict[str, dict[str, list[int | None]]]:
-    """Return each rank's share of its engine's tokens: 100 is the mean; None if all are idle."""
+    """Return each rank's tokens in percent of its engine's mean; None if the engine is idle."""
     starts = range(len(points) % POINTS_OF_A_CELL, len(points), POINTS_OF_A_CELL)
     cells = [points[start : start + POINTS_OF_A_CELL] for start in starts]
     ranks = points[-1].experts if points else {}

@@ -1,8 +1,8 @@
 """Prometheus metrics of the ingress, and of the engines, which the ingress queries.
 
-The engine's answer to ``Query("metrics")`` is one JSON object; ``ENGINE_METRICS`` says where each
-value is in this object. If a value is itself an object, each of its keys gives one sample;
-``ENGINE_METRICS`` names a label, and the key is the value of this label.
+The engine's answer to ``Query("metrics")`` is one JSON object. ``ENGINE_METRICS`` says where each
+metric's value is in this object. If a value is itself an object, each of its keys gives one sample:
+the key is the value of the label that ``ENGINE_METRICS`` names.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _PATHS = {
     "graph_streams_predicted": ("streams_predicted",),
     "graph_streams_measured": ("streams_measured",),
 }
-# The keys are names of metrics, and keys of the engine's answer unless _PATHS has another key. The
-# values are kind, label for an object's keys, and help.
+# The keys are names of metrics. The value of a metric has the same key in the engine's answer,
+# unless _PATHS has another key. The values are kind, label for an object's keys, and help.
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),
@@ -150,8 +150,8 @@ class Metrics:
 
     def __init__(self, model_name: str, client: EngineClient, *, has_aliases: bool = False) -> None:
         self._registry = CollectorRegistry()
-        # Replicas share one address, and any replica may answer. The label ``replica`` keeps the
-        # counters of the replicas apart, so no counter seems to fall.
+        # Replicas share one address, so each scrape may be answered by another replica. The label
+        # ``replica`` separates their counters, so that no counter seems to fall.
         values = (model_name, secrets.token_hex(4))
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -299,7 +299,7 @@ class _EngineCollector(Collector):
         return metric
 
     def _ingress(self) -> Iterator[Metric]:
-        """Yield the metrics of groups that this replica counts itself."""
+        """Yield those metrics of groups that this replica counts itself."""
         client, values = self._client, self._values
         routed = client.routed()
         for key, text in ROUTING_METRICS.items():

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from dist_aclgraph.logs import ACCESS, event
 
-# In a request's scope: its account, if there is an access log or if there are traces.
+# In a request's scope: the request's account. Only with an access log or with traces.
 ACCOUNT = "dist_aclgraph.account"
 KEY_NAME = "dist_aclgraph.key_name"  # in a request's scope: the name of its API key
 FIRST_ERROR = 400  # the lowest HTTP status that is an error
@@ -28,9 +28,8 @@ class RequestAccount:
         began_s: when the request arrived, by the monotonic clock.
         status: HTTP status of the answer; 0 before the answer begins.
         num_prompt_tokens, num_tokens: tokens of all prompts, and of all choices.
-        submitted_s: when the request was given to an engine, by the monotonic clock; None before
-            that.
-        first_token_s: when the first token arrived, by the monotonic clock; None before that.
+        submitted_s: when an engine got the request, by the monotonic clock; None until then.
+        first_token_s: when the first token arrived, by the monotonic clock; None until then.
         finish_reason: why the last choice ended.
         error: name of the error that ended the request; ``CLIENT_GONE`` if the client ended it.
     """
@@ -47,12 +46,12 @@ class RequestAccount:
     error: str = ""
 
     def resume(self, created_s: float) -> None:
-        """Count from the time at which another process accepted the request, by the wall clock."""
+        """Set the begin to ``created_s`` (wall clock), when a previous process accepted it."""
         self.began_s = time.monotonic() - max(0.0, time.time() - created_s)
 
     @property
     def outcome(self) -> str:
-        """How the request ended: ``DONE``, or what has ended it."""
+        """How the request ended: ``DONE``, or the name of an error."""
         if self.error or not self.status:
             return self.error or UNANSWERED
         return FAILED if self.status >= FIRST_ERROR else DONE
@@ -79,7 +78,7 @@ class RequestAccount:
 
 
 def note_error(scope: Scope, error: BaseException) -> None:
-    """Record in a request's account, if it has one, which error has ended the request."""
+    """Record in the request's account, if there is an account, which error ended the request."""
     account: RequestAccount | None = scope.get(ACCOUNT)
     if account is not None:
         account.error = account.error or type(error).__name__

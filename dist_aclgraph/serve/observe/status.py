@@ -1,7 +1,7 @@
 """The status page is one HTML file. The page requests its numbers as one JSON object.
 
-The numbers are read from the same collected metrics as /metrics. The engines are queried at most
-once per second, even if many pages are open.
+The numbers come from the same metrics as /metrics. The engines are queried at most once per second,
+even if many pages are open.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAGE_HEADERS = {
 
 
 def page_response() -> Response:
-    """Return the page; it contains no data of this service."""
+    """Return the page, which contains no data of this service."""
     return Response(PAGE, headers=PAGE_HEADERS, media_type="text/html")
 
 
@@ -91,10 +91,10 @@ class StatusNumbers:
 
 
 def nested(found: Iterable[Metric]) -> dict[str, Any]:
-    """Return gauges and counters by name; if a metric has labels, nested by the labels' values.
+    """Return gauges and counters by name. A metric with labels is nested by the labels' values.
 
     The names have no prefix. The labels for model and replica are left out, because they are the
-    same everywhere. Each ``rank_info`` is an object of its labels.
+    same everywhere. The value of each ``rank_info`` is an object with its labels.
     """
     metrics: dict[str, Any] = {}
     for metric in found:

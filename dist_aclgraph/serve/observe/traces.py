@@ -1,9 +1,9 @@
 """OpenTelemetry traces: one span for each POST request, sent to a collector (``serve.traces``).
 
-A span is made when its request has ended, from the times in the request's account. So requests
-cost nothing while they run. A thread of OpenTelemetry sends the spans; if the collector is slow or
-away, spans above a limit are dropped, and no request waits. Without ``serve.traces``, no module of
-OpenTelemetry is imported.
+A span is made after its request has ended, from the times in the request's account, so tracing does
+not slow running requests. A thread of OpenTelemetry sends the spans. If the collector is slow or
+unreachable, spans beyond a limit are dropped, and no request waits. Without ``serve.traces``, no
+module of OpenTelemetry is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dist_aclgraph.extras import require
 from dist_aclgraph.serve.observe.request_account import DONE, FIRST_SERVER_ERROR, RequestAccount
 from dist_aclgraph.version import VERSION
 
-MAX_SPANS = 2048  # spans that wait to be sent
+MAX_SPANS = 2048  # maximum number of spans that wait to be sent
 SEND_S = 10.0  # limit of one attempt to send spans
 FLUSH_S = 5.0  # limit of the last attempt, when the ingress ends
 
@@ -102,6 +102,6 @@ class Traces:
         return found
 
     def close(self) -> None:
-        """Send the spans that wait, for a short time; then end the thread."""
+        """Send the waiting spans, with a short time limit; then end the thread."""
         self._provider.force_flush(int(FLUSH_S * 1e3))
         self._provider.shutdown()

@@ -1,12 +1,12 @@
-"""Reads request bodies within limits, and decodes them into typed structs. A fault is a 4xx.
+"""Reads request bodies within limits, and decodes them into typed structs. Errors are 4xx.
 
-msgspec checks types while it decodes, and stops at the first error; nothing is built from invalid
-input. Fields that may have any number of items stay ``Raw``, which costs only a scan. The items of
-such a field are counted before they are built (``types``).
+msgspec checks types while it decodes, and stops at the first error, so nothing is built from
+invalid input. A field that may have any number of items stays ``Raw``, which costs only a scan. The
+items of such a field are counted before they are built (``types``).
 
-Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused.
-The fields in ``NOT_OFFERED`` are always refused, because a client whose field was ignored would
-misunderstand the answer.
+Unknown fields of the body and of its parts are ignored; with ``serve.strict``, they are refused. A
+field in ``NOT_OFFERED`` is always refused, because a client would misunderstand an answer without
+the field's effect.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from dist_aclgraph.serve.openai.errors import BodyTimeoutError, BodyTooLargeErro
 B = TypeVar("B", bound="Body")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-# Larger bodies are decoded on a thread. For a small body, the switch to a thread takes longer than
-# decoding.
+# Larger bodies are decoded on a thread. For smaller bodies, a change of threads takes longer than
+# the decoding.
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
 IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the paths of ignored fields
-# Number of ignored names of one request; limits what a client may write into the log.
+# Maximum number of ignored fields of one request, because their names are written into the log.
 MAX_IGNORED = 16
-# Number of strings, and of objects, in a body whose ignored fields are collected.
+# If a body has more strings or more objects, its ignored fields are not collected.
 MAX_STRINGS = 1 << 14
 NOT_OFFERED = frozenset(
     {
@@ -57,11 +57,11 @@ NOT_OFFERED = frozenset(
 )
 _NOTHING = (b"null", b"false", b"[]", b"{}", b'""', b"0", b'"none"', b'"auto"')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# Only one thread, so that the event loop gets CPU time between two large bodies.
+# One thread only, so that several large bodies do not take the CPU time of the event loop.
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
 _INDEX = re.compile(r"\[\d+\]")  # the index of an item, in the path of an ignored field
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
-# The escape of one half of a surrogate pair, without the other half.
+# The escape of one half of a surrogate pair without the other half.
 _UNPAIRED = re.compile(
     rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}",
     re.IGNORECASE,
@@ -73,7 +73,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 class BodyBudget:
     """Counts the bytes of all request bodies and journals in memory; for one event loop only.
 
-    Journals get room only below half of the limit, so that they do not make requests wait.
+    Journals get no more than half of the limit, so that requests need not wait for journals.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -81,11 +81,11 @@ class BodyBudget:
         self.num_bytes = 0
 
     def check_room(self) -> None:
-        """Check that another piece of a body may be read.
+        """Check that a connection may read the next piece of a body.
 
         Raises:
-            QueueFullError: more bytes than the limit are in memory. Each connection can exceed the
-                limit by one piece, because a piece is counted after it was read.
+            QueueFullError: more bytes than the limit are in memory. Each connection may exceed the
+                limit by one piece, because a piece is counted after the read.
         """
         if self.num_bytes > self.max_bytes:
             raise QueueFullError(
@@ -94,7 +94,7 @@ class BodyBudget:
             )
 
     def take(self, num_bytes: int) -> bool:
-        """Count more bytes of a journal if there is room for them; return whether there is."""
+        """If there is room, count more bytes of a journal; return whether there was room."""
         has_room = self.num_bytes + num_bytes <= self.max_bytes // 2
         if has_room:
             self.num_bytes += num_bytes
@@ -106,11 +106,11 @@ class BodyBudget:
 
 
 class HeldBody:
-    """One request's ASGI ``receive``; it adds the bytes that it returns to the budget.
+    """The ASGI ``receive`` of one request. It counts the bytes of the body in the budget.
 
     Args:
         copies: number of copies of each byte in memory.
-        is_owed: whether an earlier process has accepted the request. If so, the request's bytes are
+        is_owed: whether a previous process has accepted the request. If so, the request's bytes are
             counted, but the request is never refused.
     """
 
@@ -139,25 +139,23 @@ class HeldBody:
 
 
 class Body(msgspec.Struct, kw_only=True, gc=False):
-    """Base of request bodies and their parts. ``strict`` returns a subclass that refuses unknown
-    fields.
+    """Base class of request bodies and their parts. ``strict`` makes a class for strict services.
 
     Attributes:
-        PARTS: class of each field that is decoded later; such a field holds one part or a list of
-            parts.
+        PARTS: class of each field that is decoded later and contains one part or a list of parts.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {}
 
     def check_fields(self) -> None:
-        """Raise an error for values that the types allow but the service does not offer.
+        """Raise an error for a value that the types allow, but that the service does not support.
 
         Raises:
             InvalidParameterError: names the field.
         """
 
     def kind_of_part(self, kind: type[B]) -> type[B]:
-        """Return the class for decoding a part, which is strict if this body's class is strict."""
+        """Return the class for decoding a part. It is strict if this body's class is strict."""
         return strict(kind) if self.__struct_config__.forbid_unknown_fields else kind
 
 
@@ -190,7 +188,7 @@ async def _receive_in_time(request: Request, config: ServeConfig) -> bytes:
 async def read_body(
     request: Request, kind: type[B], convert: Callable[[B], R], config: ServeConfig
 ) -> R:
-    """Read, decode and check the body; return the result of ``convert`` for it.
+    """Read, decode and check the body; return ``convert(body)``.
 
     Args:
         convert: called on another thread if the body is large.
@@ -223,7 +221,7 @@ def _ignored(data: bytes, kind: type[Body]) -> list[str]:
     If several items of a list have the same unknown field, only the first path is returned.
 
     Raises:
-        InvalidParameterError: a field asks for something that the service does not offer.
+        InvalidParameterError: a field asks for a feature that the service does not have.
     """
     found: dict[str, str] = {}
     for path in _unknown(decode(data, dict[str, msgspec.Raw]), kind, ""):
@@ -247,9 +245,9 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Ite
 
 
 def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Yield index and fields of each object of a list, or of a single object with an empty index.
+    """Yield index and fields of each object in a list; of a single object, with an empty index.
 
-    Other values have no parts. A wrong value is found later, when the field is decoded.
+    Other values have no parts. Wrong values are found later, when the field is decoded.
     """
     begin = bytes(memoryview(value)[:1])
     try:
@@ -267,7 +265,7 @@ def _without_indexes(path: str) -> str:
 
 
 class IgnoredFields:
-    """Logs each ignored field once, up to a maximum number of fields."""
+    """Logs each ignored field once. The number of logged fields is limited."""
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
@@ -298,7 +296,7 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
     """Decode strict JSON: no NaN, no unpaired surrogates, bounded nesting.
 
     Args:
-        param: name of the field that has the value ``data``; empty for a whole body.
+        param: name of the field that contains ``data``; empty for a whole body.
 
     Raises:
         InvalidParameterError: the first error in the data, with the field's name.
@@ -316,7 +314,7 @@ def decode(data: bytes | msgspec.Raw, kind: Any, param: str = "") -> Any:
 
 
 def _reason(message: str, data: bytes) -> str:
-    """Return why data is not JSON; msgspec calls empty data and unpaired surrogates truncated."""
+    """Return why data is not JSON. msgspec calls empty data and unpaired surrogates truncated."""
     if not data.strip():
         return "it is empty"
     if "malformed: invalid character" not in message and (found := _UNPAIRED.search(data)):
@@ -325,7 +323,7 @@ def _reason(message: str, data: bytes) -> str:
 
 
 def _explained(message: str, param: str) -> InvalidParameterError:
-    """Return msgspec's error in OpenAI's words; msgspec writes places as ``$.messages[0].role``."""
+    """Return msgspec's error, with its place (``$.messages[0].role``) in OpenAI's form."""
     match = _PLACE.fullmatch(message)
     assert match is not None
     path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", match["path"] or "").replace("...", "*")

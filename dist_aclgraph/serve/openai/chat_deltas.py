@@ -18,7 +18,7 @@ from dist_aclgraph.formats.events import (
 def delta_of(events: Sequence[Event], name: str) -> dict[str, Any]:
     """Return what the events add to a message, as the ``delta`` of a chunk.
 
-    A call has its id, its type and its name only in the delta in which it begins; a field without a
+    Only the delta in which a call begins contains the call's id, type and name. A field without a
     value is left out, because clients join the values of all deltas.
 
     Args:
@@ -72,5 +72,5 @@ def message_of(events: Sequence[Event], name: str) -> dict[str, Any]:
 
 
 def id_of_call(name: str, index: int) -> str:
-    """Return the id of a call, which another process can compute again."""
+    """Return the id of a call. Another process that continues the answer computes the same id."""
     return "call_" + hashlib.sha256(f"{name}-{index}".encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""Limits the number of completions that the service has at once."""
+"""Limits the number of completions that run or wait in the service at the same time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 class CompletionSlots:
-    """Counts completions, from the first byte of their requests on. For one event loop only.
+    """Counts completions from the first byte of their requests. For one event loop only.
 
-    The engines' queues are a second limit, for requests that have arrived at an engine.
+    A second limit is the queue of each engine, for requests that have arrived at an engine.
 
     Args:
         of_a_group: number of completions that may run or wait in one group.
-        configured: number of groups in the configuration. There are slots for at least this number
-            of groups, because requests wait for lost groups.
+        configured: number of groups in the configuration. There are always slots for this number of
+            groups, because requests also wait for lost groups.
         num_groups: returns the current number of groups; called for each request.
     """
 
@@ -52,8 +52,8 @@ class CompletionSlots:
         """Take slots.
 
         Args:
-            is_owed: whether an earlier process has accepted the request. If so, the request gets
-                its slots even if no slot is free.
+            is_owed: whether a previous process has accepted the request. If so, the request gets
+                slots even if no slot is free.
 
         Raises:
             QueueFullError: there are not enough free slots.

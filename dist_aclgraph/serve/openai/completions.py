@@ -48,7 +48,7 @@ async def completions(state: ApiState, request: Request) -> Response:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
     state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts, body.num_choices)
-    # The engine computes at least one token; if ``max_tokens`` is 0, the answer omits this token.
+    # The engine generates at least one token. If ``max_tokens`` is 0, the answer omits this token.
     max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
     params = [
         body.sampling(
@@ -81,10 +81,10 @@ def encode_prompts(
 
     Args:
         most: maximum number of tokens of one prompt.
-        param: the field that has the prompts, for error messages.
+        param: the field that contains the prompts, for error messages.
 
     Raises:
-        InvalidParameterError: a prompt is empty, or has a token that the model does not have.
+        InvalidParameterError: a prompt is empty, or contains a token id that is not in the model.
         RequestTooLongError: a prompt has more than ``most`` tokens.
     """
     encoded = []

@@ -22,7 +22,7 @@ from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.structure import Thinking
 
-TAIL_TOKENS = 64  # a prompt's last tokens, which show whether it has opened the reasoning
+TAIL_TOKENS = 64  # the last tokens of a prompt show whether the prompt has opened the reasoning
 
 
 def _all_of(ids: list[int]) -> list[int]:
@@ -38,9 +38,9 @@ class Conversation:
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         options: how the messages become a prompt; contains the definitions of ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
-        is_limit_soft: whether ``max_tokens`` may exceed the room that the context has.
-        form_param: the request's field that asks for a form of the answer, for errors.
-        limit_param: the request's field for messages, for errors about their length.
+        is_limit_soft: whether ``max_tokens`` may be larger than the remaining context.
+        form_param: the request's field for the form of the answer, for errors.
+        limit_param: the request's field for messages, for errors about the length of the prompt.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
             context length.
         truncated: function that truncates the prompt.
@@ -93,7 +93,7 @@ async def encode(state: ApiState, asked: Conversation) -> list[int]:
 
 
 async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) -> OpenConversation:
-    """Prepare the next message of a conversation; nothing is submitted yet.
+    """Prepare the next message of a conversation, without submitting a request.
 
     Raises:
         InvalidParameterError: the request is wrong.
@@ -135,8 +135,8 @@ async def _with_form(
 ) -> SamplingParams:
     """Return parameters with the grammar of the answer.
 
-    Required calls follow the schemas of their tools. If a tool is not strict and its schema cannot
-    be used, its arguments may be any object.
+    Required calls follow the schemas of the tools. But the arguments of a tool may be any object if
+    the tool is not strict and its schema cannot be used.
 
     Raises:
         InvalidParameterError: a form, or the schema of a strict tool, cannot be used.
@@ -172,7 +172,7 @@ def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions)
         return None
     tail = state.tokenizer.text_of(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
     is_open = answers.is_thinking(tail, continues=options.continue_final_message)
-    # A prompt that ends with closed reasoning has turned the reasoning off.
+    # If the prompt ends with the end of a reasoning, the template has turned the reasoning off.
     is_off = tail.rstrip().endswith(answers.thought.end)
     begin = -1 if is_off else answers.token_ids.get(answers.thought.begin, -1)
     return Thinking(begin, answers.token_ids.get(answers.thought.end, -1), is_open)

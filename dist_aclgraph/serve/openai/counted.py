@@ -1,6 +1,6 @@
 """Counts the items of a request's arrays in the JSON text, before lists are built.
 
-Building a million lists takes half a second; counting their brackets takes a millisecond.
+To build a million lists takes half a second; to count their brackets takes a millisecond.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Raw
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.openai.body import decode
 
-# Matches the begin of an array, and captures the first character of its first item.
+# Matches the beginning of an array, and captures the first character of the first item.
 _BEGINNING = re.compile(rb"\[\s*([^\d\s\]-]?)")
 
 
@@ -38,7 +38,7 @@ def decode_strings(raw: Raw, most: int, max_bytes: int, param: str) -> list[str]
 def decode_prompts(
     raw: Raw, most: int, context_len: int, param: str = "prompt"
 ) -> list[str] | list[list[int]]:
-    """Return the prompts, which are given as a text, texts, token ids, or lists of token ids.
+    """Return the prompts, which are a text, a list of texts, token ids, or lists of token ids.
 
     Raises:
         InvalidParameterError: the value has none of these forms, or more than ``most`` prompts.
@@ -51,7 +51,7 @@ def decode_prompts(
     if array[1] == b'"':
         check_num_strings(data, most, param)
         return list(decode(data, list[str], param))
-    # No form begins with this character, so decoding raises an error that describes the fault.
+    # No valid value begins with this character. The decoding raises an error that says so.
     if array[1] not in (b"", b"["):
         return [decode(data, list[int], param)]
     num_prompts = data.count(b"[") - 1 if array[1] else 1
@@ -69,8 +69,8 @@ def decode_prompts(
 def check_num_strings(data: bytes, most: int, param: str) -> None:
     """Raise an error if an array certainly contains more than ``most`` strings.
 
-    Each string begins and ends with a quote that has no backslash before it. Every quote within a
-    string has a backslash before it.
+    Every quote within a string has a backslash before it, so at most two quotes for each string
+    have no backslash before them.
     """
     if data.count(b'"') - data.count(b'\\"') > 2 * most:
         raise InvalidParameterError(f"{param} has more than {most} strings", param)

@@ -1,7 +1,7 @@
 """Our errors as HTTP statuses, and as error objects of OpenAI and of Anthropic.
 
-No other module maps errors to statuses. Errors of ``ANTHROPIC_PATHS`` have Anthropic's form. A 429
-and a 503 have the header Retry-After.
+No other module maps errors to statuses. Errors on ``ANTHROPIC_PATHS`` have Anthropic's form.
+Responses with status 429 or 503 have the header Retry-After.
 
 | error | status | type of OpenAI | type of Anthropic |
 | --- | --- | --- | --- |
@@ -49,7 +49,7 @@ class BodyTimeoutError(RequestError):
 
 
 class GenerationTimeoutError(RequestError):
-    """The answer took longer than is allowed. A retry would probably take as long."""
+    """The answer took longer than is allowed. A retry would probably take the same time."""
 
     code = "generation_timeout"
 
@@ -79,7 +79,7 @@ class NotJsonError(RequestError):
 
 
 class RateLimitError(RequestError):
-    """The request's API key has reached a limit; after ``retry_after_s`` seconds it may be free."""
+    """The request's API key has reached a limit. A retry makes sense after ``retry_after_s``."""
 
     code = "rate_limit_exceeded"
 
@@ -121,7 +121,7 @@ ANTHROPIC_TYPE_OF = {
     503: "overloaded_error",
 }
 
-# The openai client retries after a 408 unless a header forbids it.
+# The openai client retries after a 408, unless a header forbids the retry.
 HEADERS_OF: dict[type[DistAclGraphError], Mapping[str, str]] = {
     UnauthorizedError: {"WWW-Authenticate": "Bearer"},
     GenerationTimeoutError: {"X-Should-Retry": "false"},
@@ -157,7 +157,7 @@ def anthropic_error_body(status: int, message: str) -> dict[str, Any]:
 
 
 def public_message(error: BaseException) -> str:
-    """Return what a client may know about an error."""
+    """Return the message about an error for the client, without secrets of the service."""
     return str(error) if isinstance(error, DistAclGraphError) else "internal server error"
 
 

@@ -39,12 +39,12 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: the new tokens.
         token_texts: the text of each token that has an entry in ``logprobs``.
-        prompt_logprobs: if requested, rows of all tokens of the prompt except the first token; only
-            the first piece of a choice contains them.
+        prompt_logprobs: if requested, one row for each token of the prompt except the first token.
+            Only the first piece of a choice contains these rows.
         has_end_token: whether the last entry of ``logprobs`` is for an end token, which has no
             text.
         events: for a chat, the text as events.
-        embedding: hidden state of the prompt, float32 [hidden], if it is asked for.
+        embedding: hidden state of the prompt, float32 [hidden], if requested.
     """
 
     index: int
@@ -63,10 +63,10 @@ class Sink(Protocol):
     """Receives the pieces of a generation, on the event loop's thread."""
 
     def add_piece(self, piece: ChoicePiece) -> None:
-        """Accept a choice's next piece, made from one delta; its last piece has a finish reason.
+        """Accept the next piece of a choice. The last piece has a finish reason.
 
-        A delta whose tokens have no text (yet) also gives a piece, which shows clients that the
-        generation continues.
+        Each delta gives one piece. A piece without text shows clients that the generation
+        continues.
         """
         ...
 
@@ -88,7 +88,7 @@ class _Choice:
     num_cached_tokens: int = 0
     is_done: bool = False
     has_prompt_logprobs: bool = False
-    # Packed int32 tokens from another process.
+    # int32 tokens that a previous process has received.
     tokens_before: bytearray = field(default_factory=bytearray)
 
 
@@ -119,15 +119,15 @@ def _no_reader() -> None:
 class Generation:
     """Owns the outstanding engine requests of one HTTP request, and its journal.
 
-    Choices are numbered prompt by prompt, with ``num_choices`` for each prompt. Choice j of a
-    prompt uses seed + j as its seed. Only the first choice of a prompt has the engine compute the
-    prompt's log-probabilities; pieces of the other choices wait for the log-probabilities.
-    ``close`` aborts all requests that still run.
+    Choices are numbered prompt by prompt, with ``num_choices`` choices for each prompt. The seed of
+    a prompt's choice j is seed + j. Only the first choice of a prompt asks the engine for the
+    prompt's log-probabilities, and the pieces of the other choices wait for these
+    log-probabilities. ``close`` aborts all requests that still run.
 
     Attributes:
-        make_reader: makes the reader of a choice's answer; returns None if answers are only text.
+        make_reader: returns a new reader for a choice's answer; None if answers are only text.
         max_calls: an answer ends with this number of calls; None if there is no limit.
-        account: the request's account; None if nobody needs it.
+        account: the request's account; None without an access log and traces.
     """
 
     state: ApiState
@@ -148,7 +148,7 @@ class Generation:
     _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
 
     def start(self, sink: Sink) -> None:
-        """Submit all choices. ``sink`` first gets the journal's pieces, then the new pieces."""
+        """Submit all choices. ``sink`` first gets the pieces in the journal, then new pieces."""
         inbox = self.state.inbox()
         now_s = time.monotonic()
         if self.account is not None:
@@ -209,7 +209,7 @@ class Generation:
         if limit_s is None:
             return
         passed_s = 0.0
-        if self.journal.is_resumed:  # the wall clock continues across processes
+        if self.journal.is_resumed:  # only the wall clock is common to both processes
             passed_s = time.time() - self.journal.chance.created_s
 
         def overrun() -> None:
@@ -252,7 +252,7 @@ class Generation:
         try:
             for piece in self._with_report(self._advance(choice, delta, now_s)):
                 sink.add_piece(piece)
-        except Exception as e:  # any exception: the client waits for the end
+        except Exception as e:  # any exception: the client must get an end
             self._fail(sink, e)
             return
         if choice.is_done:
@@ -283,7 +283,7 @@ class Generation:
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:
-            # A stop string has ended the choice; the engine does not know stop strings.
+            # A stop string has ended the choice. The engine does not know this end.
             if reason is None:
                 self.state.client.abort(choice.request_id)
             choice.is_done = True
@@ -307,13 +307,14 @@ class Generation:
         )
 
     def _with_report(self, piece: ChoicePiece) -> list[ChoicePiece]:
-        """Return the pieces that can be handed on now. No piece is handed on while the prompt's
-        log-probabilities are missing; once they arrive, all waiting pieces are handed on.
+        """Return the pieces that may be sent now.
+
+        All pieces of a prompt wait until the prompt's log-probabilities have arrived.
         """
         prompt, place = divmod(piece.index, self.num_choices)
         if self.params[prompt].prompt_logprobs is None or self.num_choices == 1:
             return [piece]
-        if not place:  # the first choice's first piece contains the log-probabilities
+        if not place:  # the log-probabilities come with the first choice's first piece
             self._reports.setdefault(prompt, piece.prompt_logprobs)
         if prompt not in self._reports:
             self._waiting.setdefault(prompt, []).append(piece)
@@ -356,7 +357,8 @@ class Generation:
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of ``work``, unless the client disconnects first.
 
-    The request's body must have been read, so that only the end of the connection can come next.
+    The caller must have read the request's body, so that the next message is the end of the
+    connection.
 
     Raises:
         ClientGoneError: the client closed the connection; ``work`` is cancelled.

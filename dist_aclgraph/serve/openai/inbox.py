@@ -15,7 +15,7 @@ Take = Callable[[RequestDelta, float], None]
 
 
 class Inbox:
-    """Wakes the loop once for all deltas of a step, and starts no task for a delta."""
+    """Wakes the event loop once for all deltas of a step. No delta starts a task."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -34,7 +34,7 @@ class Inbox:
                 self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        # Clear this first, because a delta that arrives later needs another wake-up.
+        # Clear this flag first: a delta that arrives after this line needs another wake-up.
         self._is_called = False
         now_s = time.monotonic()
         for _ in range(len(self._arrived)):

@@ -9,7 +9,7 @@ from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.steps.step import PromptLogprobs, RowLogprobs
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # JSON has no -Infinity
+LOWEST = -9999.0  # used for -Infinity, which JSON does not have
 
 
 def chat_logprobs(
@@ -91,7 +91,7 @@ def prompt_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer, best: list[tuple[int, float]]) -> dict[str, float]:
-    """Return the best tokens by text, or by token id if the text is incomplete or already a key."""
+    """Return log-probabilities by the token's text; by its id if the text cannot be a key."""
     found: dict[str, float] = {}
     for token_id, value in best:
         text = tokenizer.own_text(token_id)

@@ -1,4 +1,4 @@
-"""Sends a generation as an HTTP response, whole or streamed. Both end if the client disconnects."""
+"""Sends a generation as one HTTP response, whole or streamed. Ends it if the client disconnects."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dist_aclgraph.serve.openai.types import StreamOptions
 from dist_aclgraph.serve.resume.journal import Chance
 
 _json = msgspec.json.Encoder()
-CLIENT_GONE = 499  # only in logs: the client has disconnected
+CLIENT_GONE = 499  # a status for logs only: the client has disconnected
 
 
 class Shape(ABC):
-    """An endpoint's rule for converting pieces of text to one reply.
+    """An endpoint's rule that converts pieces of text to one reply.
 
     Attributes:
         shows_usage_so_far: whether ``frames`` needs the usage so far.
@@ -92,7 +92,7 @@ class Reply(Shape):
             "model": state.config.name,
             "system_fingerprint": None,
         }
-        # The common part of all chunks is encoded once; for each token only its choice is encoded.
+        # The common part of all chunks is encoded only once. Each chunk encodes only its choice.
         head = _json.encode({**self._common, "object": chunk_kind})
         self._chunk_begin = b"data: " + head[:-1] + b',"choices":['
         self._chunk_end = b'],"usage":null}\n\n' if self._shows_usage else b"]}\n\n"
@@ -124,8 +124,8 @@ async def reply(
 ) -> Response:
     """Run a generation and answer the request with its text.
 
-    A stream begins with its first piece. So if the engine refuses the request, the response has the
-    status of the error, and no stream begins.
+    A stream begins only with the first piece. So if the engine refuses the request before, the
+    response has the error's HTTP status.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(generation.close)
@@ -138,8 +138,8 @@ async def reply(
                 def make() -> Response:
                     return json_response(shape.whole(generation, pieces))
 
-                # Log-probabilities of a long prompt take long to encode; other requests' streams
-                # must not wait.
+                # Log-probabilities of a long prompt take long to encode. On a thread, they do not
+                # delay the streams of other requests.
                 is_long = any(piece.prompt_logprobs for choice in pieces for piece in choice)
                 response = await asyncio.to_thread(make) if is_long else make()
                 return _Held(response, stack.pop_all())
@@ -211,8 +211,8 @@ def joined(pieces: list[ChoicePiece]) -> ChoicePiece:
 class _Frames:
     """Receives the pieces of a stream, and sends their frames in the order of the pieces.
 
-    A thread makes the frame of a piece with a prompt's log-probabilities, because this takes long
-    and other requests' streams must not wait. Later frames of this stream wait for this frame.
+    The frame of a piece with a prompt's log-probabilities takes long to encode. A thread encodes
+    this frame, so that other streams do not wait. Later frames of this stream wait for the frame.
     """
 
     def __init__(self, shape: Shape, generation: Generation) -> None:
@@ -247,7 +247,7 @@ class _Frames:
                 self.outlet.put(self._shape.last_frames(self._generation))
             elif self._is_begun:
                 self.outlet.put(self._shape.error_frames(self._generation, error))
-        finally:  # if a shape has a bug, the client must not wait forever
+        finally:  # even after a bug in a shape, so that the client does not wait forever
             self._begin(error)
             self.outlet.end()
 
@@ -299,7 +299,7 @@ class _Stream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, outlet: sse.Outlet, held: contextlib.ExitStack) -> None:
-        # Response.__init__ would set the length of a body.
+        # Do not call Response.__init__, which would set the header Content-Length.
         self.status_code = 200
         self.background = None
         self.init_headers(sse.HEADERS)

@@ -13,7 +13,7 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
     """Return sampling parameters; errors contain the client's names of the parameters.
 
     Args:
-        names: the client's names of parameters that have another name here.
+        names: the client's names of those parameters whose names differ.
     """
     try:
         return SamplingParams(**given)

@@ -1,9 +1,9 @@
-"""Sends server-sent events, one frame per chunk, to the client as soon as the frame is made.
+"""Sends server-sent events, one frame per chunk, to the client as soon as a frame exists.
 
 A server may offer ``WRITE`` in the extensions of a request's scope; our server does. ``WRITE`` is a
-function that writes a part of the response's body at once, and returns whether the connection
-accepted it. Such a write wakes no task. Frames that the connection did not accept are sent by the
-response's task with ASGI's ``send``. Other servers get all frames by ``send``.
+function that writes a part of the response's body at once, without waking a task. It returns
+whether the connection accepted the part. Parts that the connection did not accept are sent by the
+response's task with ASGI's ``send``. On other servers, ``send`` sends all frames.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def log_failure(error: Exception) -> None:
 class Outlet:
     """The frames of one response, in order. Only for the event loop's thread.
 
-    Each call of ``put`` makes one part of the body, whether it is written or sent. So the bytes
-    that the client gets do not depend on timing, and another process can continue them
+    Each call of ``put`` makes one part of the body, which is written at once or sent later. So the
+    client's bytes do not depend on timing, and another process can continue the response
     (``journal.py``).
     """
 

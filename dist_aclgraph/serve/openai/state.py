@@ -40,14 +40,14 @@ from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.structure import MAX_PROCESSES, GrammarCompiler, Thinking, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number in one response
+MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number of a prompt's log-probabilities in one response
 WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that generate text
 
 
 class ApiState:
-    """Owns the ingress's metrics, their history, its traces, and its source of seeds.
+    """Owns the ingress's metrics, history, traces, source of seeds, and engine client.
 
-    Borrows the tokenizer; closes the client in the end.
+    Does not own the tokenizer.
 
     Args:
         replica: index of this ingress among the replicas.
@@ -76,7 +76,7 @@ class ApiState:
             reasoning=config.serve.reasoning_format,
         )
         self.grammars = GrammarCompiler(tokenizer)
-        # Compile on these threads, so that the loop's own threads stay free for other work.
+        # Grammars are compiled on these threads, so that the event loop's threads stay free.
         self._compiling = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="compile-grammar")
         self.is_draining = False
         self.slots = CompletionSlots.from_config(config, lambda: client.num_groups)
@@ -101,7 +101,7 @@ class ApiState:
         endpoint = config.serve.traces
         self.traces = Traces(endpoint, config.name) if endpoint is not None else None
         self.status = StatusNumbers(config.name, self.metrics, client)
-        # None: seed from the system's entropy. Seeds in configurations are below 2**31.
+        # None takes the seed from the system. A configured seed is below 2**31.
         seed = None if config.seed is None else config.seed + (replica << 31)
         self._seeds = random.Random(seed)
         self._inbox: Inbox | None = None
@@ -127,7 +127,7 @@ class ApiState:
             self.traces.close()
 
     def raise_if_dead(self) -> None:
-        """Raise if no request can be served any more."""
+        """Raise an error if the deployment will serve no more requests."""
         self.client.raise_if_dead()
 
     def admit(self, model: str | None, tasks: tuple[Task, ...] = WRITING) -> None:
@@ -156,8 +156,8 @@ class ApiState:
         """Return how many tokens a request may generate.
 
         Raises:
-            RequestTooLongError: the prompt and the requested tokens exceed the context; names both
-                numbers.
+            RequestTooLongError: the prompt and the requested tokens together exceed the context.
+                The message contains both numbers.
         """
         room = self.context_len - num_prompt_tokens
         wanted = asked if asked is not None else min(default or room, max(room, 1))
@@ -179,13 +179,12 @@ class ApiState:
         salt: str = "",
         param: str = "structured_outputs",
     ) -> list[SamplingParams]:
-        """Return a request's parameters, with token ids in place of texts and with a compiled
-        grammar.
+        """Return parameters that contain token ids in place of texts, and a compiled grammar.
 
         Args:
             thinking: the tokens that begin and end the answer's reasoning.
             salt: the request's ``cache_salt``.
-            param: the field that asks for a form of the answer.
+            param: the request's field for the form of the answer, for errors.
 
         Raises:
             InvalidParameterError: a token lies outside the vocabulary, or a grammar is wrong.
@@ -199,7 +198,7 @@ class ApiState:
             found = with_token_ids(self.tokenizer, first)
             return with_structure(found, self.grammars, thinking, salt=salt, param=param)
 
-        # Use a thread, because this work encodes texts and waits for a process.
+        # On a thread, because this work encodes texts and waits for the process that compiles.
         source = first.structured_outputs
         is_known = source is None or self.grammars.knows(source, salt)
         threads = None if is_known else self._compiling  # None: the loop's own threads
@@ -212,7 +211,7 @@ class ApiState:
     def check_prompt_logprobs(
         self, asked: int | None, prompts: Sequence[list[int]], num_choices: int
     ) -> None:
-        """Raise if the request asks for too many prompt log-probabilities, over all choices."""
+        """Raise an error if all choices together have too many prompt log-probabilities."""
         if asked is None:
             return
         count = (asked + 1) * sum(map(len, prompts)) * num_choices
@@ -224,7 +223,7 @@ class ApiState:
             )
 
     def open_journal(self, scope: Scope) -> Journal:
-        """Return a request's journal; it has entries if an earlier process began the answer."""
+        """Return a request's journal. It has entries if a previous process began the answer."""
         chance = Chance.draw(self._seeds.randrange(2**31))
         open_it = scope.get("extensions", {}).get(JOURNAL)
         if open_it is None:

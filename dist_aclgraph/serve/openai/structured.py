@@ -78,7 +78,7 @@ def read_structured(
     """Return the form that a request asks for; None for any text.
 
     Args:
-        body: the request; it says whether unknown fields of parts are refused.
+        body: the request, whose class decides whether unknown fields of parts are refused.
         objects: fields whose values are JSON.
         texts: fields whose values are texts.
         whitespace: the pattern of white space in JSON.
@@ -113,7 +113,7 @@ def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
     """Return the form of an answer; None for any text.
 
     Args:
-        param: the field that has the form, for errors.
+        param: the field that contains the form, for errors.
     """
     if found.type == "text":
         return None
@@ -185,9 +185,9 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
 
 
 def _schema(raw: Raw, param: str) -> str:
-    """Return the text of a schema, which is an object, a boolean, or one of them in a string.
+    """Return the text of a schema. The value is an object, a boolean, or a string with one of both.
 
-    The text is not changed, because the answer has its keys in the schema's order.
+    The text is not changed, because the order of the schema's keys is the order in the answer.
     """
     data = bytes(raw)
     if data.startswith(b'"'):

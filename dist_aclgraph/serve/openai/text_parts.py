@@ -1,4 +1,4 @@
-"""Reads texts in parts, and makes messages for chat templates, for the APIs other than chat."""
+"""Reads texts in parts and makes messages for chat templates. For all APIs except chat."""
 
 from __future__ import annotations
 
@@ -93,14 +93,12 @@ def texts_of(found: Mapping[str, Any]) -> list[str]:
 
 
 def reasoning_variables(effort: str | None) -> dict[str, Any]:
-    """Return the variables of chat templates that turn the reasoning on or off, or choose its
-    effort.
-    """
+    """Return the chat templates' variables that set the reasoning's effort, or turn it off."""
     if effort is None:
         return {}
     return thinking_variables(is_on=False) if effort == "none" else {"reasoning_effort": effort}
 
 
 def thinking_variables(*, is_on: bool) -> dict[str, Any]:
-    """Return the variables with which templates of several models turn reasoning on or off."""
+    """Return the chat templates' variables that turn reasoning on or off, for several models."""
     return {"enable_thinking": is_on, "thinking": is_on}

@@ -85,7 +85,7 @@ class ToolChoice:
 
     Attributes:
         names: names of the allowed tools; an empty set allows all tools.
-        is_named: whether the request names the one tool that is called.
+        is_named: whether the request names exactly one tool, which must be called.
     """
 
     mode: Mode = "auto"
@@ -101,7 +101,7 @@ class ToolUse:
         definitions: the tools as the client sent them, for the chat template.
         schemas: JSON schemas of the parameters, by name.
         strict: names of tools whose arguments must match their schemas.
-        named: whether the request names the one tool that is called.
+        named: whether the request names exactly one tool, which must be called.
         is_parallel: whether the answer may have several calls.
     """
 
@@ -118,7 +118,7 @@ class ToolUse:
 
 
 def read_tools(tools: Raw, choice: Raw, is_parallel: bool | None) -> ToolUse | None:
-    """Return the tools of a request; None if it has none.
+    """Return the tools of a request; None if the request has no tools.
 
     Raises:
         InvalidParameterError: a definition or the choice is wrong; names the field.
@@ -143,7 +143,7 @@ def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
     """Return the definitions of tools; an empty list if there are no tools.
 
     Raises:
-        InvalidParameterError: there are too many tools, or one of them is not a ``kind``.
+        InvalidParameterError: there are too many tools, or a tool is not a ``kind``.
     """
     data = bytes(tools)
     if data in _NOTHING:
@@ -189,8 +189,8 @@ def use_tools(
     """Return the tools that an answer may call.
 
     Args:
-        places: the field of each tool's name, for errors.
-        definitions: the definitions for the chat template; None makes them from ``functions``.
+        places: the field that contains each tool's name, for errors.
+        definitions: the definitions for the chat template; if None, ``functions`` are used.
 
     Raises:
         InvalidParameterError: a name is wrong, or the choice names a tool that does not exist.
@@ -279,7 +279,7 @@ def call_for_template(
 
 
 def as_object(arguments: str | dict[str, Any] | None) -> Any:
-    """Return a call's arguments as an object; a text that is no JSON object is not changed."""
+    """Return a call's arguments as an object; return a text that is no JSON object unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}
     if not arguments.strip():

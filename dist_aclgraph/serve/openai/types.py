@@ -1,9 +1,9 @@
 """Request bodies of the OpenAI API: fields, limits of fields, and features that are refused.
 
-``SamplingParams`` has the ranges of sampling parameters. ``user``, ``metadata``, ``store``,
+``SamplingParams`` defines the ranges of sampling parameters. ``user``, ``metadata``, ``store``,
 ``service_tier``, ``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
 
-A field of type ``Raw`` may have any number of items; they are counted before they are decoded.
+A field of type ``Raw`` may have any number of items, which are counted before they are decoded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
 MAX_PROMPT = 1 << 17  # maximum number of tokens of a prompt before it is truncated
-MAX_VARIABLES = 1024  # maximum number of texts in ``chat_template_kwargs``, with names
+MAX_VARIABLES = 1024  # maximum number of strings in ``chat_template_kwargs``, names included
 ABSENT: Raw = field(default_factory=Raw)
 
 
@@ -66,7 +66,7 @@ class ContentPart(Body):
 
 
 class ChatMessage(Body):
-    """A message; it also has the fields that a client's ``message.model_dump()`` contains."""
+    """A message. All fields of a client's ``message.model_dump()`` are allowed."""
 
     PARTS: ClassVar = {"content": ContentPart, "tool_calls": ToolCall}
 
@@ -129,7 +129,7 @@ class ChatMessage(Body):
 class GenerateRequest(Body, kw_only=True):
     """The fields that chat and text completions share.
 
-    ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are names that other servers use.
+    ``max_new_tokens``, ``n_predict`` and ``repeat_penalty`` are the names in other servers' APIs.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
@@ -244,13 +244,13 @@ class GenerateRequest(Body, kw_only=True):
         )
 
     def _first(self, *names: str) -> str:
-        """Return the first of ``names`` whose field has a value, or else ``names[0]``."""
+        """Return the first of ``names`` whose field has a value; ``names[0]`` if none has one."""
         return next((name for name in names if getattr(self, name) is not None), names[0])
 
     def truncated(self, ids: list[int], context_len: int) -> list[int]:
         """Return the last ``truncate_prompt_tokens`` ids of a prompt.
 
-        The value -1 keeps as many ids as possible, and leaves room for the answer in the context.
+        The value -1 keeps as many ids as fit in the context together with the answer.
         """
         most = self.truncate_prompt_tokens
         if most is None:
@@ -426,7 +426,7 @@ class CompletionRequest(GenerateRequest, kw_only=True):
         return found
 
     def sampling(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters; ``defaults`` has the values that the request omits."""
+        """Return the sampling parameters; ``defaults`` contains values for omitted fields."""
         return self._sampling(max_tokens, self.logprobs, defaults)
 
 
@@ -475,7 +475,7 @@ def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
     begins = body.add_generation_prompt
     return ChatOptions(
         documents=_documents(body.documents),
-        # By default, no new message is begun if the client asks to continue the last message.
+        # By default, a new message begins, unless the client asks to continue the last message.
         add_generation_prompt=not body.continue_final_message if begins is None else begins,
         continue_final_message=bool(body.continue_final_message),
         template=body.chat_template,

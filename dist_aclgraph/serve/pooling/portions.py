@@ -1,7 +1,7 @@
-"""Runs requests that have many prompts and short answers, in portions of their prompts.
+"""Runs requests with many prompts and short answers. A request's prompts run in portions.
 
-These requests have no journal. If the process that handles a request is lost, another process
-handles the request from its beginning.
+Such a request has no journal. If its process is lost, another process runs the request from the
+beginning.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dist_aclgraph.serve.openai.reply import gather
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.resume.journal import Chance, Journal
 
-# Number of one request's prompts that run or wait on engines at once. The limit leaves room for
-# other requests.
+# Limit of one request's prompts that run or wait on engines at once, to leave room for other
+# requests.
 PORTION = 64
 
 
@@ -35,8 +35,8 @@ async def answer_prompts(
     pieces: list[ChoicePiece] = []
     for start in range(0, len(prompts), PORTION):
         part = prompts[start : start + PORTION]
-        # Later portions belong to an accepted request, so they always get slots. The time limit
-        # begins with the first portion.
+        # ``is_resumed`` lets all later portions get slots, because the request was accepted. The
+        # time limit begins with the first portion.
         journal = Journal(chance, is_resumed=start > 0)
         account = request.scope.get(ACCOUNT)
         generation = Generation(state, part, [params] * len(part), 1, "", journal, account=account)

@@ -33,7 +33,8 @@ class EmbeddingRequest(Body, kw_only=True):
         """Return a list with one entry per input.
 
         Raises:
-            InvalidParameterError: there is no input, an input is empty, or there are too many.
+            InvalidParameterError: there is no input, there are too many inputs, or an input is
+                empty.
             RequestTooLongError: there are more token ids than the context allows.
         """
         found = decode_prompts(self.input, MAX_INPUTS, context_len, "input")
@@ -101,7 +102,8 @@ class RerankRequest(Body, kw_only=True):
         """Return the documents.
 
         Raises:
-            InvalidParameterError: there is no document, a document is empty, or there are too many.
+            InvalidParameterError: there is no document, there are too many documents, or a document
+                is empty.
         """
         data = bytes(self.documents)
         check_num_strings(data, 2 * MAX_INPUTS, "documents")  # an object has a key and a text

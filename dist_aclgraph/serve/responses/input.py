@@ -21,12 +21,13 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant")
 _NOTHING = (b"", b"null", b"[]")
-# The keys are functions' names for the model. The values are namespace and name of the function.
+# The keys are the functions' names for the model. The values are the namespace and the name of the
+# function.
 Namespaces: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 class _Item(Body, kw_only=True):
-    """An item of the input; fields that are not listed are ignored."""
+    """An item of the input. Other fields are ignored."""
 
     type: str | None = None
     role: str | None = None
@@ -39,8 +40,8 @@ class _Item(Body, kw_only=True):
     output: Raw = Raw()
 
     def __post_init__(self) -> None:
-        # Raise during decoding, which stops at the first wrong item, so that a hostile array is not
-        # built.
+        # Raise the error during decoding, which stops at the first wrong item. So a hostile array
+        # is not built.
         if self.type == "item_reference":
             raise ValueError("no response is stored; send the item itself")
         if self.type is None and self.role is None:
@@ -53,7 +54,7 @@ class _Item(Body, kw_only=True):
 
 
 def name_in(namespace: str, name: str) -> str:
-    """Return the name of a function in a namespace, as the model gets it."""
+    """Return the model's name for a function of a namespace."""
     return f"{namespace}__{name}"
 
 

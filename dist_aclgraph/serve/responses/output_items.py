@@ -1,4 +1,4 @@
-"""Converts an answer to the items of a response, and to the events of a stream."""
+"""Converts an answer to items of a response, or to events of a stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OutputItems:
 
     Args:
         name: the name of the answer, from which ids are made.
-        namespaces: namespaces and names of functions, by the names that the model got.
+        namespaces: namespaces and names of functions, by the model's names of the functions.
     """
 
     def __init__(self, name: str, namespaces: Namespaces) -> None:

@@ -25,7 +25,7 @@ from dist_aclgraph.serve.responses.types import ResponsesRequest
 from dist_aclgraph.serve.resume.journal import Chance
 
 Json = dict[str, Any]
-# A comment, which clients skip. It is sent if the generation continues without visible output.
+# A comment, which clients ignore. Sent while the generation continues without visible output.
 NOTHING_YET = b": \n\n"
 
 
@@ -162,7 +162,7 @@ def _common(state: ApiState, body: ResponsesRequest, asked: Conversation, chance
 
 
 def _or(given: Raw, default: Any) -> Any:
-    """Return the client's value on one line, because a line break would end a frame's data."""
+    """Return the client's value on one line, or the default. A line break would end the frame."""
     if bytes(given) in (b"", b"null"):
         return default
     return Raw(msgspec.json.format(bytes(given), indent=-1))

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses.
 
 ``store``, ``metadata``, ``user``, ``service_tier``, ``prompt_cache_key`` and similar fields are
-accepted and have no effect. Nothing is stored, so fields that need a stored response are refused.
+accepted and have no effect. A field that needs a stored response is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOGPROBS = "message.output_text.logprobs"  # entry of ``include`` for log-probab
 # Beginnings of the types of tools that a provider runs itself.
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp")
 MAX_INCLUDED = 64
-MAX_METADATA_BYTES = 16 << 10  # each event with a response contains them
+MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response contains the metadata
 ABSENT: Raw = field(default_factory=Raw)
 _NOTHING = (b"", b"null")
 
@@ -154,7 +154,7 @@ class ResponsesRequest(Body, kw_only=True):
         """Return the conversation that the request asks to continue.
 
         Args:
-            tools: the request's own tools, from ``read_tools``.
+            tools: the request's tools, from ``read_tools``.
             defaults: values of sampling parameters that the request omits.
         """
         given = {
@@ -217,10 +217,9 @@ class ResponsesRequest(Body, kw_only=True):
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
     def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
-        """Return three things: the tools that the answer may call, the functions of namespaces, and
-        the places of tools that are left out.
+        """Return the tools that the answer may call, namespaces' functions, and omitted tools.
 
-        A tool that a provider runs itself, such as ``web_search``, is left out, and the model does
+        A tool that a provider runs itself, such as ``web_search``, is omitted, so the model does
         not see this tool. A strict service refuses the tool.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Reads how many bytes of a TCP connection have been read, and how many have been sent."""
+"""Reads how many bytes were read from a TCP connection, and how many were sent over it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Counters(NamedTuple):
     """The kernel's counts of a connection. Only the difference of two counts has a meaning.
 
     Attributes:
-        num_read: bytes that have been read from the connection; the connection's end may count as
-            one byte.
-        num_sent: bytes that the kernel has got for sending; bytes that wait in this process are not
-            counted.
-        is_open: whether neither side has ended the connection.
+        num_read: bytes that were read from the connection. The connection's end may count as one
+            byte.
+        num_sent: bytes that the kernel has got for sending, without bytes that wait in this
+            process.
+        is_open: whether both sides of the connection are open.
     """
 
     num_read: int
@@ -44,7 +44,7 @@ def read_counters(connection: int) -> Counters:
         while True:
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
             state, num_acked, num_received = found = _COUNTS.unpack_from(info)
-            # Accept the counts only if nothing has changed during the three calls. Otherwise a byte
+            # Accept the counts only if they did not change during the three calls. Otherwise a byte
             # could be counted twice or not at all.
             if found == before:
                 return Counters(
@@ -58,7 +58,7 @@ def read_counters(connection: int) -> Counters:
 
 
 def hang_up(connection: int) -> None:
-    """End a connection for its client, even if another process holds a descriptor of it."""
+    """End a connection for its client, even if another process holds a descriptor."""
     own = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, connection)
     try:
         own.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,10 @@
 """Lets two processes hold each connection and its journal, so that both outlive one process.
 
-The supervisor (``ConnectionHolder``) starts the process that serves HTTP. That process
-(``HolderLink``) sends the supervisor the descriptors of each connection and of its journal, and
-reports when a connection has ended. If the process is killed, only its own descriptors are closed.
-The next process inherits the supervisor's descriptors, and continues the connections.
+The supervisor (``ConnectionHolder``) starts the process that serves HTTP. The serving process
+(``HolderLink``) sends the supervisor two descriptors for each connection: of the connection and of
+its journal. It also reports the end of each connection. If the serving process is killed, the
+supervisor's descriptors stay open. The next serving process inherits these descriptors, and
+continues the connections.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ MAX_ENDED = 4096  # maximum number of ended connections in one message
 
 
 class HolderMessage(msgspec.Struct, frozen=True):
-    """A process's report about its connections; each connection has a number.
+    """A process's report about its connections. Each connection has a number.
 
     Attributes:
-        begun: number of a new connection, whose two descriptors are sent with the message; 0 if
-            there is no new connection.
+        begun: number of a new connection, or 0. The message of a new connection also carries its
+            two descriptors.
     """
 
     ended: tuple[int, ...] = ()
@@ -78,7 +79,7 @@ class HolderLink:
         return self.link is not None and self._num_held < self.max_held
 
     def begin(self, connection: int, journal: int) -> int | None:
-        """Let the supervisor hold a connection; return its number, None if this is impossible."""
+        """Let the supervisor hold a connection; return its number; None if that is impossible."""
         if not self.has_room:
             return None
         number = next(self._numbers)
@@ -125,7 +126,8 @@ class ConnectionHolder:
     def open(self) -> socket.socket:
         """Return the other end of a new link, for the next process that is forked.
 
-        The signal SIGIO tells this process that a message has arrived; SIGIO must not end it.
+        The signal SIGIO tells this process that a message has arrived. The caller must handle
+        SIGIO, which would otherwise end this process.
         """
         self._lose()
         mine, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,7 +139,7 @@ class ConnectionHolder:
         return others
 
     def become_link(self, others: socket.socket) -> HolderLink:
-        """Return the link, in the forked process. After that, this object owns no descriptors."""
+        """In the forked process: return the link. After that, this object owns no descriptors."""
         self._close_link()
         left, self._held = self._held, {}
         return HolderLink(others, left)
@@ -169,8 +171,7 @@ class ConnectionHolder:
                 and not flags & socket.MSG_CTRUNC
             ):
                 self._held[message.begun] = HeldConnection(*descriptors)
-            # This process may open no more files: the connection ends with the process that serves
-            # it.
+            # This process cannot open more files, so the connection ends with its serving process.
             else:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -183,7 +184,7 @@ class ConnectionHolder:
         self._held.clear()
 
     def _lose(self) -> None:
-        """Apply the last messages of an ended process; end connections that have a void journal."""
+        """Apply an ended process's last messages; end the connections with a void journal."""
         self.take_in()
         self._close_link()
         for number, held in list(self._held.items()):

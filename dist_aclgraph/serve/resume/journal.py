@@ -1,9 +1,9 @@
 """The journal contains all that another process needs to continue the answer to a request.
 
-An answer is a function of the request, of random values, and of the deltas. The journal's memory
-has the request as it arrived (``memory.py``). The random values are written when the request is
-accepted, and each delta is written before its text is sent. Another process computes the same bytes
-again, leaves out the bytes that were sent, and continues.
+An answer depends only on the request, on random values, and on the deltas. The journal's memory
+contains the request as it arrived (``memory.py``). The random values are written when the request
+is accepted. Each delta is written before its text is sent. Another process computes the same bytes
+again, omits the bytes that were sent, and continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class JournalBudget(Protocol):
     """Limits the memory of all journals."""
 
     def take(self, num_bytes: int) -> bool:
-        """Count more bytes if there is room for them; return whether there is."""
+        """If there is room, count more bytes; return whether there was room."""
         ...
 
     def give_back(self, num_bytes: int) -> None: ...
@@ -105,7 +105,7 @@ class Journal:
     Args:
         entries: records that a previous process has written.
         is_resumed: whether a previous process has accepted the request.
-        memory: where entries are written; without it, nothing is stored.
+        memory: where entries are written; if None, nothing is stored.
         on_end: called once, after the last write.
     """
 
@@ -129,7 +129,7 @@ class Journal:
     def count_in(self, budget: JournalBudget) -> None:
         """Count the journal's memory in a budget until the journal ends.
 
-        Without room, the journal ends: the answer does not outlive this process.
+        If the budget has no room, the journal ends, and the answer does not outlive this process.
         """
         if self._memory is not None:
             self._budget = budget
@@ -145,7 +145,7 @@ class Journal:
         return True
 
     def take_entries(self) -> tuple[Entry, ...]:
-        """Return a previous process's entries, and free them, because they may be large."""
+        """Return a previous process's entries once, and drop them, because they may be large."""
         entries, self._entries = self._entries, ()
         return entries
 
@@ -172,7 +172,7 @@ def write_opening(memory: JournalMemory, opening: Opening) -> bool:
 
 
 def read_records(memory: JournalMemory) -> tuple[Opening | None, tuple[Entry, ...]]:
-    """Return the records of a journal; (None, ()) if the request was not accepted yet."""
+    """Return the records of a journal; (None, ()) if no request was accepted."""
     records = memory.records()
     if not records:
         return None, ()

@@ -9,10 +9,10 @@
 
 The kernel reads a connection directly into the request's part of this memory, so this memory
 contains every byte that was read. The kernel also counts the bytes read from the connection
-(``counters.py``). The size of the request is this count minus the count at the time when the
-journal was cleared.
+(``counters.py``). The size of the request is the current count minus the count when the journal was
+cleared.
 
-A process may be killed between any two instructions. Each change therefore takes effect by storing
+A process may be killed between any two instructions. So each change takes effect by the store of
 one word.
 """
 
@@ -28,15 +28,14 @@ REQUEST_BYTES = RECORD_BYTES = 8 << 20  # an answer that needs more cannot outli
 REQUEST_AT = mmap.PAGESIZE
 RECORDS_AT = REQUEST_AT + REQUEST_BYTES
 SIZE = RECORDS_AT + RECORD_BYTES
-STAYING_BYTES = 16 << 10  # memory above this size is given back when a journal is cleared
+STAYING_BYTES = 16 << 10  # memory beyond this size is freed when a journal is cleared
 _LENGTH = struct.Struct("=I")
 _WORD = struct.Struct("=Q")
 _VOID = 0
 _SLOT_WORDS = 5
-# The words of a slot: number of bytes that had been read from the connection when the journal was
-# cleared; number of bytes that had been sent at the same time; offset of the next record; number of
-# processes that died with the request since its last record; offset of the next record at the last
-# of these deaths.
+# The words of a slot. _NUM_READ, _NUM_SENT: bytes read and sent until the journal was cleared.
+# _RECORDS_END: offset of the next record. _NUM_LOSSES: number of processes that died with the
+# request since the last record. _LOSSES_AT: offset of the next record at the last of these deaths.
 _NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES, _LOSSES_AT = range(_SLOT_WORDS)
 
 
@@ -88,7 +87,7 @@ class JournalMemory:
             raise
 
     def request_buffer(self, start: int) -> memoryview:
-        """Return the memory into which more of the request is read; empty if there is no room."""
+        """Return the memory for the request's next bytes; empty if there is no room."""
         return self._request[start : start + READ_BYTES]
 
     def request(self, start: int, end: int) -> bytes:
@@ -96,7 +95,7 @@ class JournalMemory:
         return self._map[REQUEST_AT + start : REQUEST_AT + end]
 
     def append(self, record: bytes) -> bool:
-        """Add a record and return True; if there is no room, make the journal void."""
+        """Add a record; if there is no room, make the journal void. Return whether it was added."""
         end = self._records_end + _LENGTH.size + len(record)
         if end > RECORD_BYTES:
             self.void()
@@ -127,7 +126,8 @@ class JournalMemory:
     def count_loss(self) -> int:
         """Count one more process that died with the request.
 
-        Return the number of such processes since the last record was added.
+        Returns:
+            The number of processes that died since the last record was added.
         """
         at = self._slot_at
         if self._words[at + _LOSSES_AT] != self._records_end:
@@ -160,7 +160,7 @@ class JournalMemory:
             self._give_back()
 
     def close(self) -> None:
-        """Close the mapping; the memory stays while another process has it open."""
+        """Close the mapping. The memory stays while another process has a descriptor of it."""
         self._words.release()
         self._request.release()
         with contextlib.suppress(BufferError):  # the event loop is reading into the mapping

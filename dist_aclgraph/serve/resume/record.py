@@ -1,4 +1,4 @@
-"""A connection's record has all that another process needs to continue the connection."""
+"""The record of a connection: everything that another process needs to continue the connection."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dist_aclgraph.serve.resume.journal import (
 )
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
-# If 3 processes died with the same request, and its answer made no progress between their deaths,
-# the request may be the cause.
+# If this number of processes died with a request, without progress of its answer between the
+# deaths, the request may be the cause.
 MAX_LOSSES = 3
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Buffer for the bytes of connections that no other process holds.
+# Buffer for the bytes of connections that end with this process.
 _scratch = memoryview(bytearray(READ_BYTES))
 
 
@@ -40,16 +40,17 @@ class ResumedRequest(NamedTuple):
 class ConnectionRecord:
     """The record of one connection. Owns its journal's memory, and counts bytes read and sent.
 
-    The journal has room for one request and its answer. If more is in progress on the connection,
-    or if the memory is full, the journal is void, and the connection ends with this process.
+    The journal has room for one request and its answer. If several requests are in progress on the
+    connection, or if the memory is full, the journal is void, and the connection ends with this
+    process.
 
     Args:
         link: link to the holder of connections; None if no connection outlives this process.
 
     Attributes:
         is_spent: whether a request in the journal has been answered.
-        num_omitted: bytes of the answer that a previous process has sent, and that this process
-            must not send.
+        num_omitted: bytes of the answer that this process must not send, because a previous process
+            has sent them.
     """
 
     def __init__(self, link: HolderLink | None) -> None:
@@ -106,7 +107,7 @@ class ConnectionRecord:
 
     @property
     def is_owed(self) -> bool:
-        """Whether a previous process accepted a request that this process must still answer."""
+        """Whether this process must answer a request that a previous process accepted."""
         return self._resumed is not None and self._resumed.journal is not None
 
     def hold(self, descriptor: int) -> None:
@@ -189,7 +190,7 @@ class ConnectionRecord:
         return self._begin_journal(chance)
 
     def spend(self) -> None:
-        """Record that a request in the journal was answered; after that, no entry can be added."""
+        """Record that the journal's request was answered. After that, no entry can be added."""
         self.is_spent = True
         journal, self._journal = self._journal, None
         if journal is not None:
@@ -204,7 +205,7 @@ class ConnectionRecord:
             self._memory.clear(self._num_read, self._num_sent)
 
     def void(self) -> None:
-        """Mark the journal as void: no process can continue the connection's request."""
+        """Mark the journal as void, so that no process continues the connection's request."""
         if self._memory is not None:
             self._memory.void()
         if self._journal is not None:

@@ -1,8 +1,8 @@
 """Every rank runs this script. It captures two layers of attention, with a cache that ranks share
 and with a whole cache.
 
-It prints a list. An entry has the kind of attention, the number of tokens, whether the cache is
-sharded, the operators and collectives of a layer, and the unaligned views among the inputs of its
+It prints a list. An entry contains the kind of attention, the number of tokens, whether the cache
+is sharded, and three counts of a layer: operators, collectives, and unaligned views among inputs of
 launches. Arguments: tp pcp dcp.
 """
 

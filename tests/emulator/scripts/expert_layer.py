@@ -100,9 +100,7 @@ def make_layer(factor=4.0, with_shared=True, side=None, product=floats):
 
 
 def batch(seed, n, live, dp_rank=None):
-    """Return x [n, hidden] and slots [n] of a data parallel rank. Padding rows contain values that
-    must not affect the result.
-    """
+    """Return x [n, hidden] and slots [n] of a data parallel rank. Padding rows contain junk."""
     x = random(100 * seed + (groups.dp_rank if dp_rank is None else dp_rank), n, HIDDEN).half()
     slots = torch.arange(n, dtype=torch.int32)
     x[live:], slots[live:] = 100.0, -1
@@ -152,9 +150,7 @@ def new_tally():
 
 
 def load(seed, n, lives):
-    """Return the number of tokens, in the batches of all data parallel ranks, that this rank's
-    experts compute.
-    """
+    """Return how many tokens of all data parallel ranks this rank's experts compute."""
     counts = np.zeros(EXPERTS, np.int64)
     for dp_rank in range(DP):
         chosen = choices(batch(seed, n, lives[dp_rank], dp_rank)[0][: lives[dp_rank]])[1]
@@ -238,17 +234,15 @@ def run_in_int8(kind):
         x.copy_(given[0])
         slots.copy_(given[1])
         graph.replay()
-        # About a hundredth of noise for each of three quantised inputs and weights, and sums of
-        # a standard deviation of 0.8; the largest of some hundreds of them.
+        # Each of three quantised inputs and weights adds noise of about 1 %. Sums have a standard
+        # deviation of 0.8. The tolerance is for the largest error of some hundreds of sums.
         expect_dense(f"int8 {kind}", out, given[0], live, tolerance=0.1)
         eager = alone(x, slots, ExpertStep(kind))
         expect(f"int8 {kind}", torch.equal(out[:live].cpu(), eager[:live].cpu()), "other bits")
 
 
 def run_overflow():
-    """All tokens of a rank choose the same experts, and there is room for only some of the
-    tokens.
-    """
+    """All tokens of a rank choose the same experts, which have room for only some of the tokens."""
     layer, n, live = make_layer(factor=1.0), 96, 90
     x, slots = batch(0, n, live)
     x[:live] = x[0]

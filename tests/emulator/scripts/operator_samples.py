@@ -2,9 +2,9 @@
 per line.
 
 Arguments: the maximum number of samples of each operator and type, then names of operators. A line
-is "VERDICT" and a JSON list: name, type, number of equal samples, the side that refused the other
-samples, errors. An operator that stops the device ends the process; the caller continues with the
-next operator in another process.
+is "VERDICT" and a JSON list: name, type, number of equal samples, whether CANN or torch_npu refused
+the other samples, errors. An operator that stops the device ends the process; the caller continues
+with the next operator in another process.
 """
 
 import json

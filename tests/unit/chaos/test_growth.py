@@ -1,4 +1,4 @@
-"""Growth is told from noise and from the beginning of a run."""
+"""Growth is distinguished from noise, and from growth only at the beginning of a run."""
 
 from __future__ import annotations
 

@@ -91,11 +91,11 @@ def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "num_layers", "elements"),
     [
-        # Of the layers, one is that of the next-token module. Layers with linear attention keep no
-        # keys. A rank has one KV head of 256 elements.
+        # One of the layers is the next-token module's. Layers with linear attention keep no keys. A
+        # rank has one KV head of 256 elements.
         (QWEN3_5, 60 // 4 + 1, 2 * 256),
         (NEXT, 48 // 4 + 1, 2 * 256),
-        # the latent, the rotated key, and the key of the indexer
+        # The latent, the rotated key, and the indexer's key.
         (GLM5, 78 + 1, 512 + 64 + 128),
         (V32, 61 + 1, 512 + 64 + 128),
         (K2, 61, 512 + 64),
@@ -109,7 +109,7 @@ def test_a_token_takes_the_bytes_of_its_layers(name: str, num_layers: int, eleme
 
 @pytest.mark.parametrize(
     ("name", "num_layers", "heads", "channels"),
-    # Heads of values and channels of the convolution on one rank, of 8 and of 4.
+    # Heads of values, and channels of the convolution, on one of 8 ranks and on one of 4 ranks.
     [
         (QWEN3_5, 45, 64 // 8, (2 * 16 + 64) * 128 // 8),
         (NEXT, 36, 32 // 4, (2 * 16 + 32) * 128 // 4),
@@ -123,7 +123,7 @@ def test_states_are_a_part_of_the_memory(
     rows = load_config(CONFIGS / f"{name}.yaml").scheduler.max_num_seqs
     parts = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
 
-    # a row has a slot for its last token and one for its draft; there is a checkpoint for each row
+    # A row has a slot for its last token and a slot for its draft. Each row has one checkpoint.
     assert states["num_slots"] == 1 + 2 * rows + rows
     assert states["bytes_per_slot"] == num_layers * (heads * 128 * 128 + 3 * channels) * 2
     assert parts["states"] == states["num_slots"] * states["bytes_per_slot"]

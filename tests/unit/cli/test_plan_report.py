@@ -52,7 +52,7 @@ def test_the_report_has_nodes_and_the_requests_that_fit(checkpoint: Path) -> Non
 
     report = plan_report(config)
 
-    # each of five ranks has 33 blocks; requests can use 32 of them
+    # Each of five ranks has 33 blocks, of which requests can use 32.
     assert report["kv"]["requests"] == [
         {"tokens": 1024, "requests": 5 * 4},
         {"tokens": 2048, "requests": 5 * 2},
@@ -70,8 +70,8 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
 
     assert report["layout"]["lockstep_groups"] == [[0, 1], [2, 3]]
     assert buckets_of(report) == [[1, 2, 4, 8, 16, 24, 32]] * 2
-    # tp 2 and dp 2: a graph needs 1 + 2 x 2 streams; the fixed price is 40 streams for each of tp
-    # and dp
+    # With tp 2 and dp 2, a graph needs 1 + 2 x 2 streams. The fixed price is 40 streams for tp, and
+    # 40 streams for dp.
     assert report["graph"]["families"][0]["price_per_bucket"] == 5
     assert report["graph"]["fixed_price"] == 80
     rank = report["ranks"][3]

@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent state: where prompts are copied, and which copy is given on."""
+"""Checkpoints of recurrent state: where states are copied, and which copy is replaced."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Laws of the number of groups: it stays within limits, changes only after a delay, and stays
-constant under a constant demand.
+"""Laws of the number of groups.
+
+It stays within limits, changes only after a delay, and is constant under a constant demand.
 """
 
 from __future__ import annotations

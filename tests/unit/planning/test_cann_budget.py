@@ -43,8 +43,9 @@ def lanes(family: GraphFamily, workload: Workload) -> list[tuple[int, ...]]:
 
 
 def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
-    """The lengths were counted on the emulator with 4 layers of Qwen3. A wait for parameters counts
-    four entries, and so does its reset.
+    """The lengths were counted on the emulator with 4 layers of Qwen3.
+
+    A wait for parameters counts four entries, and the reset of the wait counts four entries.
     """
     alone, pair = Workload(num_layers=4), Workload(num_layers=4, tp=2)
 
@@ -172,12 +173,12 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     dense = Workload(num_layers=61, tp=8, dp=4, ep=32)
     experts = replace(dense, moe=True)
 
-    # 61 layers of 12 + 10 + 4 entries, and 23 more entries, fit in one queue. With experts on other
-    # ranks, each layer has 54 more entries, and 4 entries for their exchanges. They need two more
-    # queues.
+    # 61 layers of 12 + 10 + 4 entries, and 23 further entries, fit in one queue. With experts on
+    # other ranks, each layer has 54 more entries, and 4 more for exchanges. Then two more queues
+    # are needed.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
-    # With all_gather, each layer has 25 more entries, and 4 for exchanges. They need one more
-    # queue.
+    # With all_gather, each layer has 25 more entries, and 4 for exchanges. Then one more queue is
+    # needed.
     assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
 
 
@@ -259,7 +260,7 @@ def test_a_probe_prices_its_family_in_streams_and_bytes() -> None:
 
 
 def test_a_slow_probe_makes_its_step_dear() -> None:
-    """If the time of a step does not grow with its tokens, small buckets save nothing."""
+    """If a step's time does not depend on its number of tokens, small buckets save nothing."""
     workload = Workload(num_layers=4)
     timed = [
         Probe(graph=BatchDescriptor(b, b, 1, "FULL"), streams=1, bytes=0, replay_s=0.01)

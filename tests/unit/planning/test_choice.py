@@ -15,9 +15,7 @@ from tests.plans import choose
 
 
 def zero_or(lowest: float, highest: float) -> st.SearchStrategy[float]:
-    """Draw zero, or a number whose products stay exact. Real times and weights are never as small
-    as 1e-320.
-    """
+    """Draw zero, or a number whose products stay exact: real times are never as small as 1e-320."""
     return st.just(0.0) | st.floats(lowest, highest)
 
 

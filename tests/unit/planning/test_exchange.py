@@ -85,7 +85,7 @@ def test_capacity_holds_balanced_routing_and_never_more_than_all(
 ) -> None:
     capacity = expert_capacity(num_rows, ep, top_k, factor)
 
-    # With evenly distributed tokens, each rank gets its share of the ranks that tokens choose.
+    # A token chooses ``distinct`` ranks on average. Each rank gets an equal part of these choices.
     distinct = ep * (1 - (1 - 1 / ep) ** top_k)
     assert num_rows * distinct / ep - 1e-6 <= capacity <= num_rows
     assert capacity <= expert_capacity(num_rows + 1, ep, top_k, factor) <= capacity + 4

@@ -1,6 +1,4 @@
-"""Lazy graphs: which shapes get a lazy graph, which graphs are evicted for it, and which graphs
-stay.
-"""
+"""Lazy graphs: which shapes get a lazy graph, and which graphs are then evicted or stay."""
 
 from __future__ import annotations
 

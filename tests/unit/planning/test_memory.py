@@ -69,8 +69,8 @@ def test_ranks_that_split_prompts_hold_whole_weights_and_the_buffers_of_their_do
     same = make(parallel={"tp": 8, "pcp": 2, "dp": 2, "dcp": 2, "ep": 32})
 
     assert weights(account(split)) == weights(account(alone))
-    # There are two buffers for each domain: of TP, of EP, of PCP, and of DCP if its ranks are not
-    # those of PCP.
+    # Each domain has two buffers. The domains are TP, EP, PCP, and DCP if its ranks are not the
+    # ranks of PCP.
     domains = {2: alone, 3: split, 4: sharded}
     for count, config in {**domains, 3: same}.items():
         assert part(account(config), "HCCL buffers") == count * 2 * 200 * MIB
@@ -85,8 +85,8 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
     # The numbers are for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
-    # Queries exist as gathered and in order. Results exist in float32 by shard, as sent and as
-    # received.
+    # There are two copies of the queries: as gathered, and in order. There are three copies of the
+    # results in float32: by shard, as sent, and as received.
     assert 2 * queries + 3 * findings < more < 4 * queries + 8 * findings
 
 

@@ -1,6 +1,4 @@
-"""A plan follows its traffic by single actions, and every batch that could replay a graph still
-can.
-"""
+"""A plan is adapted to the traffic by single actions. Each batch that had a graph still has one."""
 
 from __future__ import annotations
 
@@ -137,7 +135,7 @@ def test_a_proposal_saves_what_was_asked_for_and_is_paid_for(old, decode, mixed,
 
 
 def test_traffic_that_moved_moves_the_buckets() -> None:
-    """Five decode buckets were chosen for small batches; then batches have about fifty requests."""
+    """Five decode buckets were chosen for small batches. Later, batches have about 50 requests."""
     family = FAMILIES[0]
     offers = [StreamOffer(rank=0, available=5)]
     workload = Workload(num_layers=3)
@@ -185,9 +183,7 @@ causes = st.sampled_from(["streams", "memory", "operator"])
 
 @given(plans, histograms, st.data(), causes, st.booleans())
 def test_what_failed_once_is_not_proposed_again(old, decode, data, cause, is_serving) -> None:
-    """The budget model assumes more streams than the ranks have; only failed captures show the
-    limit.
-    """
+    """The budget model assumes too many streams, so only failed captures show the limit."""
     offers = [StreamOffer(rank=0, available=900)]
     failed = data.draw(st.sampled_from(old.capture_order))
     if is_serving:

@@ -63,8 +63,8 @@ def test_before_anything_was_seen_small_sizes_lie_dense() -> None:
 
     found = choose(sizes, prior(512), sizes, 6)
 
-    # Sizes that are chosen evenly by index have a wide gap above 1, so small batches get much
-    # padding.
+    # If sizes are chosen at equal distances in the list, there is a wide gap above size 1, so small
+    # batches get much padding.
     assert trim_sizes(sizes, 6)[:3] == [1, 64, 144]
     assert found[:3] == (8, 40, 104)
     gaps = [b - a for a, b in pairwise((0, *found))]

@@ -64,7 +64,7 @@ class FakeStates:
         self._kept.append([checkpoint for _, checkpoint in kept])
 
     def spoil(self, row: int) -> None:
-        """Note that the state of a row counts for nothing until the row begins again."""
+        """Record that the state of a row is invalid until the row begins again."""
         self._spoilt.add(row)
 
     def resume(self, num_in_flight: int) -> None:

@@ -30,12 +30,11 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step sampled
-    has_drafts: bool | None = False  # None: as the next step says, because the row was sent again
+    has_drafts: bool | None = False  # None: the row was sent again, so the next step decides
 
 
 class FakeWorker:
-    """Runs the steps of one data-parallel rank. Asserts that the cache contains the right KV for
-    each step.
+    """Runs the steps of one data-parallel rank, and asserts that the cache has the right KV.
 
     Args:
         num_drafts: draft tokens of each row that has sampled.
@@ -98,8 +97,9 @@ class FakeWorker:
         )
 
     def resume(self, num_in_flight: int) -> None:
-        """Abort the last steps: their writes become invalid, and the host forgets its rows. The
-        device keeps its drafts.
+        """Abort the last steps: their writes become invalid, and the host drops its rows.
+
+        The device keeps its drafts.
         """
         for written in self._written[len(self._written) - num_in_flight :]:
             for block_id, place in written:
@@ -151,7 +151,7 @@ class FakeWorker:
         if row.has_drafts is None:
             row.has_drafts = num_logits > 1
         known = num_received = len(row.tokens)
-        if computed >= known:  # follows a step whose tokens the host does not have
+        if computed >= known:  # the host does not have the tokens of the previous step
             assert computed == known and row.latest, "a token is missing"
             assert length == num_logits == self._num_drafts + 1
             computed += len(row.latest) - 1
@@ -181,7 +181,7 @@ class FakeWorker:
         """Run a row's tokens through its state.
 
         Args:
-            tokens: the row's tokens, the new ones included. Places after them have rejected drafts.
+            tokens: the row's tokens, including new tokens. Later places have rejected drafts.
         """
         assert self._states is not None
         before, after = tokens[:computed], [*tokens, *[WRONG] * length]
@@ -219,8 +219,8 @@ class FakeGroup:
 
     Args:
         tp: number of tensor parallel ranks of each data-parallel rank.
-        lose: returns whether a step loses tokens, if the exchange of the step can lose tokens.
-        compile_steps: returns for how many steps one rank still compiles the grammar of a row that
+        lose: returns whether a step loses tokens. Called if the step's exchange can lose tokens.
+        compile_steps: returns for how many more steps one rank compiles the grammar of a row that
             it samples; 0 if the grammar is compiled.
     """
 

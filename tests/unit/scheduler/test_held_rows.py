@@ -54,7 +54,7 @@ def test_a_request_without_a_mask_gets_no_token_and_runs_when_its_grammar_is_com
         plan = scheduler.schedule()
         assert rows_of(plan) == [FREE]
         assert plan is not None
-        # Workers begin the row again, once, because they may have counted its wrong token.
+        # Workers begin the row again once, because they may have counted the row's wrong token.
         assert [start.row for start in plan.batches[0].started] == [FORM] * (number == 0)
         compiling = [FORM] if number < 4 else []
         assert land(scheduler, plan, {"compiling": compiling}) == ["free"]

@@ -24,9 +24,7 @@ NUM_BLOCKS, BLOCK, VOCAB, POISON, NAN = 11, 4, 50, 49, -7
 
 
 class NanWorker(FakeWorker):
-    """A worker whose model computes NaN after the token ``POISON``; attention reads whole
-    blocks.
-    """
+    """A worker whose model computes NaN after the token ``POISON``. It reads whole blocks."""
 
     def execute(self, plan: RankPlan, *args: Any, **options: Any) -> StepResult:
         result = super().execute(plan, *args, **options)

@@ -1,5 +1,5 @@
-"""Laws of routing: load is bounded, requests with equal prefixes go to the same group, and groups
-that accept no requests get none.
+"""Laws of routing: load is bounded; equal prefixes lead to the same group; a group that accepts no
+requests gets no request.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_equal_beginnings_meet_while_loads_are_near_and_part_when_they_are_not()
     found = [router.route(str(i), prompt(*shared, 9000 + i), "", ["a", "b"]) for i in range(40)]
 
     assert found[0] == found[1] == found[2]
-    # The group with the prefix has so many requests that waiting costs more than the prefix saves.
+    # The group with the prefix has many requests, so the wait costs more than the prefix saves.
     assert {"a", "b"} == set(found)
 
 

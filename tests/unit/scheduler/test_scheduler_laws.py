@@ -48,7 +48,7 @@ class Arrival:
     min_tokens: int
     abort_at: int | None  # step, counted from the arrival
     in_flight: bool  # abort while the step runs
-    emitted: int = 0  # number of output tokens that it already has, if shorter
+    emitted: int = 0  # number of output tokens that the request already has, at most its length
 
     def prompt(self, index: int) -> list[int]:
         return PREFIX[: self.shared] + [1000 + index] * self.own
@@ -283,9 +283,7 @@ class World:
             self.take([output])
 
     def check_plan(self, plan: StepPlan) -> None:
-        """Check that workers and scheduler have equal rows, and that no two rows may write to one
-        block.
-        """
+        """Check that workers and scheduler have equal rows, which write to different blocks."""
         scheduler, decode_len = self.scheduler, self.shape.num_drafts + 1
         batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
         most = max(int(records[:, 2].sum()) for records in batches)
@@ -331,8 +329,9 @@ class World:
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:
-        """Check that the shapes depend only on single requests: a step runs either a chunk of one
-        prompt, or one token for each of several requests after their prompts.
+        """Check that shapes depend only on single requests.
+
+        A step runs either a chunk of one prompt, or one token of each request after its prompt.
         """
         kinds = set()
         for rank, batch in zip(self.scheduler.ranks, plan.batches, strict=True):
@@ -354,9 +353,7 @@ class World:
             assert (plan.graph is not None) == (kinds == {False} and is_small)
 
     def check_end(self, arrived: dict[int, Arrival]) -> None:
-        """Check that every request ended once with the expected tokens, and that every block is
-        free.
-        """
+        """Check that every request ended once, with the right tokens, and all blocks are free."""
         assert not self.scheduler.has_work and self.scheduler.num_requests == 0
         assert all(rank.pool.num_used == 0 for rank in self.scheduler.ranks)
         assert self.reasons.keys() == self.got.keys()

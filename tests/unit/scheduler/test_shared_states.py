@@ -1,5 +1,6 @@
-"""Prefixes of a model with recurrent state: they need their blocks and a checkpoint, and neither
-alone is enough. The fake worker checks that each request starts from the state of its own tokens.
+"""A prefix of a model with recurrent state is shared only with both its blocks and a checkpoint.
+
+The fake worker checks that each request starts from the state of its own tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def test_blocks_without_a_checkpoint_are_not_shared() -> None:
 def test_a_prefix_ends_at_the_last_checkpoint_that_is_left() -> None:
     group = Group(num_checkpoints=2, interval=2)
     group.serve("donor", PROMPT)  # checkpoints after 8 and after 12 tokens
-    group.serve("other", [*range(5)])  # takes the older one of them
+    group.serve("other", [*range(5)])  # takes the older checkpoint
 
     assert group.serve("long", PROMPT) == 12
     assert group.serve("short", [*PROMPT[:8], 1, 2]) == 0

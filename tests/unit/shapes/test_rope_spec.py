@@ -1,4 +1,4 @@
-"""Lengths of contexts as vLLM derives them, and keys of the rotary embedding that exclude others.
+"""Lengths of contexts, derived as in vLLM, and keys of the rotary embedding that exclude others.
 
 ``tests/engine/test_rotary.py`` compares frequencies with transformers.
 """

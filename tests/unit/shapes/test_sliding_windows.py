@@ -1,6 +1,4 @@
-"""Which layers have a sliding window, and for which lengths it matters; transformers has the same
-rules.
-"""
+"""Which layers have a sliding window, and for which lengths; the rules of transformers."""
 
 from __future__ import annotations
 

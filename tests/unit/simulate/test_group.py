@@ -195,8 +195,8 @@ def test_latencies_are_those_of_the_simulated_clock(checkpoint: Path) -> None:
 
     found = play(group(config), [Arrival(0, 5, 4), Arrival(0.5, 5, 1), Arrival(90, 5, 3)])
 
-    # A prompt needs one step, and so does each further token. The second request waits for the
-    # first.
+    # A prompt needs one step, and each further token needs one step. The second request waits for
+    # the first request.
     assert found.latencies.first_token_s == [1, 4 + 1 - 0.5, 1]
     assert found.latencies.per_token_s == [1, 1]
 
@@ -291,7 +291,7 @@ def test_lazy_graphs_come_and_go_and_take_time(checkpoint: Path) -> None:
         graph for graph in simulated.dispatcher.replays if graph.num_tokens in (8, 16, 64)
     }
     assert simulated.clock_s == 200 + 2 * 1000.0
-    # At each time there is the plan's graph, and one more graph.
+    # At each time, the plan's graph and one more graph exist.
     assert simulated.most_streams["all"] == 2
 
 

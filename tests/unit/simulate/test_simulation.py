@@ -409,8 +409,8 @@ def test_drafts_are_accepted_as_often_as_given(tmp_path: Path) -> None:
 
     (group,) = run(config, load)["groups"]
 
-    # A verification gives 1 + 0.7 + 0.49 tokens on average; the last one of a request may give
-    # fewer.
+    # A verification gives 1 + 0.7 + 0.49 tokens on average. The last verification of a request may
+    # give fewer tokens.
     replayed = sum(group["replays"].values())
     assert replayed > 100
     assert 1.9 < group["drafts"]["tokens_per_verification"] < 2.25

@@ -1,6 +1,4 @@
-"""Laws of split steps: the parts of all ranks together are the step, and each rank finds the
-results of other ranks.
-"""
+"""Laws of split steps: the ranks' parts together are the step; ranks find each other's results."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ LENS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), min_size=1, m
 
 
 def make_step(lens: list[tuple[int, int]]) -> HostStep:
-    """Make a step of requests, each given as (queries, tokens before them); token ids number the
-    step's tokens.
+    """Make a step of requests, each given as (queries, tokens before them).
+
+    The token ids count the step's tokens.
     """
     queries, before = (np.array(column, np.int32) for column in zip(*lens, strict=True))
     ends = np.cumsum(queries, dtype=np.int32)
@@ -96,7 +95,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
 def test_direct_rows_see_the_keys_up_to_their_own(
     lens: list[tuple[int, int]], num_ranks: int, heads: int, interleave: int, takes_long: bool
 ) -> None:
-    """On all shards together, the last query of each row sees its own and all earlier positions."""
+    """On all shards together, each row's last query sees its own and all earlier positions."""
     step = make_step(lens)
     for rank in range(num_ranks):
         share = share_prompts(step, num_ranks, rank)
