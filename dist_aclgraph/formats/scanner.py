@@ -69,6 +69,7 @@ class Scanner:
         self._has_content = False
         self.in_thought = False
         self.num_calls = 0
+        self.strings_end = True  # whether all strings within JSON values had an end so far
 
     # ---- text
 

@@ -59,11 +59,12 @@ class Arguments:
         """Return the text of a value that may be another type than a string, and the end after it.
 
         A string within JSON may contain an end. If such a string never ends, the value ends at the
-        first end.
+        first end, and so do all later values of the answer.
         """
         first, end = yield from self._scanner.read_until(ends)
         pieces, last = [first], end
-        is_string = first.lstrip()[:1] in ("{", "[", '"') and _ends_in_string(first)
+        is_json = self._scanner.strings_end and first.lstrip()[:1] in ("{", "[", '"')
+        is_string = is_json and _ends_in_string(first)
         num_chars = len(first)
         while is_string and last is not None and not self._scanner.has_marker(last):
             text, following = yield from self._scanner.read_until(ends)
@@ -74,6 +75,8 @@ class Arguments:
             if num_chars > MAX_HELD_CHARS:
                 break
         if is_string and len(pieces) > 1:
+            # Only once in an answer: each search may read all of its remaining text.
+            self._scanner.strings_end = False
             self._scanner.unread("".join(pieces[2:]) + (last or ""))
             pieces, last = [first], end
         return self._scanner.shown("".join(pieces)), last

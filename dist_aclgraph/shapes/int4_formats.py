@@ -23,6 +23,7 @@ SMALLEST_GROUP = 32  # of npu_weight_quant_batchmatmul; larger groups are multip
 EXPERT_INPUTS = 64  # with int8 rows, npu_grouped_matmul needs a multiple of this number of inputs
 W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
 EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression
+REPETITION, REPEATED_GROUP, MAX_REPETITIONS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 5
 SCALE_BYTES, PREPARED_SCALE_BYTES = 2, 8
 # A matrix of each part of the weights, see ``weight_parts``.
 EXAMPLES = {
@@ -149,13 +150,27 @@ def read_int4_formats(config: ModelConfig) -> Int4Formats:
 def _patterns(config: ModelConfig, key: str) -> tuple[str, ...]:
     patterns = config.texts(key)
     for pattern in patterns:
-        try:
-            re.compile(pattern.removeprefix(EXPRESSION))
-        except re.error as e:
-            raise ModelError(
-                f"{config.path}: {key} has {pattern!r:.80}, which is no regular expression: {e}"
-            ) from e
+        if pattern.startswith(EXPRESSION):
+            _check_expression(config, key, pattern)
     return patterns
+
+
+def _check_expression(config: ModelConfig, key: str, pattern: str) -> None:
+    """Refuse an expression that is invalid, or that may need years for a name: a repeated group, or
+    many repetitions.
+    """
+    expression = pattern.removeprefix(EXPRESSION)
+    try:
+        re.compile(expression)
+    except re.error as e:
+        raise ModelError(
+            f"{config.path}: {key} has {pattern!r:.80}, which is no regular expression: {e}"
+        ) from e
+    if REPEATED_GROUP.search(expression) or len(REPETITION.findall(expression)) > MAX_REPETITIONS:
+        raise config.unsupported(
+            f"{key} has {pattern!r:.80}; supported are expressions without "
+            f"repeated groups and with at most {MAX_REPETITIONS} of *, + and {{"
+        )
 
 
 def group_of(description: Mapping[str, Any]) -> int | None:

@@ -21,6 +21,13 @@ def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
     """
     widths = dict(_inner_widths(spec, parallel))
     for part in spec.int4:
+        inner = (spec.hidden_size, widths.get(part.name, (0, 1))[0])
+        if part.form.group and (odd := [width for width in inner if width % part.form.group]):
+            raise ConfigError(
+                f"{part.name} with values of four bits have {odd[0]} inputs in groups of "
+                f"{part.form.group}, and the last group would be shorter: quantise the checkpoint "
+                "with a group size that divides the inputs"
+            )
         if part.name not in widths:
             continue
         width, size = widths[part.name]

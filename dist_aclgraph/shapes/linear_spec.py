@@ -94,6 +94,15 @@ def read_linear_spec(config: ModelConfig) -> LinearSpec | None:
         ModelError: a key is missing or has an impossible value.
         UnsupportedModelError: the operators do not support the heads.
     """
+    linear = _read_layers(config)
+    if linear is not None and len(linear.layers) == config.integer("num_hidden_layers"):
+        raise config.unsupported(
+            "every layer has linear attention; at least one layer must have full attention"
+        )
+    return linear
+
+
+def _read_layers(config: ModelConfig) -> LinearSpec | None:
     if (kimi := config.part("linear_attn_config")) is not None:
         return _kimi_spec(
             _kimi_layers(config, kimi),

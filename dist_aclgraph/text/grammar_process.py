@@ -94,7 +94,7 @@ def compile_source(
             llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
         took_s = time.thread_time() - begin_s
         if not matcher.is_error():
-            is_large = source["kind"] == "json" and len(grammar) >= SLOW_CHARS
+            is_large = len(grammar) >= SLOW_CHARS
             is_slow = source["kind"] == "grammar" or is_large or took_s > SLOW_S
             return {"grammar": grammar, "slow": "yes" if is_slow else ""}
     return {"error": _part_of(source, matcher.get_error()) + reason_of(matcher.get_error())}

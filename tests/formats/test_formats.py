@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dist_aclgraph.config.serve import ToolFormat
 from dist_aclgraph.formats.choice import FORMATS, choose_format
 from dist_aclgraph.formats.events import CallArguments, Content, Reasoning
+from dist_aclgraph.formats.scanner import Scanner
 from tests.formats.answers import (
     ANSWERS,
     THINK,
@@ -310,3 +311,17 @@ def test_every_character_of_a_name_is_read():
     ((name, _, _),) = read(make_format("gpt_oss", has_tokens=False), text).calls
 
     assert name == "a/b:c-d"
+
+
+def test_strings_without_an_end_are_searched_only_once(monkeypatch):
+    searches, unread = [], Scanner.unread
+    monkeypatch.setattr(
+        Scanner, "unread", lambda scanner, text: (searches.append(text), unread(scanner, text))
+    )
+    tools = {"f": {"type": "object", "properties": {'a"': {"type": "object"}}}}
+    values = '<parameter=a">\n"\n</parameter>\n' * 40  # another string begins before each end
+    form = make_format("qwen3_coder", has_tokens=False)
+
+    read(form, f"<tool_call>\n<function=f>\n{values}", tools=tools)
+
+    assert len(searches) == 1

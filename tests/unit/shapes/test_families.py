@@ -103,6 +103,9 @@ def test_names_of_kimi_linear() -> None:
     [
         (ModelError, "kda_layers and full_attn_layers must name each of the layers 1 to 27 once",
          {"linear_attn_config": {"kda_layers": list(range(27)), "full_attn_layers": []}}),
+        (UnsupportedModelError, "every layer has linear attention",
+         {"linear_attn_config": {"kda_layers": list(range(1, 28)), "full_attn_layers": [],
+                                 "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}}),
         (UnsupportedModelError, "mla_use_nope is false", {"mla_use_nope": False}),
         (UnsupportedModelError, "linear_attn_config is missing", {"linear_attn_config": None}),
         (UnsupportedModelError, "experts chosen by softmax scores",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import make_config
-from dist_aclgraph.errors import ConfigError, ModelError
+from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.int4_formats import Int4Format, read_int4_formats
 from dist_aclgraph.shapes.model_config import read_model_config
@@ -87,6 +87,14 @@ def test_a_pattern_that_is_no_regular_expression_is_an_error_of_the_model(tmp_pa
     write(tmp_path, packed(ignore=["re:("]))
 
     with pytest.raises(ModelError, match=r"ignore has 're:\(', which is no regular expression"):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["re:(.+)+!", "re:" + ".*a" * 6])
+def test_an_expression_that_may_need_years_is_refused(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path, packed(ignore=[pattern]))
+
+    with pytest.raises(UnsupportedModelError, match="expressions without repeated groups"):
         read_model_spec(tmp_path)
 
 
