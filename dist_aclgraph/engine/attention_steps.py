@@ -75,7 +75,9 @@ class AttentionSteps:
         if self._kind.reads_device_rows:
             assert query_len, "graphs of mixed batches have no lengths on the device"
             positions = inputs.positions.view(-1, query_len)
-            on_device = _uniform_rows(positions, iteration, written)
+            # A request's last position would begin at an address that operators read slowly.
+            device_lens = positions[:, 0] + (query_len + iteration)
+            on_device = _uniform_rows(positions, device_lens, written)
         if self._place.is_sharded and query_len > 1:
             block_table = block_table.repeat_interleave(query_len, 0)
         return AttentionMetadata(
@@ -171,7 +173,8 @@ class AttentionSteps:
             kv_lens = (at[:, -1] + 1 + ahead).tolist()
         on_device = None
         if self._kind.reads_device_rows and num_reqs:
-            on_device = _uniform_rows(positions, ahead, written)
+            device_lens = (positions[:, -1] + 1).clamp(min=num_places) + ahead
+            on_device = _uniform_rows(positions, device_lens, written)
         return AttentionMetadata(
             num_tokens=num_tokens,
             written=self._slots(written),
@@ -207,21 +210,19 @@ class AttentionSteps:
         ]
 
 
-def _uniform_rows(positions: Tensor, ahead: int, slots: Tensor) -> DeviceRows:
+def _uniform_rows(positions: Tensor, kv_lens: Tensor, slots: Tensor) -> DeviceRows:
     """Return the rows of requests with equally many queries, computed on the device.
 
     Args:
-        positions: [num_reqs, query_len] int32, positions of the queries; 0 for padding.
-        ahead: number of tokens by which drafting has made requests longer.
+        positions: [num_reqs, query_len].
+        kv_lens: [num_reqs] int32. The KV length of a padding request covers its queries, as on the
+            host.
         slots: [num_tokens] int32.
     """
     num_reqs, query_len = positions.shape
     ends = torch.arange(
         query_len, num_reqs * query_len + 1, query_len, dtype=torch.int32, device=positions.device
     )
-    # The KV length of a padding request covers its queries, as on the host. The last positions
-    # would begin at an address that operators read slowly.
-    kv_lens = positions[:, 0] + (query_len + ahead)
     return DeviceRows(ends, kv_lens, _index_slots(slots))
 
 
