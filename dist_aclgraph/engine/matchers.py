@@ -127,27 +127,19 @@ class Matchers:
             allow(ends, token)
         permitted = Permitted.of_row(sampling, self._num_words)
         is_slow = structure.is_slow and self._rows_may_wait
-        if (
-            is_slow
-            and slow is not None
-            and slow.can_continue(sampling, self._output(row, sampling))
-        ):
-            slow.permitted = permitted
-            self._rows[row] = slow
-            return
         if slow is not None:
+            known = int(self._batch.num_tokens[row])
+            output = self._tokens(row, sampling.num_prompt_tokens, known)
+            if is_slow and slow.can_continue(sampling, output):
+                slow.permitted = permitted
+                self._rows[row] = slow
+                return
             slow.drop()
         self._rows[row] = (
             SlowRow(sampling, matcher, ends, permitted, self._grammars)
             if is_slow
             else Row(sampling, matcher, ends, permitted)
         )
-
-    def _output(self, row: int, sampling: RowSampling) -> list[int]:
-        """Return the output of a row that begins."""
-        begin, end = sampling.num_prompt_tokens, int(self._batch.num_tokens[row])
-        output: list[int] = self._batch.token_ids[row, begin:end].tolist()
-        return output
 
     @property
     def is_empty(self) -> bool:

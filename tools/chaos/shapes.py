@@ -22,6 +22,7 @@ COMMON = (
     f"timeouts.step_s={LIMIT_S:g}",
     f"timeouts.link_s={LINK_S:g}",
 )
+EIGHT = ("scheduler.max_num_seqs=8", "scheduler.max_waiting=8")  # requests at once
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ SHAPES = {
             "parallel.tp=1",
             "parallel.dp=2",
             "graph.sizes=[4,8]",
-            "scheduler.max_num_seqs=8",
-            "scheduler.max_waiting=8",
+            *EIGHT,
         ),
         operator="aclnnSwiGlu",
         collective="aclnnSwiGlu",  # a group of one rank has no collective
@@ -93,8 +93,7 @@ SHAPES = {
         overrides=(
             *COMMON,
             "graph.sizes=[8,16]",
-            "scheduler.max_num_seqs=8",
-            "scheduler.max_waiting=8",
+            *EIGHT,
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",
@@ -126,8 +125,7 @@ SHAPES = {
             *COMMON,
             "parallel.tp=2",
             "graph.sizes=[4,8]",
-            "scheduler.max_num_seqs=8",
-            "scheduler.max_waiting=8",
+            *EIGHT,
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",
@@ -141,8 +139,7 @@ SHAPES = {
         overrides=(
             *COMMON,
             "graph.sizes=[8,16]",
-            "scheduler.max_num_seqs=8",
-            "scheduler.max_waiting=8",
+            *EIGHT,
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",
