@@ -8,7 +8,7 @@ config.json.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,6 @@ W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
 EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression
 REPETITION, REPEATED_GROUP, MAX_REPETITIONS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 5
 SCALE_BYTES, PREPARED_SCALE_BYTES = 2, 8
-# A matrix of each part of the weights, see ``weight_parts``.
-EXAMPLES = {
-    "attention": "self_attn.o_proj",
-    "linear attention": "linear_attn.out_proj",
-    "indexers": "self_attn.indexer.wq_b",
-    "dense MLPs": "mlp.down_proj",
-    "experts": "mlp.experts.0.down_proj",
-    "shared experts": "mlp.shared_experts.down_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -109,12 +100,20 @@ NO_INT4 = Int4Formats({})
 
 
 @dataclass(frozen=True)
-class Int4Part:
-    """Matrices of a part of the weights (``weight_parts``), in the layers that have four bits."""
+class Int4Matrix:
+    """A matrix of the decoder's layers that has four bits in some or all layers.
 
+    Attributes:
+        part: the part of the weights to which the matrix belongs (``matrices_of``).
+        name: the matrix's name in a layer, ``experts.*`` for all experts.
+        num_layers: number of layers; a layer in which some experts have four bits is counted by
+            their share.
+    """
+
+    part: str
     name: str
     form: Int4Format
-    num_layers: int
+    num_layers: float
 
 
 def read_int4_formats(config: ModelConfig) -> Int4Formats:
@@ -179,25 +178,6 @@ def group_of(description: Mapping[str, Any]) -> int | None:
     """
     size = description.get("group_size")
     return size if isinstance(size, int) and size > 0 else None
-
-
-def find_int4_parts(
-    formats: Int4Formats, stored: Callable[[str], str], num_layers: int
-) -> tuple[Int4Part, ...]:
-    """Return the parts of the weights that have four bits, in some or all layers.
-
-    Args:
-        stored: returns the checkpoint's name of the tensor with a usual name.
-    """
-
-    def formats_of(example: str) -> Sequence[Int4Format]:
-        names = (stored(f"model.layers.{i}.{example}.weight") for i in range(num_layers))
-        return [form for name in names if (form := formats.of(name))]
-
-    if not formats:
-        return ()
-    found = {name: formats_of(example) for name, example in EXAMPLES.items()}
-    return tuple(Int4Part(name, forms[0], len(forms)) for name, forms in found.items() if forms)
 
 
 def _form_of(group: Mapping[str, Any]) -> Int4Format | None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dist_aclgraph.config.tree import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, SMALLEST_GROUP, Int4Format
+from dist_aclgraph.shapes.matrices import ATTENTION, DENSE, EXPERTS, SHARED
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 WORD = 8  # values in an int32, for consecutive outputs
-EXPERTS = "experts"
 
 
 def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
@@ -20,22 +20,23 @@ def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
         ConfigError: the operators refuse a part; the message names width, part and remedy.
     """
     widths = dict(_inner_widths(spec, parallel))
-    for part in spec.int4:
-        inner = (spec.hidden_size, widths.get(part.name, (0, 1))[0])
-        if part.form.group and (odd := [width for width in inner if width % part.form.group]):
+    forms = dict.fromkeys((matrix.part, matrix.form) for matrix in spec.int4)
+    for part, form in forms:
+        inner = (spec.hidden_size, widths.get(part, (0, 1))[0])
+        if form.group and (odd := [width for width in inner if width % form.group]):
             raise ConfigError(
-                f"{part.name} with values of four bits have {odd[0]} inputs in groups of "
-                f"{part.form.group}, and the last group would be shorter: quantise the checkpoint "
+                f"{part} with values of four bits have {odd[0]} inputs in groups of "
+                f"{form.group}, and the last group would be shorter: quantise the checkpoint "
                 "with a group size that divides the inputs"
             )
-        if part.name not in widths:
+        if part not in widths:
             continue
-        width, size = widths[part.name]
-        share, factor = -(-width // size), _factor(part.form, has_experts=part.name == EXPERTS)
+        width, size = widths[part]
+        share, factor = -(-width // size), _factor(form, has_experts=part == EXPERTS)
         if share % factor:
-            spread = ", or set parallel.ep" if part.name == EXPERTS and size > 1 else ""
+            spread = ", or set parallel.ep" if part == EXPERTS and size > 1 else ""
             raise ConfigError(
-                f"parallel.tp is {parallel.tp}, and {part.name} with values of four bits have an "
+                f"parallel.tp is {parallel.tp}, and {part} with values of four bits have an "
                 f"inner width of {width}, {share} on each rank; this must be a multiple of "
                 f"{factor}: choose another parallel.tp{spread}"
             )
@@ -47,11 +48,11 @@ def _inner_widths(
     """Yield the inner width of each part, and the number of ranks that share it."""
     tp, experts = parallel.tp, spec.experts
     value_dim = spec.latent.value_dim if spec.latent else spec.head_dim
-    yield "attention", (spec.num_heads * value_dim, tp)
-    yield "dense MLPs", (spec.intermediate_size, tp)
+    yield ATTENTION, (spec.num_heads * value_dim, tp)
+    yield DENSE, (spec.intermediate_size, tp)
     if experts is not None:
         yield EXPERTS, (experts.width, tp if parallel.ep == 1 else 1)
-        yield "shared experts", (experts.width_of_shared, tp)
+        yield SHARED, (experts.width_of_shared, tp)
 
 
 def _factor(form: Int4Format, *, has_experts: bool) -> int:

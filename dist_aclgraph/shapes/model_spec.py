@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_aclgraph.shapes.int4_formats import Int4Part
+from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.model_facts import ExpertFacts, ModelFacts
 from dist_aclgraph.shapes.rope_spec import RopeSpec
 
@@ -138,7 +138,7 @@ class ModelSpec(ModelFacts):
             attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.
         norm_adds_one: whether the factor of a norm is ``1 + weight``; not in linear attention.
-        int4: parts of the weights whose matrices have four bits.
+        int4: the matrices that have four bits in some or all layers.
     """
 
     intermediate_size: int
@@ -156,7 +156,7 @@ class ModelSpec(ModelFacts):
     has_output_gate: bool = False
     norm_adds_one: bool = False
     names: WeightNames = WeightNames()
-    int4: tuple[Int4Part, ...] = ()
+    int4: tuple[Int4Matrix, ...] = ()
 
     @property
     def paged_kind(self) -> LayerKind:

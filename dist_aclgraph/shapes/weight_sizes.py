@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.indexer_spec import IndexerSpec
-from dist_aclgraph.shapes.int4_formats import Int4Part
+from dist_aclgraph.shapes.int4_formats import Int4Matrix
 from dist_aclgraph.shapes.linear_spec import LinearSpec
+from dist_aclgraph.shapes.matrices import (
+    ATTENTION,
+    EACH_EXPERT,
+    EXPERTS,
+    INDEXERS,
+    LINEAR,
+    SHARED,
+    Elements,
+    Part,
+    experts_per_rank,
+    has_part,
+    matrices_of,
+)
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
 NORMS_OF_NEXT_TOKEN = 3  # for the token's embedding, the hidden state and the head
 FLOAT32_BYTES = 4
-EXPERTS = "experts"
+NO_MATRICES: Elements = {}
 
 
 class WeightPart(NamedTuple):
@@ -23,14 +36,23 @@ class WeightPart(NamedTuple):
     bytes: int
 
 
-class _Elements(NamedTuple):
-    """Numbers of elements: of matrices that may be quantised, of values that are always float32,
-    and of all other weights.
+class _Others(NamedTuple):
+    """Numbers of elements that are in no matrix of ``matrices_of``: of the usual type, and in
+    float32.
     """
 
-    matrices: int
-    others: int = 0
+    usual: int = 0
     floats: int = 0
+
+
+class _Sizes(NamedTuple):
+    """Bytes of an element of most weights; bytes of an element of a matrix that does not have four
+    bits; the matrices that have four bits.
+    """
+
+    element: int
+    matrix: int
+    int4: Sequence[Int4Matrix]
 
 
 def weight_parts(
@@ -55,147 +77,113 @@ def weight_parts(
             head.
         redundant_experts: number of additional copies of experts on all ``ep`` ranks together.
     """
-    sizes = _Sizes(element_bytes, matrix_bytes or element_bytes, {p.name: p for p in spec.int4})
-    indices = range(spec.num_layers + (1 if drafts else 0))
-    attention = _latent_attention(spec, spec.latent, tp) if spec.latent else _attention(spec, tp)
-    num_linear = 0 if spec.linear is None else len(spec.linear.layers)
-    norms = _Elements(0, 2 * spec.hidden_size)
-    has_experts = [spec.experts is not None and i in spec.experts.layers for i in indices]
-    num_dense, num_sparse = has_experts.count(False), has_experts.count(True)
-    found = [
-        _part("embedding and head", _vocabulary(spec, tp), 1, sizes),
-        _part("attention", attention, len(indices) - num_linear, sizes),
-        _part("norms", norms, len(indices), sizes),
-        _part("dense MLPs", _mlp(spec.hidden_size, spec.intermediate_size, tp), num_dense, sizes),
-    ]
+    sizes = _Sizes(element_bytes, matrix_bytes or element_bytes, spec.int4)
+    matrices = matrices_of(spec, tp=tp, ep=ep, redundant_experts=redundant_experts)
+    others = {
+        ATTENTION: _of_latent(spec, spec.latent, tp) if spec.latent else _of_attention(spec, tp)
+    }
     if spec.linear is not None:
-        linear = _linear_attention(spec, spec.linear, tp)
-        found.append(_part("linear attention", linear, num_linear, sizes))
+        others[LINEAR] = _of_linear(spec.linear, tp)
     if spec.indexer is not None:
-        num_indexers = len(spec.indexer.layers.intersection(indices))
-        found.append(_part("indexers", _indexer(spec, spec.indexer), num_indexers, sizes))
+        others[INDEXERS] = _of_indexer(spec.hidden_size, spec.indexer)
     if spec.experts is not None:
-        routed, shared, router = _experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
-        found += [
-            _part(EXPERTS, routed, num_sparse, sizes),
-            _part("shared experts", shared, num_sparse, sizes),
-            _part("routers", router, num_sparse, sizes),
-        ]
-        if offsets := _offsets(routed, sizes):
-            found.append(WeightPart("offsets of experts", offsets))
+        others[EXPERTS] = _of_experts(spec.hidden_size, spec.experts, tp, ep, redundant_experts)
+        others[SHARED] = _Others(spec.hidden_size * spec.experts.gates_shared)
+    num_layers = spec.num_layers + (1 if drafts else 0)
+    found = [
+        _part("embedding and head", NO_MATRICES, _vocabulary(spec, tp), 1, sizes),
+        _part("norms", NO_MATRICES, _Others(2 * spec.hidden_size), num_layers, sizes),
+    ]
+    for part, each in matrices.items():
+        count = sum(has_part(spec, part, index) for index in range(num_layers))
+        found.append(_part(part, each, others.get(part, _Others()), count, sizes))
+        if part == EXPERTS and spec.experts is not None:
+            found.append(
+                _part("routers", NO_MATRICES, _router(spec.hidden_size, spec.experts), count, sizes)
+            )
+            found.append(WeightPart("offsets of experts", _offsets(each, sizes)))
     if drafts:
         hidden = spec.hidden_size
-        mix = _Elements(0, 2 * hidden * hidden + NORMS_OF_NEXT_TOKEN * hidden)
-        found.append(_part("mix of the next-token module", mix, 1, sizes))
+        mix = _Others(2 * hidden * hidden + NORMS_OF_NEXT_TOKEN * hidden)
+        found.append(_part("mix of the next-token module", NO_MATRICES, mix, 1, sizes))
     return tuple(part for part in found if part.bytes)
 
 
-class _Sizes(NamedTuple):
-    """Bytes of an element of most weights; bytes of an element of a matrix that does not have four
-    bits; the parts whose matrices have four bits.
-    """
-
-    element: int
-    matrix: int
-    int4: Mapping[str, Int4Part]
-
-
-def _part(name: str, elements: _Elements, copies: int, sizes: _Sizes) -> WeightPart:
-    one = elements.others * sizes.element + elements.floats * FLOAT32_BYTES
-    total, wide = copies * one, copies
-    if (int4 := sizes.int4.get(name)) is not None:
-        narrow = min(copies, int4.num_layers)
-        each = int4.form.bytes_each(has_experts=name == EXPERTS)
-        total, wide = total + round(narrow * elements.matrices * each), copies - narrow
-    return WeightPart(name, total + wide * elements.matrices * sizes.matrix)
+def _part(
+    name: Part, matrices: Elements, others: _Others, copies: int, sizes: _Sizes
+) -> WeightPart:
+    """Return the bytes of a part of ``copies`` layers."""
+    total = float(copies * (others.usual * sizes.element + others.floats * FLOAT32_BYTES))
+    for matrix, elements in matrices.items():
+        wide = float(copies)
+        for int4 in sizes.int4:
+            if (int4.part, int4.name) == (name, matrix):
+                each = int4.form.bytes_each(has_experts=name == EXPERTS)
+                total += int4.num_layers * elements * each
+                wide -= int4.num_layers
+        total += wide * elements * sizes.matrix
+    return WeightPart(name, round(total))
 
 
-def _offsets(routed: _Elements, sizes: _Sizes) -> int:
+def _offsets(experts: Elements, sizes: _Sizes) -> int:
     """Return the bytes of the zeros that all layers of experts share if rows are floats. There is
     one zero for each scale of gate and up.
     """
-    int4 = sizes.int4.get(EXPERTS)
-    if int4 is None or int4.form.quantises_rows or int4.form.group is None:
-        return 0
-    gate_up = 2 * routed.matrices // 3
-    return gate_up // int4.form.group * sizes.element
+    groups = (
+        2 * experts[int4.name] // int4.form.group
+        for int4 in sizes.int4
+        if int4.name == f"{EACH_EXPERT}.gate_proj"
+        and int4.form.group is not None
+        and not int4.form.quantises_rows
+    )
+    return max(groups, default=0) * sizes.element
 
 
-def _vocabulary(spec: ModelSpec, tp: int) -> _Elements:
+def _vocabulary(spec: ModelSpec, tp: int) -> _Others:
     rows = -(-spec.vocab_size // tp)
     copies = 1 if spec.tie_word_embeddings else 2
-    return _Elements(0, copies * rows * spec.hidden_size + spec.hidden_size)
+    return _Others(copies * rows * spec.hidden_size + spec.hidden_size)
 
 
-def _attention(spec: ModelSpec, tp: int) -> _Elements:
+def _of_attention(spec: ModelSpec, tp: int) -> _Others:
     hidden, d = spec.hidden_size, spec.head_dim
     q, kv = spec.num_heads // tp * d, kv_heads_per_rank(spec.num_kv_heads, tp) * d
-    others = (q + 2 * kv) * spec.has_qkv_bias + hidden * spec.has_output_bias
+    usual = (q + 2 * kv) * spec.has_qkv_bias + hidden * spec.has_output_bias
     if spec.has_qk_norm:
-        others += q + kv if spec.qk_norm_spans_heads else 2 * d
+        usual += q + kv if spec.qk_norm_spans_heads else 2 * d
     if spec.has_sinks:
-        others += spec.num_heads // tp
-    gate = q * spec.has_output_gate
-    return _Elements(hidden * (2 * q + gate + 2 * kv), others)
+        usual += spec.num_heads // tp
+    return _Others(usual)
 
 
-def _linear_attention(spec: ModelSpec, linear: LinearSpec, tp: int) -> _Elements:
-    hidden, values = spec.hidden_size, linear.num_value_heads // tp
-    channels, width = linear.num_channels // tp, values * linear.value_dim
-    if linear.decays_by_channel:
-        # Products of inputs, of beta and of the result. Then the two factors of the products of
-        # decays and of gates; the first factor is not split over ranks.
-        matrices = hidden * (channels + values + width)
-        matrices += (hidden + width) * (linear.key_dim + linear.value_dim)
-        floats = channels * linear.conv_width + values + width
-        return _Elements(matrices, linear.value_dim, floats)
-    # Products of inputs, of the gates z, of b and a, and of the result.
-    matrices = hidden * (channels + 2 * width + 2 * values)
-    floats = channels * linear.conv_width + 2 * values  # convolution, decay and its bias
-    return _Elements(matrices, linear.value_dim, floats)
-
-
-def _latent_attention(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Elements:
-    hidden, heads = spec.hidden_size, spec.num_heads // tp
-    query = heads * (latent.plain_dim + latent.rope_dim)
-    matrices = hidden * (latent.kv_rank + latent.rope_dim)  # not split over ranks
-    matrices += heads * latent.value_dim * hidden
+def _of_latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> _Others:
     # The matrices that multiply the latent are stacks, one matrix for each head; they are never
     # quantised.
-    others = heads * latent.kv_rank * (latent.plain_dim + latent.value_dim) + latent.kv_rank
-    if latent.q_rank is None:
-        return _Elements(matrices + hidden * query, others)
-    return _Elements(
-        matrices + hidden * latent.q_rank + latent.q_rank * query, others + latent.q_rank
-    )
+    heads = spec.num_heads // tp
+    stacks = heads * latent.kv_rank * (latent.plain_dim + latent.value_dim)
+    return _Others(stacks + latent.kv_rank + (latent.q_rank or 0))
 
 
-def _indexer(spec: ModelSpec, indexer: IndexerSpec) -> _Elements:
-    """Return the elements of an indexer, which is not split over ranks."""
-    assert spec.latent is not None and spec.latent.q_rank is not None
-    heads, d = indexer.num_heads, indexer.head_dim
-    # Query matrix and key matrix; then the weights of heads, and the norm of keys with its bias.
-    return _Elements(
-        spec.latent.q_rank * heads * d + spec.hidden_size * d, spec.hidden_size * heads + 2 * d
-    )
+def _of_linear(linear: LinearSpec, tp: int) -> _Others:
+    values, channels = linear.num_value_heads // tp, linear.num_channels // tp
+    # The convolution, decay and its bias.
+    biases = values * linear.value_dim if linear.decays_by_channel else values
+    return _Others(linear.value_dim, channels * linear.conv_width + values + biases)
 
 
-def _mlp(hidden: int, width: int, tp: int) -> _Elements:
-    return _Elements(3 * hidden * -(-width // tp))
+def _of_indexer(hidden: int, indexer: IndexerSpec) -> _Others:
+    # The weights of heads, and the norm of keys with its bias.
+    return _Others(hidden * indexer.num_heads + 2 * indexer.head_dim)
 
 
-def _experts(
-    hidden: int, experts: ExpertSpec, tp: int, ep: int, redundant: int
-) -> tuple[_Elements, _Elements, _Elements]:
-    """Return the elements of a layer's routed experts, of its shared experts, and of its router."""
-    count, width = experts.num_experts, -(-experts.width // tp)
-    if ep > 1:
-        count, width = (experts.num_experts + redundant) // ep, experts.width
-    routed, biases = count * 3 * hidden * width, count * (2 * width + hidden)
-    shared = _mlp(hidden, experts.width_of_shared, tp)._replace(
-        others=hidden * experts.gates_shared
-    )
-    router = (hidden + experts.has_bias + experts.has_product_biases) * experts.num_experts
+def _of_experts(hidden: int, experts: ExpertSpec, tp: int, ep: int, redundant: int) -> _Others:
+    if not experts.has_product_biases:
+        return _Others()
+    count, width = experts_per_rank(experts, tp, ep, redundant)
     # The operator needs biases in float32 if weights are bfloat16.
-    floats = biases if experts.has_product_biases else 0
-    return _Elements(routed, floats=floats), shared, _Elements(0, floats=router)
+    return _Others(floats=count * (2 * width + hidden))
+
+
+def _router(hidden: int, experts: ExpertSpec) -> _Others:
+    rows = hidden + experts.has_bias + experts.has_product_biases
+    return _Others(floats=rows * experts.num_experts)

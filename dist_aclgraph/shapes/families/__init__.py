@@ -17,7 +17,8 @@ from dist_aclgraph.shapes.families.minimax import read_minimax_m2
 from dist_aclgraph.shapes.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from dist_aclgraph.shapes.families.qwen3_next import read_beside_images, read_qwen3_next
 from dist_aclgraph.shapes.families.sparse_latent import read_sparse_latent
-from dist_aclgraph.shapes.int4_formats import find_int4_parts, read_int4_formats
+from dist_aclgraph.shapes.int4_formats import read_int4_formats
+from dist_aclgraph.shapes.int4_matrices import find_int4_matrices
 from dist_aclgraph.shapes.model_config import ModelConfig, read_model_config
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.quantised_formats import check_quantisation
@@ -64,5 +65,4 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         raise config.unsupported(f"hidden_act {activation} is not supported; only silu")
     check_quantisation(config)
     spec = READERS[architecture](config)
-    parts = find_int4_parts(read_int4_formats(config), spec.names.stored, spec.num_layers)
-    return replace(spec, int4=parts)
+    return replace(spec, int4=find_int4_matrices(spec, read_int4_formats(config)))

@@ -50,7 +50,7 @@ def test_ignored_matrices_and_other_tensors_do_not_have_four_bits(tmp_path: Path
     for module in ("self_attn.o_proj", "mlp.shared_experts.up_proj", "mlp.down_proj"):
         assert formats.of(f"model.layers.3.{module}.weight") is None
     assert formats.of(f"{EXPERT}.bias") is None
-    parts = {part.name for part in read_model_spec(tmp_path).int4}
+    parts = {matrix.part for matrix in read_model_spec(tmp_path).int4}
     assert "experts" in parts
     assert not parts & {"attention", "dense MLPs", "shared experts"}
 
@@ -169,10 +169,32 @@ def test_float32_is_refused(tmp_path: Path) -> None:
         check_model(config, read_model_spec(tmp_path))
 
 
-def test_layers_that_a_tool_kept_in_floats_are_counted_in_floats(tmp_path: Path) -> None:
-    wide = bytes_of(write(tmp_path))["experts"]
-    names = [f"model.layers.{i}.mlp.experts.0.down_proj.weight" for i in (3, 4)]
+@pytest.mark.parametrize(
+    "kept",
+    [
+        ["model.layers.3.mlp.experts.0.down_proj"],
+        ["model.layers.3.mlp.experts.0.down_proj", "model.layers.60.mlp.experts.255.up_proj"],
+        ["re:model.layers.5.mlp.experts.1.*"],
+    ],
+)
+def test_each_matrix_that_a_tool_kept_in_floats_is_counted_in_floats(
+    tmp_path: Path, kept: list[str]
+) -> None:
+    narrow = bytes_of(write(tmp_path, KIMI))["experts"]
 
-    narrow = bytes_of(write(tmp_path, None, dict.fromkeys(names, "W4A8_DYNAMIC")))["experts"]
+    found = bytes_of(write(tmp_path, packed(ignore=[*OTHERS, *kept])))["experts"]
 
-    assert narrow == wide // V3_SPARSE * (V3_SPARSE - 2) + wide // V3_SPARSE * 2 // 4
+    count = sum(3 * 111 if name.startswith("re:") else 1 for name in kept)
+    elements = V3["hidden_size"] * V3["moe_intermediate_size"]
+    # Two bytes in place of half a byte and a share of a scale.
+    assert found - narrow == count * elements * 23 // 16
+
+
+def test_a_matrix_of_attention_that_is_not_described_is_counted_in_floats(tmp_path: Path) -> None:
+    wide = bytes_of(write(tmp_path))["attention"]
+    names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in (3, 4)]
+
+    narrow = bytes_of(write(tmp_path, None, dict.fromkeys(names, "W4A16")))["attention"]
+
+    elements = V3["hidden_size"] * V3["num_attention_heads"] * V3["v_head_dim"]
+    assert wide - narrow == len(names) * elements * 3 // 2

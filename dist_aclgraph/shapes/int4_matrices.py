@@ -1,0 +1,37 @@
+"""Which matrices of a decoder have four bits, and in how many of its layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from dist_aclgraph.shapes.int4_formats import Int4Format, Int4Formats, Int4Matrix
+from dist_aclgraph.shapes.matrices import EXPERTS, Part, has_part, matrices_of
+from dist_aclgraph.shapes.model_spec import ModelSpec
+
+
+def find_int4_matrices(spec: ModelSpec, formats: Int4Formats) -> tuple[Int4Matrix, ...]:
+    """Return the decoder's matrices that have four bits in at least one layer."""
+    if not formats:
+        return ()
+    found: Counter[tuple[Part, str, Int4Format]] = Counter()
+    for part, matrices in matrices_of(spec, tp=1, ep=1).items():
+        for name in matrices:
+            for stored in _stored_names(spec, part, name):
+                if (form := formats.of(stored)) is not None:
+                    found[part, name, form] += 1
+    copies = spec.experts.num_experts if spec.experts else 1
+    return tuple(
+        Int4Matrix(part, name, form, count / (copies if part == EXPERTS else 1))
+        for (part, name, form), count in found.items()
+    )
+
+
+def _stored_names(spec: ModelSpec, part: Part, name: str) -> Iterator[str]:
+    """Yield the checkpoint's names of a matrix in all layers, for each expert."""
+    names = [name]
+    if part == EXPERTS:
+        assert spec.experts is not None
+        names = [name.replace("*", str(index)) for index in range(spec.experts.num_experts)]
+    for index in filter(lambda index: has_part(spec, part, index), range(spec.num_layers)):
+        yield from (spec.names.stored(f"model.layers.{index}.{each}.weight") for each in names)
