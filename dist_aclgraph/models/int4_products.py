@@ -71,11 +71,18 @@ class Int4Weights:
         self._sums: list[Tensor] = []  # [outputs] of each matrix, if products need them
 
     def fill(self, index: int, parts: Sequence[Int4Matrix]) -> None:
-        """Write a matrix of the stack; matrices are written in order."""
+        """Write a matrix of the stack; matrices are written in order.
+
+        Raises:
+            ConfigError: a part has an odd number of outputs; reading has added one output.
+        """
         assert index == len(self._scales)
-        for part in parts:
-            self._require(2 * len(part.pairs), 2, "outputs")
         widths = [len(part.pairs) for part in parts]
+        if sum(widths) != self._bytes.shape[2]:
+            raise ConfigError(
+                f"a rank's part of {self._name} or of a matrix beside it, with values of four "
+                "bits, has an odd number of outputs: choose another parallel.tp"
+            )
         columns = torch.split(self._bytes[index], widths, 1)
         for there, part in zip(columns, parts, strict=True):
             there.copy_(part.pairs.to(there.device).t())

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dist_aclgraph.errors import ConfigError, MissingTensorError, UnsupportedModelError
+from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.int4_formats import SMALLEST_GROUP, Int4Format
 
 OFFSETS = ("weight_offset", "weight_offset_second", "weight_zero_point")
@@ -102,6 +102,7 @@ class StoredInt4:
             ConfigError: a part of the inputs does not consist of whole groups; or a part of the
                 outputs begins at an odd index.
             MissingTensorError: a tensor is missing, or has another shape.
+            ModelError: a tensor has another type, or values that do not fit into four bits.
             UnsupportedModelError: the values have offsets.
         """
         self._refuse_offsets()
@@ -142,7 +143,7 @@ class StoredInt4:
         out, num_inputs = self._shape
         if self._has(f"{self._module}.weight_packed"):
             source = self._find(f"{self._module}.weight_packed")
-            self._check_shape(source, "weight_packed", [(out, -(-num_inputs // 8))])
+            self._check(source, "weight_packed", ("I32",), [(out, -(-num_inputs // 8))])
             words: Tensor = source[first:last, left // 8 : -(-right // 8)]
             # A stored value is the value plus 8. Inverting its highest bit gives the value in two's
             # complement.
@@ -150,13 +151,13 @@ class StoredInt4:
             return pairs[:, left % 8 :][:, : right - left]
         source = self._find(f"{self._module}.weight")
         kinds = [(out, num_inputs), (out // 2, num_inputs), (out, num_inputs // 2)]
-        kind = kinds.index(self._check_shape(source, "weight", kinds))
+        kind = kinds.index(self._check(source, "weight", ("I8", "U8"), kinds))
         if kind == 0:
             values: Tensor = source[first:last, left:right]
-            return pack_pairs(values)
+            return pack_pairs(self._in_four_bits(values))
         if kind == 1:
             stored: Tensor = source[first // 2 : -(-last // 2), left:right]
-            return stored.contiguous()
+            return stored.contiguous().view(torch.int8)
         halves: Tensor = source[first:last, left // 2 : -(-right // 2)]
         return _turned(halves.contiguous().view(torch.uint8))[:, left % 2 :][:, : right - left]
 
@@ -178,9 +179,24 @@ class StoredInt4:
         whole: Tensor = source[:]
         return whole.float().view(out, groups)
 
-    def _check_shape(
-        self, source: Any, suffix: str, wanted: list[tuple[int, int]]
+    def _in_four_bits(self, values: Tensor) -> Tensor:
+        wrong = values[(values < -8) | (values > 7)]
+        if len(wrong):
+            raise ModelError(
+                f"tensor {self._module}.weight has the value {int(wrong[0])}; values of four bits "
+                "are from -8 to 7: quantise the model again"
+            )
+        return values
+
+    def _check(
+        self, source: Any, suffix: str, dtypes: tuple[str, ...], wanted: list[tuple[int, int]]
     ) -> tuple[int, int]:
+        """Check the type and the shape of a stored tensor; return the shape."""
+        if source.get_dtype() not in dtypes:
+            raise ModelError(
+                f"tensor {self._module}.{suffix} has the type {source.get_dtype()}; values of four "
+                f"bits are stored in {' or '.join(dtypes)}: quantise the model again"
+            )
         found: tuple[int, int] = tuple(source.get_shape())
         if found not in wanted:
             raise MissingTensorError(

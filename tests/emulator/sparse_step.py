@@ -15,15 +15,24 @@ def ints(*values):
 class Step:
     """Requests with random rows, in pages of a cache whose other rows are NaN."""
 
-    def __init__(self, dtype=torch.bfloat16, heads=4, index_heads=8, block_size=16):
-        self.rows = sum(QUERIES)
-        columns = max(-(-n // block_size) for n in LENGTHS) + 1
-        count = len(LENGTHS) * columns + 2
-        order = torch.randperm(count)[: len(LENGTHS) * columns]
-        self.table = order.view(len(LENGTHS), columns).to(torch.int32)
+    def __init__(
+        self,
+        dtype=torch.bfloat16,
+        heads=4,
+        index_heads=8,
+        block_size=16,
+        key_lengths=LENGTHS,
+        queries=QUERIES,
+    ):
+        self.key_lengths, self.queries = key_lengths, queries
+        self.rows = sum(queries)
+        columns = max(-(-n // block_size) for n in key_lengths) + 1
+        count = len(key_lengths) * columns + 2
+        order = torch.randperm(count)[: len(key_lengths) * columns]
+        self.table = order.view(len(key_lengths), columns).to(torch.int32)
         widths = {"index": INDEX, "latent": LATENT, "rope": ROPE}
         self.tokens = {
-            name: [torch.randn(n, width).to(dtype) for n in LENGTHS]
+            name: [torch.randn(n, width).to(dtype) for n in key_lengths]
             for name, width in widths.items()
         }
         self.pages = {
@@ -39,7 +48,7 @@ class Step:
         self.query_rope = torch.randn(self.rows, heads, ROPE).to(dtype)
         self.index_query = torch.randn(self.rows, index_heads, INDEX).to(dtype)
         self.weights = torch.rand(self.rows, index_heads).to(dtype)
-        self.lengths = {"ends": ints(*QUERIES).cumsum(0).int(), "keys": ints(*LENGTHS)}
+        self.lengths = {"ends": ints(*queries).cumsum(0).int(), "keys": ints(*key_lengths)}
 
     def upload(self):
         """Move all tensors to the device, so that calls copy nothing."""
@@ -50,7 +59,9 @@ class Step:
     def each_row(self):
         """Yield (row, request, number of keys that the row sees)."""
         row = 0
-        for request, (queries, length) in enumerate(zip(QUERIES, LENGTHS, strict=True)):
+        for request, (queries, length) in enumerate(
+            zip(self.queries, self.key_lengths, strict=True)
+        ):
             for i in range(queries):
                 yield row, request, length - queries + i + 1
                 row += 1

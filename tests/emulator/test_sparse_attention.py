@@ -115,6 +115,23 @@ def test_attention_to_the_chosen_latents(dtype, heads, count, block_size):
 
     out = step.attend(chosen)
 
+    assert_attends(step, chosen, out)
+
+
+def test_rows_before_and_after_the_largest_choice():
+    """The last row of the second request sees one key more than may be chosen."""
+    step = Step(heads=1, index_heads=1, block_size=128, key_lengths=(2047, 2049), queries=(1, 2))
+    chosen = step.choose(2048).cpu()
+
+    out = step.attend(chosen)
+
+    assert [len(keys) for keys in sets_of(chosen)] == [2047, 2048, 2048]
+    assert chosen[0, 0, -1] == -1
+    assert set(range(2048)) == sets_of(chosen)[1]
+    assert_attends(step, chosen, out)
+
+
+def assert_attends(step, chosen, out):
     for row, request, _ in step.each_row():
         keys = chosen[row, 0][chosen[row, 0] >= 0].long()
         latents, ropes = (step.tokens[name][request][keys].float() for name in ("latent", "rope"))

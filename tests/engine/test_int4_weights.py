@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_aclgraph.comm.groups import ONE_RANK, CommGroup, RankGroups
-from dist_aclgraph.errors import ConfigError, MissingTensorError, UnsupportedModelError
+from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError, UnsupportedModelError
 from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.int4_weights import pack_pairs
@@ -35,6 +35,7 @@ FLOAT_ROWS = [(None, bytes_each), (None, pairs_of_inputs), (None, packed_ints)]
 FLOAT_ROWS += [(g, w) for g in (32, 128) for w in (packed_ints, bytes_each, pairs_of_outputs)]
 INT8_ROWS = [(None, bytes_each), (None, pairs_of_outputs)]
 INT8_ROWS += [(256, pairs_with_two_scales), (256, packed_ints)]
+EIGHT = torch.full(SHAPE, 8, dtype=torch.int8)
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -284,6 +285,9 @@ def test_offsets_of_experts_are_one_tensor(npu: Any, tmp_path: Path) -> None:
         ({"w.weight_scale": torch.ones(OUT, 2)}, MissingTensorError, r"\(48, 2\).* with 16 scales"),
         ({"w.weight_scale": None}, MissingTensorError, r"no tensor w\.weight_scale"),
         ({"w.weight_packed": torch.ones(OUT, 60).int()}, MissingTensorError, r"\(48, 60\)"),
+        ({"w.weight_packed": torch.ones(OUT, 64).long()}, ModelError, "the type I64; .* in I32"),
+        ({"w.weight_packed": None, "w.weight": torch.ones(SHAPE)}, ModelError, "the type F32"),
+        ({"w.weight_packed": None, "w.weight": EIGHT}, ModelError, "value 8; .* from -8 to 7"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -321,6 +325,19 @@ def test_parts_that_no_operator_takes_are_refused(
 
     with pytest.raises(ConfigError, match=message):
         slices.product([slices.matrix("w", SHAPE, dim, 0, stop)])
+
+
+def test_parts_with_an_odd_number_of_outputs_are_refused(
+    npu: Any, tmp_path: Path, weight: Tensor
+) -> None:
+    tensors = bytes_each("w", *quantise(weight, 32))
+    form = Int4Format(quantises_rows=False, group=32)
+    slices = make_slices(npu, open_checkpoint(tmp_path, tensors, form))
+
+    with pytest.raises(ConfigError, match=r"odd number of outputs: choose another parallel\.tp"):
+        slices.product(
+            [slices.matrix("w", SHAPE, 0, start, start + 3) for start in range(0, 32, 4)]
+        )
 
 
 def test_products_of_float32_are_refused(tmp_path: Path, weight: Tensor) -> None:
