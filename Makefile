@@ -49,7 +49,7 @@ test: setup-dev emulator ## Lint, and run the tests that each change must pass
 # Services that start several Rays run last and alone: each of them keeps both cores busy.
 test-more: setup-dev emulator ## Run the tests that make test leaves out: more models, layouts, chips and faults
 	$(SPREAD) -m slow tests/emulator
-	$(OTHERS) --ignore=tests/cluster --ignore=tests/cli -m "slow and not bench and not namespaces"
+	$(OTHERS) --ignore=tests/cluster --ignore=tests/cli -m "slow and not rare and not bench and not namespaces"
 	$(PYTEST) -m "slow and not bench and not namespaces" tests/cluster tests/cli
 	@echo "Not among these: hosts of network namespaces, for which there is make test-cluster (as root)."
 

@@ -16,3 +16,9 @@ def slow(*values: Any) -> Any:
 def slow_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
     """Return the values of one parameter, with a mark for values that ``make test`` leaves out."""
     return [value if is_kept(value) else slow(value) for value in params]
+
+
+def rare_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter, with marks for values that only ``make test-all`` has."""
+    marks = (pytest.mark.slow, pytest.mark.rare)
+    return [value if is_kept(value) else pytest.param(value, marks=marks) for value in params]

@@ -25,7 +25,8 @@ def test_the_rehearsal_of_a_cluster_sends_as_much_junk_as_it_says() -> None:
 
 def test_who_tests_is_told_what_was_left_out() -> None:
     assert '-m "not slow and not bench and not namespaces"' in recipe("test")
-    assert '-m "slow and not bench and not namespaces"' in recipe("test-more")
+    assert '-m "slow and not rare and not bench and not namespaces"' in recipe("test-more")
+    assert '-m "slow and not bench and not namespaces" tests/cluster' in recipe("test-more")
     for target in ("test", "test-more"):
         assert "make test-cluster" in recipe(target).splitlines()[-1]
 

@@ -16,14 +16,14 @@ from tests.checkpoints import logprobs
 from tests.deployments import Answer, greedy_params, make_deployment_config
 from tests.lockstep import lockstep
 from tests.parity.made_checkpoints import Made, make_all, write
-from tests.slow import slow_unless
+from tests.slow import rare_unless
 
 NUM_TOKENS, NUM_QUICK = 6, 8
 MADE = make_all()
 
 
 @pytest.mark.parametrize(
-    "made", slow_unless(lambda made: made in MADE[:NUM_QUICK], MADE), ids=lambda made: made.name
+    "made", rare_unless(lambda made: made in MADE[:NUM_QUICK], MADE), ids=lambda made: made.name
 )
 def test_a_made_checkpoint_gives_the_tokens_of_transformers_or_is_refused(
     npu: Any, tmp_path: Path, made: Made
