@@ -14,7 +14,9 @@ from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
 NUM_WORDS = 1000  # different token ids in prompts
-LIMIT_S = 300.0  # limit of each phase of a start; long, because several deployments share the cores
+# Limit of each phase of a start, because several deployments share the cores; and of a step,
+# because computing all prompts of a batch in one step may take minutes on the emulator.
+LIMIT_S = 300.0
 
 
 class DecodeEngine:
@@ -46,7 +48,7 @@ class DecodeEngine:
                     **(scheduler or {}),
                 },
                 "max_model_len": 1024,
-                "timeouts": {"place_s": LIMIT_S, "join_s": LIMIT_S, "negotiate_s": LIMIT_S},
+                "timeouts": dict.fromkeys(("place_s", "join_s", "negotiate_s", "step_s"), LIMIT_S),
                 **sections,
             }
         )
