@@ -20,7 +20,7 @@ from dist_aclgraph.formats import (
     pythonic,
     qwen3_coder,
 )
-from dist_aclgraph.formats.lark import ANY_OBJECT, Lark, choice_of
+from dist_aclgraph.formats.lark import Lark, choice_of
 from dist_aclgraph.formats.reasoning import THOUGHTS, Thought, find_thought, read_thought
 from dist_aclgraph.formats.scanner import Reader, Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
@@ -101,7 +101,7 @@ class AnswerFormat:
         each = []
         for name, schema in tools.items():
             lark.part(f"the tool {name}")
-            kept = (schema or ANY_OBJECT) if name in strict else ANY_OBJECT
+            kept = schema or None if name in strict else None
             each.append(module.lark_call(lark, name, kept))
         lark.part("the content")
         calls = module.lark_calls(lark, lark.rule(choice_of(each)), several=is_parallel)

@@ -70,9 +70,9 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
         marker = yield from scanner.copy_until(outside, scanner.content)
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     head = lark.text(f"{CALL}function{SEPARATOR}{name}\n```json\n")
-    return f"{head} {lark.json(schema)} {lark.text(chr(10) + FENCE + END_CALL)}"
+    return f"{head} {lark.arguments(schema)} {lark.text(chr(10) + FENCE + END_CALL)}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

@@ -24,9 +24,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     yield from deepseek_v3.copy_calls(scanner, is_fenced=False)
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     head = lark.text(f"{deepseek_v3.CALL}{name}{deepseek_v3.SEPARATOR}")
-    return f"{head} {lark.json(schema)} {lark.text(deepseek_v3.END_CALL)}"
+    return f"{head} {lark.arguments(schema)} {lark.text(deepseek_v3.END_CALL)}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

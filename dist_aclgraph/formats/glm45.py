@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, in_lines, properties_of
+from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments
@@ -71,13 +71,11 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         marker = yield from scanner.copy_until([begin], scanner.content)
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-    parts = [lark.text(f"{BEGIN}{name}\n")]
-    for key, value, is_required in properties_of(schema):
-        head = lark.text(f"{KEY}{key}{END_KEY}\n{VALUE}")
-        part = f"{head} {lark.parameter(value, schema, END_VALUE + chr(10), ENDS)}"
-        parts.append(part if is_required else f"({part})?")
-    return " ".join([*parts, lark.text(END)])
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
+    parts = lark.parameters(
+        name, schema, lambda _: (KEY, f"{END_KEY}\n{VALUE}"), f"{END_VALUE}\n", ENDS
+    )
+    return f"{lark.text(f'{BEGIN}{name}' + chr(10))} {parts} {lark.text(END)}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

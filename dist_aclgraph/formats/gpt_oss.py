@@ -54,9 +54,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             yield from scanner.copy_until(ends, scanner.content)
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     head = lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}")
-    return f"{head} {lark.json(schema)}"
+    return f"{head} {lark.arguments(schema)}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

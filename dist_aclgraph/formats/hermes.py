@@ -24,9 +24,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     yield from copy_marked_calls(scanner, scanner.coded(BEGIN), scanner.coded(END))
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     head = lark.text(f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ')
-    return f"{head} {lark.json(schema)} {lark.text('}' + chr(10) + END)}"
+    return f"{head} {lark.arguments(schema)} {lark.text('}' + chr(10) + END)}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

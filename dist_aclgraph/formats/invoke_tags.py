@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, properties_of
+from dist_aclgraph.formats.lark import Lark
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
-from dist_aclgraph.formats.typed_values import Arguments, types_of
+from dist_aclgraph.formats.typed_values import Arguments
 
 # The patterns match whole words from the beginning, so that matching takes linear time.
 _ATTRIBUTE = re.compile(r'\b(\w++)\s*+=\s*+"([^"]*+)"')
@@ -92,22 +92,22 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, tags: Tags) -> Scan[bo
 
 
 def lark_call(
-    lark: Lark, name: str, schema: Mapping[str, Any], tags: Tags, *, says_type: bool
+    lark: Lark, name: str, schema: Mapping[str, Any] | None, tags: Tags, *, says_type: bool
 ) -> str:
     """Return an expression for one call.
 
     Args:
         says_type: whether an attribute of each parameter tells whether it is a string.
     """
-    parts = [lark.text(f'{tags.invoke[0]} name="{name}">\n')]
-    end = tags.parameter[1]
-    for key, value, is_required in properties_of(schema):
-        is_text = types_of(value, schema) == {"string"}
+
+    def around(is_text: bool) -> tuple[str, str]:
         kind = f' string="{"true" if is_text else "false"}"' if says_type else ""
-        head = lark.text(f'{tags.parameter[0]} name="{key}"{kind}>')
-        part = f"{head} {lark.parameter(value, schema, end + chr(10), [end])}"
-        parts.append(part if is_required else f"({part})?")
-    return " ".join([*parts, lark.text(tags.invoke[1] + "\n")])
+        return f'{tags.parameter[0]} name="', f'"{kind}>'
+
+    head = lark.text(f'{tags.invoke[0]} name="{name}">\n')
+    end = tags.parameter[1]
+    parts = lark.parameters(name, schema, around, f"{end}\n", [end])
+    return f"{head} {parts} {lark.text(tags.invoke[1] + chr(10))}"
 
 
 def lark_calls(lark: Lark, call: str, tags: Tags, *, several: bool) -> str:

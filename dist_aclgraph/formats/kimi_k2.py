@@ -51,9 +51,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         marker = yield from scanner.copy_until(outside, scanner.content)
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     head = f"{lark.text(f'{CALL}functions.{name}:')} /[0-9]+/ {lark.text(ARGUMENTS)}"
-    return f"{head} {lark.json(schema)} {lark.text(END_CALL)}"
+    return f"{head} {lark.arguments(schema)} {lark.text(END_CALL)}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

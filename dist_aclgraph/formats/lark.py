@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
@@ -21,6 +21,14 @@ JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
 SPACE = r"[\s\x1c-\x1f]"  # as Python's ``\s``
+ANY_NAME = r"/[\w.$-]+/"  # of a parameter that no schema names
+# Keywords of a schema that restrict an object as a whole, and not one of its properties.
+_WHOLE = {
+    *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
+    *("minProperties", "maxProperties", "patternProperties"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
+}
+_NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # names that tags cannot contain
 _ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)  # an escaped character, "/", a line's end
 
 
@@ -76,6 +84,10 @@ class Lark:
         found = {**schema} if isinstance(schema, Mapping) else {} if schema else {"enum": []}
         found["x-guidance"] = {**options, "coerce_one_of": is_any_of(found)}
         return self.rule("%json " + json.dumps(found, ensure_ascii=False))
+
+    def arguments(self, schema: Mapping[str, Any] | None) -> str:
+        """Return an expression for arguments as a JSON object; None allows all objects."""
+        return self.json(ANY_OBJECT if schema is None else schema)
 
     def form(self, form: StructuredOutputs) -> str:
         """Return an expression for a text of the required form.
@@ -187,22 +199,90 @@ class Lark:
             return self.until(_pattern_of(schema), end, ends)
         return f"{self.json(taken_out(schema, root))} {self.text(end)}"
 
+    def parameters(
+        self,
+        tool: str,
+        schema: Mapping[str, Any] | None,
+        around: Callable[[bool], tuple[str, str]],
+        end: str,
+        ends: Sequence[str],
+    ) -> str:
+        """Return an expression for arguments that a format writes one by one.
+
+        Args:
+            schema: the schema of the arguments; None allows all arguments.
+            around: returns the texts before and after a parameter's name; gets whether the value is
+                a string.
+            end: the text after each value.
+            ends: the texts at which the reader ends a value that is a string.
+
+        Raises:
+            InvalidParameterError: the format cannot write arguments of this schema.
+        """
+        found = None if schema is None else parameters_of(tool, schema)
+        if found is None or schema is None:
+            # A format that does not tell strings from other values has one expression for both.
+            values = {around(False): f"{self.json({})} {self.text(end)}"}
+            values[around(True)] = self.until(ANY, end, ends)
+            each = [
+                f"{self.text(before)} {ANY_NAME} {self.text(after)} {value}"
+                for (before, after), value in values.items()
+            ]
+            return f"({' | '.join(each)})*"
+        parts = []
+        for name, kept, is_required in found:
+            before, after = around(types_of(kept, schema) == {"string"})
+            part = f"{self.text(before + name + after)} {self.parameter(kept, schema, end, ends)}"
+            parts.append(part if is_required else f"({part})?")
+        return " ".join(parts)
+
     def grammar(self, start: str) -> str:
         """Return the whole grammar, whose first rule is ``start``."""
         return "\n".join([f"start: {start}", *self._rules, ""])
 
 
-def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """Return (name, schema, is required) of each parameter."""
-    properties = schema.get("properties")
+def parameters_of(
+    tool: str, root: Mapping[str, Any], not_writable: re.Pattern[str] = _NOT_WRITABLE
+) -> list[tuple[str, Mapping[str, Any], bool]] | None:
+    """Return (name, schema, is required) of each parameter; None if all parameters are allowed.
+
+    Args:
+        root: the schema of a tool's arguments, which the format writes one by one.
+        not_writable: finds names that the format cannot write.
+
+    Raises:
+        InvalidParameterError: arguments with these parameters might not match the schema.
+    """
+    schema = resolve(root, root)
+    if not isinstance(schema, Mapping) or types_of(schema, root) - {"object"}:
+        raise _not_by_parameters(tool, "is not the schema of an object")
+    if found := sorted(_WHOLE & schema.keys()):
+        raise _not_by_parameters(tool, f"uses {found[0]} for the arguments as a whole")
     required = schema.get("required")
-    names = set(required) if isinstance(required, list) else set()
+    names = set(map(str, required)) if isinstance(required, list) else set()
+    properties = schema.get("properties")
     if not isinstance(properties, Mapping):
-        return []
+        if not names and schema.get("additionalProperties", True) is True:
+            return None
+        properties = {}
+    if unknown := sorted(names - properties.keys()):
+        raise _not_by_parameters(tool, f"requires {unknown[0]!r:.40}, but gives it no schema")
+    if not properties and isinstance(schema.get("additionalProperties"), Mapping):
+        raise _not_by_parameters(tool, "gives its parameters no names")
+    if unwritable := [name for name in properties if not_writable.search(name)]:
+        raise _not_by_parameters(tool, f"has the name {unwritable[0]!r:.40}")
     return [
         (name, value if isinstance(value, Mapping) else {}, name in names)
         for name, value in properties.items()
     ]
+
+
+def _not_by_parameters(tool: str, problem: str) -> InvalidParameterError:
+    return InvalidParameterError(
+        f"tools: this model writes the arguments of a call one by one, by their names, and the "
+        f"schema of {tool} {problem}; change the schema, or the tool cannot be strict",
+        "tools",
+    )
 
 
 def in_lines(call: str, *, several: bool) -> str:

@@ -48,9 +48,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     yield from scanner.copy_until([], scanner.content)
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     head = lark.text(f'{{"name": {json.dumps(name)}, "parameters": ')
-    return f"{head} {lark.json(schema)} {lark.text('}')}"
+    return f"{head} {lark.arguments(schema)} {lark.text('}')}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, properties_of, taken_out
+from dist_aclgraph.formats.lark import Lark, parameters_of, taken_out
 from dist_aclgraph.formats.scanner import MAX_HELD_CHARS, Scan, Scanner, with_pairs
 from dist_aclgraph.formats.tools import Tools
 
@@ -21,6 +21,8 @@ MARKERS = TAGS
 BEGINS = ()  # only the first character of an answer can begin a call
 MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"  # of a parameter that no schema names
+_NO_NAME = re.compile(r"^(?![A-Za-z_][\w.-]*\Z)")
 
 
 def fits(template: str) -> bool:
@@ -135,18 +137,31 @@ def _as_json(text: str) -> str:
         return json.dumps(stripped, ensure_ascii=False)
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
     """Return an expression for one call; parameters that are not required come last."""
-    found = sorted(properties_of(schema), key=lambda each: not each[2])
-    parts: list[str] = []
-    for key, value, is_required in found:
-        separator = '", " ' if parts else ""
-        part = f"{separator}{lark.text(f'{key}=')} {lark.json(taken_out(value, schema))}"
-        if is_required:
-            parts.append(part)
-        elif parts:
-            parts.append(f"({part})?")
-    return " ".join([lark.text(f"{name}("), *parts, lark.text(")")])
+    found = None if schema is None else parameters_of(name, schema, _NO_NAME)
+    if found is None or schema is None:
+        part = lark.rule(f'{_ANY_NAME} "=" {lark.json({})}')
+        parameters = f'({part} (", " {part})*)?'
+    else:
+        parts: dict[bool, list[str]] = {True: [], False: []}
+        for key, value, is_required in found:
+            part = lark.rule(f"{lark.text(f'{key}=')} {lark.json(taken_out(value, schema))}")
+            parts[is_required].append(part)
+        parameters = _in_order(lark, parts[True], parts[False])
+    return f"{lark.text(f'{name}(')} {parameters} {lark.text(')')}"
+
+
+def _in_order(lark: Lark, required: Sequence[str], others: Sequence[str]) -> str:
+    """Return an expression for all of ``required``, then any of ``others``, with ", " between."""
+    first = [*required[:1], *(f'", " {part}' for part in required[1:])]
+    if first:
+        return " ".join([*first, *(f'(", " {part})?' for part in others)])
+    begun, after = [], ""  # one alternative for each parameter that may be the first
+    for part in reversed(others):
+        begun.append(f"{part} {after}")
+        after = lark.rule(f'(", " {part})? {after}')
+    return f"({' | '.join(reversed(begun))})?" if begun else ""
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

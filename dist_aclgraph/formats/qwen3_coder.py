@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dist_aclgraph.formats.lark import Lark, in_lines, properties_of
+from dist_aclgraph.formats.lark import Lark, in_lines
 from dist_aclgraph.formats.scanner import Scan, Scanner
 from dist_aclgraph.formats.tools import Tools
 from dist_aclgraph.formats.typed_values import Arguments
@@ -81,13 +81,12 @@ def _copy_call(scanner: Scanner, name: str, tools: Tools, outer: tuple[str, str]
         yield from scanner.match(outer[1])
 
 
-def lark_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-    parts = [lark.text(f"{BEGIN}\n{FUNCTION}{name}>\n")]
-    for key, value, is_required in properties_of(schema):
-        head = lark.text(f"{PARAMETER}{key}>\n")
-        part = f"{head} {lark.parameter(value, schema, chr(10) + END_PARAMETER + chr(10), ENDS)}"
-        parts.append(part if is_required else f"({part})?")
-    return " ".join([*parts, lark.text(f"{END_FUNCTION}\n{END}")])
+def lark_call(lark: Lark, name: str, schema: Mapping[str, Any] | None) -> str:
+    head, end = lark.text(f"{BEGIN}\n{FUNCTION}{name}>\n"), lark.text(f"{END_FUNCTION}\n{END}")
+    parts = lark.parameters(
+        name, schema, lambda _: (PARAMETER, ">\n"), f"\n{END_PARAMETER}\n", ENDS
+    )
+    return f"{head} {parts} {end}"
 
 
 def lark_calls(lark: Lark, call: str, *, several: bool) -> str:

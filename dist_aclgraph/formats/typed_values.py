@@ -91,7 +91,8 @@ class Arguments:
         self._is_empty = False
 
     def _property(self, name: str) -> Any:
-        properties = self._schema.get("properties")
+        schema = resolve(self._schema, self._schema)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
         return properties.get(name) if isinstance(properties, Mapping) else None
 
 

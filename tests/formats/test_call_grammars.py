@@ -86,6 +86,32 @@ def test_strict_tools_are_checked_within_text(name):
 
 
 @EACH
+def test_a_tool_that_is_not_strict_takes_any_arguments(name):
+    walk, wanted = Walk(name, TOOLS), {"n": 5, "text": "a b", "more": {"k": [1]}}
+    exact = {
+        "type": "object",
+        "properties": {key: {"const": value} for key, value in wanted.items()},
+        "required": list(wanted),
+        "additionalProperties": False,
+    }
+    call = walk.form.structured(
+        None, {"find": exact}, {"find"}, is_required=True, is_parallel=False
+    )
+    assert call is not None
+    tokens = walk.answer(call, 1)
+    assert tokens is not None
+    for strict, is_required in (({"stop"}, False), ({"stop"}, True), (set(), True)):
+        form = walk.form.structured(None, TOOLS, strict, is_required=is_required)
+        assert form is not None
+        assert walk.allows(form, tokens)
+
+    ends = walk.tokens("<|call|>") if name == "gpt_oss" else []
+    ((_, arguments, is_whole),) = walk.read(tokens + ends).calls
+    assert is_whole
+    assert json.loads(arguments) == wanted
+
+
+@EACH
 def test_content_of_a_form_or_calls(name):
     walk = Walk(name, TOOLS)
     form = walk.form.structured(StructuredOutputs(choice=["yes", "no"]), TOOLS, {"find"})
@@ -139,21 +165,70 @@ REFERENCES = {
     "required": ["flag", "word", "pair"],
     "additionalProperties": False,
 }  # fmt: skip
+ROOT_REFERENCE = {
+    "$ref": "#/$defs/all",
+    "$defs": {
+        "n": {"type": "integer", "minimum": 3, "maximum": 5},
+        "all": {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "enum": ["1", "x"]},
+                "n": {"$ref": "#/$defs/n"},
+            },
+            "required": ["code"],
+            "additionalProperties": False,
+        },
+    },
+}
+OPTIONAL = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yz"]}, "c": {"type": "null"}},
+    "additionalProperties": False,
+}
 
 
 @EACH
-def test_arguments_match_schemas_with_references(name):
-    tools = {"find": REFERENCES}
+@pytest.mark.parametrize(
+    "schema", [REFERENCES, ROOT_REFERENCE, OPTIONAL], ids=["parts", "root", "optional"]
+)
+def test_arguments_match_schemas_with_references(name, schema):
+    tools = {"find": schema}
     walk = Walk(name, tools)
     form = walk.form.structured(None, tools, {"find"}, is_required=True, is_parallel=False)
     assert form is not None
-    found = 0
+    found = []
     for seed in range(10):
         if (tokens := walk.answer(form, seed)) is not None:
             if name == "gpt_oss":
                 tokens.append(walk.form.token_ids["<|call|>"])
             ((_, arguments, is_whole),) = walk.read(tokens).calls
             assert is_whole
-            jsonschema.validate(json.loads(arguments), REFERENCES)
-            found += 1
-    assert found
+            found.append(json.loads(arguments))
+            jsonschema.validate(found[-1], schema)
+    assert any(found)
+
+
+RAW = pytest.mark.parametrize(
+    "name", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "pythonic"]
+)
+NAMED = {"a": {"type": "integer"}}
+
+
+@RAW
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"$ref": "#/$defs/none"}, "not the schema of an object"),
+        ({"type": "array"}, "not the schema of an object"),
+        ({"properties": NAMED, "anyOf": [{"required": ["a"]}]}, "uses anyOf"),
+        ({"allOf": [{"properties": NAMED}]}, "uses allOf"),
+        ({"properties": NAMED, "required": ["b"]}, "requires 'b'"),
+        ({"additionalProperties": {"type": "integer"}}, "no names"),
+        ({"properties": {"a>": {}}}, "the name 'a>'"),
+    ],
+)
+def test_a_strict_schema_without_named_parameters_is_refused(name, schema, problem):
+    walk = Walk(name, {"find": schema})
+
+    with pytest.raises(InvalidParameterError, match=problem):
+        walk.form.structured(None, {"find": schema}, {"find"}, is_required=True)
