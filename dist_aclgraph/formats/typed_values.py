@@ -58,8 +58,8 @@ class Arguments:
     def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
         """Return the text of a value that may be another type than a string, and the end after it.
 
-        A string within JSON may contain an end. If such a string never ends, the value ends at the
-        first end, and so do all later values of the answer.
+        A string within JSON may contain an end, but no marker token. If such a string never ends,
+        the value ends at the first end, and so do all later values of the answer.
         """
         first, end = yield from self._scanner.read_until(ends)
         pieces, last = [first], end
@@ -70,9 +70,10 @@ class Arguments:
             text, following = yield from self._scanner.read_until(ends)
             pieces += [last, text]
             num_chars += len(last) + len(text)
-            is_string = _ends_in_string(last + text, is_string=True)
+            has_marker = self._scanner.has_marker(text)
+            is_string = has_marker or _ends_in_string(last + text, is_string=True)
             last = following
-            if num_chars > MAX_HELD_CHARS:
+            if num_chars > MAX_HELD_CHARS or has_marker:
                 break
         if is_string and len(pieces) > 1:
             # Only once in an answer: each search may read all of its remaining text.

@@ -259,6 +259,17 @@ def test_json_with_a_string_that_never_ends_ends_at_the_first_tag():
     assert json.loads(arguments) == {"more": '{"a": "x', "n": 5}
 
 
+def test_a_string_that_never_ends_does_not_contain_the_next_call():
+    form = make_format("qwen3_coder", has_tokens=True)
+    text = "".join(
+        f"<tool_call>\n<function=find>\n<parameter=more>\n{value}\n</parameter>\n</function>\n"
+        "</tool_call>"
+        for value in ('{"a": "x', 'say "hi')
+    )
+
+    assert len(read(form, text, (3,)).calls) == 2
+
+
 def test_only_given_tools_are_called_where_no_marker_says_so():
     for name, text in (
         ("llama3_json", '{"name": "other", "parameters": {}} is JSON'),
