@@ -54,22 +54,24 @@ def measure(folder: Path, files: list[Path]) -> dict[str, Any]:
     for path in files:
         case = json.loads(path.read_text())
         try:
-            grammar, is_slow = compiler.compile(StructuredOutputs(json=json.dumps(case["schema"])))
+            found = compiler.compile(StructuredOutputs(json=json.dumps(case["schema"])))
         except InvalidParameterError:
             counts["refused schemas"] += 1
             continue
-        counts["slow schemas"] += is_slow
+        counts["slow schemas"] += found.is_slow
         begin_s = time.thread_time()
-        matcher = llguidance.LLMatcher(prepared, grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(prepared, found.grammar, log_level=0, limits=limits)
         compiled.append((time.thread_time() - begin_s) * 1e6)
-        found = Counter(
+        verdicts = Counter(
             (bool(test["valid"]), _accepts(tokenizer, matcher.deep_copy(), test["data"], masks))
             for test in case["tests"]
         )
-        counts["valid values refused"] += found[True, False]
-        counts["invalid values accepted"] += found[False, True]
-        counts["values"] += found.total()
-        counts["schemas with right verdicts"] += not (found[True, False] or found[False, True])
+        counts["valid values refused"] += verdicts[True, False]
+        counts["invalid values accepted"] += verdicts[False, True]
+        counts["values"] += verdicts.total()
+        counts["schemas with right verdicts"] += not (
+            verdicts[True, False] or verdicts[False, True]
+        )
     return {
         "note": "CPU times of this machine; the model has no part in them",
         "counts": {"schemas": len(files), **counts},

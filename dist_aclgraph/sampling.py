@@ -108,6 +108,7 @@ class Structure:
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
         is_slow: whether the computation of the allowed tokens may take longer than a step.
+        num_bytes: memory that the compiled grammar takes.
         salt: compiled grammars are shared only between requests with the same salt.
         end_ids: tokens that end the output. They are forbidden in reasoning before a grammar.
         think_begin, think_end: tokens around the reasoning; -1 without reasoning. The grammar does
@@ -119,6 +120,7 @@ class Structure:
 
     grammar: str = ""
     is_slow: bool = False
+    num_bytes: int = 0
     salt: str = ""
     end_ids: tuple[int, ...] = ()
     think_begin: int = -1

@@ -16,12 +16,14 @@ from typing import TypeVar
 
 import llguidance
 
+from dist_aclgraph.sampling import Structure
 from dist_aclgraph.text.grammars import Vocabulary, make_limits, open_tokenizer
 
 T = TypeVar("T")
-# Maximum number of characters of all grammars that are kept for further requests. We measured that
-# a compiled grammar needs up to 500 bytes for each of its characters.
-MAX_KEPT_CHARS = 1 << 19
+MAX_KEPT_BYTES = 1 << 28  # maximum memory of all grammars that are kept for further requests
+# We measured that a compiled grammar usually needs up to 500 bytes for each of its characters. Some
+# need much more, such as the multiples of a large number.
+BYTES_OF_CHAR = 500
 
 
 class Grammars:
@@ -39,24 +41,24 @@ class Grammars:
         self._executor = llguidance.LLExecutor(1)
         self._second: tuple[llguidance.LLMatcher, int] | None = None  # see ``consume``
         self._kept: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
-        self._num_chars = 0  # characters of all grammars in ``_kept``
+        self._sizes: dict[tuple[str, str], int] = {}  # bytes of each grammar in ``_kept``
+        self._num_bytes = 0  # their sum
 
-    def compile(self, grammar: str, salt: str) -> Future[llguidance.LLMatcher]:
-        """Return a grammar's matcher as a future; begin to compile a new grammar.
+    def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
+        """Return the matcher of a structure's grammar as a future; begin to compile a new grammar.
 
-        The caller copies the matcher, because requests with the same grammar share it.
+        The caller copies the matcher, because requests with the same grammar and salt share it.
 
         If the grammar is invalid, the matcher contains an error.
-
-        Args:
-            salt: compiled grammars are shared only between requests with the same salt.
         """
-        key = (salt, grammar)
+        grammar = structure.grammar
+        key = (structure.salt, grammar)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
         self._kept[key] = coming = self._thread.submit(self._compile, grammar)
-        self._num_chars += len(grammar)
+        self._sizes[key] = size = max(structure.num_bytes, BYTES_OF_CHAR * len(grammar))
+        self._num_bytes += size
         self._forget_oldest(key)
         return coming
 
@@ -83,11 +85,11 @@ class Grammars:
         waits for it.
         """
         for key, kept in list(self._kept.items()):
-            if self._num_chars <= MAX_KEPT_CHARS:
+            if self._num_bytes <= MAX_KEPT_BYTES:
                 break
             if kept.done() and key != newest:
                 del self._kept[key]
-                self._num_chars -= len(key[1])
+                self._num_bytes -= self._sizes.pop(key)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         tokenizer = self._tokenizer.result()

@@ -121,7 +121,7 @@ class Matchers:
             return
         matcher = None
         if structure.grammar:
-            matcher = self._grammars.compile(structure.grammar, structure.salt)
+            matcher = self._grammars.compile(structure)
         ends = np.zeros(self._num_words, np.int32)
         for token in structure.end_ids:
             allow(ends, token)

@@ -76,8 +76,10 @@ def compile_source(
     """Return the ``grammar`` of a source, or the ``error`` that is in the source.
 
     ``slow`` is not empty if masks may take long. All grammars that clients write may have such
-    masks, because the time depends on the text of the answer.
+    masks, because the time depends on the text of the answer. ``bytes`` is the memory that the
+    compiled grammar takes.
     """
+    before = _private_bytes()
     try:
         grammar = make_grammar(source)
     except Exception as e:  # the library raises ValueError, and for some sources other errors
@@ -94,10 +96,21 @@ def compile_source(
             llguidance.numpy.fill_next_token_bitmask(matcher, words, 0)
         took_s = time.thread_time() - begin_s
         if not matcher.is_error():
+            num_bytes = max(0, _private_bytes() - before)
             is_large = len(grammar) >= SLOW_CHARS
             is_slow = source["kind"] == "grammar" or is_large or took_s > SLOW_S
-            return {"grammar": grammar, "slow": "yes" if is_slow else ""}
+            slow = "yes" if is_slow else ""
+            return {"grammar": grammar, "slow": slow, "bytes": str(num_bytes)}
     return {"error": _part_of(source, matcher.get_error()) + reason_of(matcher.get_error())}
+
+
+def _private_bytes() -> int:
+    """Return the memory of this process without pages of files, which a fork maps when it needs
+    them.
+    """
+    with open("/proc/self/statm", "rb") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * resource.getpagesize()
 
 
 def _part_of(source: dict[str, Any], message: str) -> str:
@@ -122,9 +135,13 @@ def _compile_in_fork(
         os.close(reading)
         resource.setrlimit(resource.RLIMIT_CPU, (bounds["cpu_s"],) * 2)
         resource.setrlimit(resource.RLIMIT_AS, (bounds["memory_bytes"],) * 2)
-        reply = json.dumps(compile_source(source, tokenizer, limits)).encode()
+        reply = compile_source(source, tokenizer, limits)
+        num_bytes, most = int(reply.get("bytes", 0)), bounds["compiled_bytes"]
+        if num_bytes > most:
+            problem = f"takes {num_bytes >> 20} MiB of memory; at most {most >> 20} MiB are allowed"
+            reply = {"error": f"its compiled form {problem}"}
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(reply)
+            pipe.write(json.dumps(reply).encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:

@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import llguidance
 import numpy as np
@@ -26,7 +26,21 @@ MAX_PROCESSES = 2
 MAX_KEPT_CHARS = 1 << 24  # maximum of all kept sources and grammars
 WAIT_S = 30.0  # limit of a reply; the process first prepares its vocabulary
 _Key: TypeAlias = tuple[str, str, str, str]  # salt, kind, text, options
-BOUNDS = {"cpu_s": 1, "memory_bytes": 1 << 30}
+# Every rank keeps compiled grammars.
+BOUNDS = {"cpu_s": 1, "memory_bytes": 1 << 30, "compiled_bytes": 1 << 26}
+
+
+class Compiled(NamedTuple):
+    """A checked grammar.
+
+    Attributes:
+        is_slow: whether its masks may be slow.
+        num_bytes: memory that the compiled grammar takes.
+    """
+
+    grammar: str = ""
+    is_slow: bool = False
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,10 +70,8 @@ class GrammarCompiler:
         self._known: OrderedDict[_Key, dict[str, str]] = OrderedDict()
         self._num_chars = 0  # characters of all items in ``_known``
 
-    def compile(
-        self, source: StructuredOutputs, salt: str = "", param: str = ""
-    ) -> tuple[str, bool]:
-        """Return the grammar of a source, and whether its masks may be slow.
+    def compile(self, source: StructuredOutputs, salt: str = "", param: str = "") -> Compiled:
+        """Return the grammar of a source.
 
         Args:
             salt: results are shared only between requests with the same salt.
@@ -88,7 +100,7 @@ class GrammarCompiler:
             name = param or "structured_outputs"
             what = NAMES_OF_KINDS.get(source.kind, source.kind)
             raise InvalidParameterError(f"{name}: {what} cannot be used: {reply['error']}", name)
-        return reply["grammar"], bool(reply["slow"])
+        return Compiled(reply["grammar"], bool(reply["slow"]), int(reply["bytes"]))
 
     def knows(self, source: StructuredOutputs, salt: str = "") -> bool:
         """Return whether ``compile`` has the result already."""
@@ -175,8 +187,8 @@ def with_structure(
             f"{name}: the end of this model's reasoning is not one token; turn its reasoning off",
             name,
         )
-    grammar, is_slow = ("", False) if source is None else compiler.compile(source, salt, param)
-    structure = Structure(grammar=grammar, is_slow=is_slow, salt=salt)
+    found = Compiled() if source is None else compiler.compile(source, salt, param)
+    structure = Structure(**found._asdict(), salt=salt)
     if thinking is not None:
         structure = replace(
             structure,
