@@ -10,9 +10,12 @@ from dist_aclgraph.engine.permitted import ALL, Permitted, set_bit
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.step import RowSampling
-from dist_aclgraph.text.grammar_errors import reason_of
+from dist_aclgraph.text.grammar_errors import TOO_AMBIGUOUS, reason_of
 
 NO_MATCH = "the output does not match the grammar"
+# CPU time of a slow grammar. A request ends if one mask takes more than MAX_MASK_S, or if all masks
+# take more than the sum of MAX_MASK_S and TOKEN_S for each token.
+MAX_MASK_S, TOKEN_S = 1.0, 0.02
 
 
 class NotReadyError(Exception):
@@ -26,8 +29,6 @@ class Row:
         num_seen: number of tokens of the output that the state includes.
         complaint: why the request must end, although its masks are right; empty if it continues.
     """
-
-    complaint = ""
 
     def __init__(
         self,
@@ -50,6 +51,9 @@ class Row:
         self._is_over = False  # whether the last consumed token has ended the output
         self._opens = False  # whether the first token of the output begins reasoning
         self._answer: int | None = None  # number of tokens before the answer
+        self.complaint = ""
+        self._spent_s = 0.0
+        self._num_charged = 0  # number of tokens that ``_spent_s`` is for
         self._rewind_phase()
 
     @property
@@ -131,6 +135,22 @@ class Row:
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
         return matcher.try_consume_tokens([token]) == 1
+
+    def charge(self, took_s: float, num_tokens: int) -> None:
+        """Count the CPU time of masks; complain if they take too much.
+
+        Args:
+            num_tokens: number of tokens that were added.
+        """
+        self._spent_s += took_s
+        self._num_charged += num_tokens
+        # Tokens of a continued output are added at once.
+        if (
+            took_s > MAX_MASK_S + TOKEN_S * num_tokens
+            or self._spent_s > MAX_MASK_S + TOKEN_S * self._num_charged
+        ):
+            took = f"the masks of {self._num_charged} tokens took {self._spent_s:.1f} s"
+            self.complaint = f"{TOO_AMBIGUOUS} ({took} of CPU time)"
 
     def fill(self, words: IntArray) -> None:
         """Write the mask of the next token into ``words``, [num_words]."""

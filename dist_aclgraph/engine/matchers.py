@@ -237,11 +237,15 @@ class Matchers:
             words[1:] = words[0]
             drafts = []  # no draft is accepted
         else:
+            begin_s = time.thread_time() if row.structure.is_slow else None
             row.go_back(target)
-            for token in self._tokens(row_id, row.begin + row.num_seen, first):
+            tokens = self._tokens(row_id, row.begin + row.num_seen, first)
+            for token in tokens:
                 if not row.add(token):
                     return row.error or NO_MATCH
             row.fill(words[0])
+            if begin_s is not None:
+                row.charge(time.thread_time() - begin_s, len(tokens))
         if row.permitted is not None:
             begin = max(row.begin, first - row.permitted.longest)
             if not row.permitted.leaves_any(words[0], self._tokens(row_id, begin, first)):

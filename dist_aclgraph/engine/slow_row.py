@@ -20,10 +20,8 @@ from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.permitted import ALL, BITS, Permitted
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.step import RowSampling
-from dist_aclgraph.text.grammar_errors import TOO_AMBIGUOUS
 
 PATIENCE_S = 0.005  # seconds that a step waits for the masks of all slow rows
-MAX_MASK_S = 1.0  # CPU time of one mask; a request whose mask takes longer ends
 
 
 class SlowRow(Row):
@@ -111,9 +109,7 @@ class SlowRow(Row):
                 if super().error or not is_allowed or not self.add(token):
                     break
                 self._read.append(token)
-            took_s = time.thread_time() - begin_s
-            if took_s > MAX_MASK_S:
-                self.complaint = f"{TOO_AMBIGUOUS} (one token took {took_s:.1f} s)"
+            self.charge(time.thread_time() - begin_s, token is not None)
         else:
             return words, super().error
         return words, super().error or NO_MATCH

@@ -4,6 +4,7 @@ read the output.
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -31,15 +32,20 @@ BEGIN, STOP = 300, 301  # tokens around the reasoning
 class Row:
     """One row, whose output grows and shrinks."""
 
-    def __init__(self, structure: Structure, k: int, min_tokens: int = 0) -> None:
+    def __init__(
+        self, structure: Structure, k: int, min_tokens: int = 0, *, may_wait: bool = True
+    ) -> None:
         self.output: list[int] = []
+        self.failed: dict[int, str] = {}
         self.num_known = 0  # tokens that the engine has sent back
         self._k = k
         self._batch = SimpleNamespace(
             num_tokens=np.array([PROMPT]), token_ids=np.zeros((1, 200), np.int32)
         )
         batch: Any = self._batch
-        self.matchers = Matchers(batch, lambda: VOCABULARY, TOKENIZER.vocab_size, k + 1)
+        self.matchers = Matchers(
+            batch, lambda: VOCABULARY, TOKENIZER.vocab_size, k + 1, rows_may_wait=may_wait
+        )
         self._sampling = RowSampling(
             num_prompt_tokens=PROMPT, structure=structure, min_tokens=min_tokens
         )
@@ -75,10 +81,12 @@ class Row:
         known: Any = SimpleNamespace(samples=np.zeros(self._k + 1, np.intp))
         table = np.array([[*drafts, *[0] * (self._k - len(drafts))]]) if self._k else None
         masks = self.matchers.masks(step, known, table)
-        while self.matchers.take_report().unmasked:  # the row is sent again with all its tokens
+        # A late row is sent again with all its tokens.
+        while (report := self.matchers.take_report()).unmasked:
             self._batch.num_tokens[0] = first
             self.begin()
             masks = self.matchers.masks(step, known, table)
+        self.failed = report.failed
         assert masks is not None
         assert masks.places.tolist() == list(range(self._k + 1))
         bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
@@ -203,3 +211,24 @@ def test_the_end_comes_before_min_tokens_where_nothing_else_is_allowed():
 def test_the_demo_has_the_tokens_that_this_file_uses():
     assert DEMO.name == "tiny-deepseek"
     assert TOKENIZER.vocab_size > STOP
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+@pytest.mark.parametrize(("first_s", "each_s", "most"), [(1.5, 0.0, 1), (0.0, 0.1, 14)])
+def test_masks_that_take_too_long_end_the_request(may_wait, first_s, each_s, most, monkeypatch):
+    times = itertools.accumulate(itertools.chain([first_s], itertools.repeat(each_s)), initial=0.0)
+    steps = ((begin, end) for begin, end in itertools.pairwise(times))
+    clock = itertools.chain.from_iterable(steps)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    grammar = llguidance.LLMatcher.grammar_from_regex("a*")
+    structure = Structure(grammar=grammar, end_ids=ENDS, is_slow=True)
+    row = Row(structure, 0, may_wait=may_wait)
+    count = 0
+    while not row.failed:
+        count += 1
+        row.masks()
+        row.num_known = len(row.output)
+        row.output = [*row.output, LL.tokenize_str("a")[0]]
+
+    assert most / 3 < count <= most
+    assert "too ambiguous" in row.failed[0]

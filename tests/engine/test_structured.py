@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dist_aclgraph.engine import slow_row
+from dist_aclgraph.engine import grammar_row
 from dist_aclgraph.engine.grammar_row import NotReadyError
 from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.model_runner import ModelRunner
@@ -291,7 +291,7 @@ AMBIGUOUS = llguidance.grammar_from("lark", f'start: "[" "[" "[" r0\n{MANY}')
 def test_an_ambiguous_grammar_ends_its_request_and_no_other(
     runners: Any, place: int, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slow_row, "MAX_MASK_S", limit_s)
+    monkeypatch.setattr(grammar_row, "MAX_MASK_S", limit_s)
     k, plan, runner = runners[place]
     scheduler = make_scheduler(GraphDispatcher(plan), k)
     bad = Structure(grammar=AMBIGUOUS if limit_s else GRAMMARS["json"], is_slow=True)
