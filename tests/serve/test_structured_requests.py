@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 
 from dist_aclgraph.sampling import StructuredOutputs
+from dist_aclgraph.serve.openai import state
 from dist_aclgraph.text import structure
 from tests.serve.conftest import until
 from tests.serve.test_errors import assert_error
@@ -212,6 +213,33 @@ def test_requests_that_wait_for_a_grammar_take_no_threads_from_others(service):
     finally:
         go.set()
         compiler.compile = compile_source
+
+
+def test_a_grammar_does_not_wait_long_for_other_grammars(service, monkeypatch):
+    compiler, begun, go = service.state.grammars, threading.Semaphore(0), threading.Event()
+    compile_source = compiler.compile
+
+    def compile_late(*args):
+        begun.release()
+        go.wait(60)
+        return compile_source(*args)
+
+    monkeypatch.setattr(compiler, "compile", compile_late)
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            fields = [{"guided_regex": f"b{i}"} for i in range(3)]
+            first = [threads.submit(ask, service, extra_body=each) for each in fields[:2]]
+            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=60)
+            monkeypatch.setattr(state, "MAX_QUEUE_S", 0.01)
+            body = {"model": MODEL, "messages": HI, **fields[2]}
+            reply = service.http.post("/v1/chat/completions", json=body)
+        finally:
+            go.set()
+        assert all(each.result() for each in first)
+
+    assert reply.headers["retry-after"]
+    assert "grammars of other requests" in assert_error(reply, 503)["message"]
 
 
 def test_grammars_are_kept_up_to_a_number_of_characters(service, monkeypatch):

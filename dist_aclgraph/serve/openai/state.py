@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -41,6 +41,7 @@ from dist_aclgraph.text.structure import MAX_PROCESSES, GrammarCompiler, Thinkin
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number of a prompt's log-probabilities in one response
+MAX_QUEUE_S = 10.0  # how long a grammar may wait until its compilation begins
 WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that generate text
 
 
@@ -188,6 +189,7 @@ class ApiState:
 
         Raises:
             InvalidParameterError: a token lies outside the vocabulary, or a grammar is wrong.
+            EngineUnavailableError: too many other grammars are compiled first.
         """
         first = params[0]
         is_structured = first.structured_outputs is not None or first.thinking_tokens is not None
@@ -201,12 +203,32 @@ class ApiState:
         # On a thread, because this work encodes texts and waits for the process that compiles.
         source = first.structured_outputs
         is_known = source is None or self.grammars.knows(source, salt)
-        threads = None if is_known else self._compiling  # None: the loop's own threads
-        found = await asyncio.get_running_loop().run_in_executor(threads, convert)
+        found = await (asyncio.to_thread(convert) if is_known else self._compile(convert))
         return [
             replace(each, bad_word_ids=found.bad_word_ids, structure=found.structure)
             for each in params
         ]
+
+    async def _compile(self, convert: Callable[[], SamplingParams]) -> SamplingParams:
+        """Convert parameters on the threads that compile grammars, if a thread is free in time."""
+        coming, is_late = self._compiling.submit(convert), False
+
+        def give_up() -> None:
+            nonlocal is_late
+            is_late = coming.cancel()  # false if the thread has begun
+
+        timer = asyncio.get_running_loop().call_later(MAX_QUEUE_S, give_up)
+        try:
+            return await asyncio.wrap_future(coming)
+        except asyncio.CancelledError:
+            if not is_late:  # the client is gone
+                raise
+            raise EngineUnavailableError(
+                f"the grammars of other requests have been compiled for {MAX_QUEUE_S:g} s; try "
+                "again later"
+            ) from None
+        finally:
+            timer.cancel()
 
     def check_prompt_logprobs(
         self, asked: int | None, prompts: Sequence[list[int]], num_choices: int
