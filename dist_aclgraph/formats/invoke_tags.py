@@ -52,7 +52,7 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
             head, closing = yield from scanner.read_until([">"])
             attributes = dict(_ATTRIBUTE.findall(scanner.shown(head)))
             if closing is None or not attributes.get("name"):
-                scanner.content((begin if is_first else invoke) + scanner.give_back())
+                scanner.content((begin if is_first else "") + scanner.give_back())
                 break
             scanner.let_go()
             if not (yield from _copy_call(scanner, attributes["name"], tools, tags)):

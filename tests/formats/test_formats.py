@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from typing import get_args
 
@@ -30,10 +31,13 @@ EACH = pytest.mark.parametrize("name", FORMATS)
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=40)
 
 
+def tokens_of(form, text, sizes):
+    return as_tokens(text, dict(form.token_ids), itertools.cycle(sizes))
+
+
 def events_of(form, text, sizes=(1,), tools=TOOLS, is_thinking=False, num_tokens=None):
     reader = form.reader(tools, is_thinking=is_thinking)
-    tokens = as_tokens(text, dict(form.token_ids), itertools.cycle(sizes))
-    kept = itertools.islice(tokens, num_tokens)
+    kept = itertools.islice(tokens_of(form, text, sizes), num_tokens)
     return [event for token in kept for event in reader.feed(*token)] + reader.finish()
 
 
@@ -71,6 +75,10 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
 
     found = folded(events_of(form, text, sizes, num_tokens=num_tokens))
 
+    # Content is the content of the whole answer, and text that has not become a call.
+    said = "".join(piece for _, piece in itertools.islice(tokens_of(form, text, sizes), num_tokens))
+    num_same = len(os.path.commonprefix([found.content, expected.content]))
+    assert said.rstrip().endswith(found.content[num_same:].rstrip())
     assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
     for (_, part, is_whole), (_, whole, _) in zip(found.calls, expected.calls, strict=False):
         assert whole.startswith(part) or name == "pythonic"  # pythonic emits only complete literals
