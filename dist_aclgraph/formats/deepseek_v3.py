@@ -50,6 +50,9 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
         if is_fenced and marker == separator:
             name, marker = yield from scanner.read_until(["\n", *outside, end_call])
             yield from scanner.match("```json\n", "```json", FENCE)
+        if marker in outside:  # the text is no call, and another marker begins
+            scanner.content(call + scanner.give_back(marker))
+            continue
         if marker not in (separator, "\n") or not name.strip():
             scanner.content(call + scanner.give_back())
         else:

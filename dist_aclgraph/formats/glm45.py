@@ -39,7 +39,10 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         name, marker = yield from scanner.read_until([key_begin, end, begin, "\n"])
         if marker == "\n":
             yield from scanner.skip_space()
-            marker = yield from scanner.match(key_begin, end)
+            marker = yield from scanner.match(key_begin, end, begin)
+        if marker == begin:
+            scanner.content(begin + scanner.give_back(begin))
+            continue
         if marker not in (key_begin, end) or not name.strip() or "{" in name:
             scanner.content(begin + scanner.give_back())
             marker = yield from scanner.copy_until([begin], scanner.content)

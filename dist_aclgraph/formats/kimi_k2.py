@@ -35,6 +35,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
             call_id, marker = yield from scanner.read_until([begin, *outside, end_call])
             call_id = call_id.strip()
             name = call_id.removeprefix("functions.").rsplit(":", 1)[0]
+            if marker in outside:  # the text is no call, and another marker begins
+                scanner.content(call + scanner.give_back(marker))
+                continue
             if marker != begin or not name:
                 scanner.content(call + scanner.give_back())
             else:

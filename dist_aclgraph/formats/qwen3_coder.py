@@ -43,8 +43,12 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         is_call = marker == FUNCTION or (yield from scanner.match(FUNCTION)) is not None
         name, closing = "", None
         if is_call:
-            name, closing = yield from scanner.read_until([">", "\n", begin, end])
+            name, closing = yield from scanner.read_until([">", "\n", begin, end, FUNCTION])
         name = name.strip()
+        if closing in (begin, FUNCTION):  # the text is no call, and another marker begins
+            scanner.content(marker + scanner.give_back(closing))
+            marker = closing
+            continue
         # Models may forget the first marker. Then the text is a call only if it has the name of a
         # given tool.
         if closing != ">" or not name or (marker == FUNCTION and name not in tools):

@@ -106,12 +106,12 @@ class Scanner:
         """
         self._kept = self._at
 
-    def give_back(self) -> str:
-        """Return the kept text, and end keeping."""
+    def give_back(self, marker: str = "") -> str:
+        """Return the kept text without the marker at its end, and end keeping."""
         assert self._kept is not None
         text = self._text[self._kept : self._at]
         self._kept = None
-        return text
+        return text.removesuffix(marker)
 
     def let_go(self) -> None:
         """End keeping, without returning the kept text."""

@@ -85,6 +85,17 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
         assert not is_whole or part == whole
 
 
+@EACH
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_marker_that_is_written_twice_hides_no_call(name, has_tokens):
+    text, expected = ANSWERS[name]
+    for begin in FORMATS[name].BEGINS:
+        at = text.rindex(begin)
+        found = read(make_format(name, has_tokens=has_tokens), f"{text[:at]}{begin}{text[at:]}")
+        assert found.calls == expected.calls
+        assert begin in found.content or len(found.content) == len(expected.content)
+
+
 PARTS = st.lists(
     st.one_of(
         st.sampled_from(sorted({m for each in FORMATS.values() for m in each.MARKERS})),
