@@ -46,9 +46,9 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
             marker = yield from scanner.copy_until(outside, scanner.content)
             continue
         scanner.keep()
-        name, marker = yield from scanner.read_until([separator, *outside, end_call])
+        name, marker = yield from scanner.read_head([separator, *outside, end_call])
         if is_fenced and marker == separator:
-            name, marker = yield from scanner.read_until(["\n", *outside, end_call])
+            name, marker = yield from scanner.read_head(["\n", *outside, end_call])
             yield from scanner.match("```json\n", "```json", FENCE)
         if marker in outside:  # the text is no call, and another marker begins
             scanner.content(call + scanner.give_back(marker))

@@ -36,7 +36,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     marker = yield from scanner.copy_until([begin], scanner.content)
     while marker is not None:
         scanner.keep()
-        name, marker = yield from scanner.read_until([key_begin, end, begin, "\n"])
+        name, marker = yield from scanner.read_head([key_begin, end, begin, "\n"])
         if marker == "\n":
             yield from scanner.skip_space()
             marker = yield from scanner.match(key_begin, end, begin)

@@ -33,10 +33,11 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     ends = (end, call, returned, start)
     while (yield from scanner.peek()):
         scanner.keep()
-        head, marker = yield from scanner.read_until([message])
-        if marker is None:
+        head, marker = yield from scanner.read_head([message])
+        if marker is None:  # the text has no head
             scanner.content(scanner.give_back())
-            return
+            yield from scanner.copy_until(ends, scanner.content)
+            continue
         scanner.let_go()
         shown = scanner.shown(head)
         name = shown.partition(CHANNEL)[2].strip()

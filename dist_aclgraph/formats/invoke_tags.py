@@ -49,7 +49,7 @@ def copy_calls(scanner: Scanner, tools: Tools, tags: Tags) -> Scan[None]:
             continue
         is_first = True
         while True:
-            head, closing = yield from scanner.read_until([">"])
+            head, closing = yield from scanner.read_head([">"])
             attributes = dict(_ATTRIBUTE.findall(scanner.shown(head)))
             if closing is None or not attributes.get("name"):
                 scanner.content((begin if is_first else "") + scanner.give_back())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from enum import Enum
 
-from dist_aclgraph.formats.scanner import Scan, Scanner
+from dist_aclgraph.formats.scanner import MAX_HEAD_CHARS, MAX_HELD_CHARS, Scan, Scanner
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+KEYS = ("name", "type", "id", "index", *ARGUMENT_KEYS)
 
 
 class Outcome(Enum):
@@ -23,7 +24,8 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
     left out. A missing closing brace of the object is not an error.
 
     Args:
-        known: names of tools; an object with another name is no call. None allows all names.
+        known: names of tools; an object with another name, or with a key before the arguments that
+            calls do not have, is no call. None allows all names and keys.
     """
     if not (yield from scanner.match("{")):
         return Outcome.NO_CALL
@@ -31,13 +33,17 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
     held: str | None = None  # arguments that came before the name
     is_begun = False
     while not (yield from _at_end(scanner)):
-        key = yield from scanner.read_json_string()
+        is_checked = known is not None and not is_begun
+        most = MAX_HEAD_CHARS if is_checked else MAX_HELD_CHARS
+        key = yield from scanner.read_json_string(most)
         yield from scanner.skip_space()
         if key is None or not (yield from scanner.match(":")):
             break
         yield from scanner.skip_space()
+        if is_checked and key not in KEYS:
+            return Outcome.NO_CALL
         if key == "name" and name is None:
-            name = yield from scanner.read_json_string()
+            name = yield from scanner.read_json_string(most)
             if not name or (known is not None and name not in known):
                 return Outcome.NO_CALL
         elif key in ARGUMENT_KEYS and name is not None and not is_begun:
@@ -46,7 +52,7 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
             if not (yield from copy_arguments(scanner)):
                 return Outcome.CUT
         else:
-            text = yield from scanner.read_json()
+            text = yield from scanner.read_json(MAX_HELD_CHARS if key in ARGUMENT_KEYS else most)
             if text is None:
                 break
             held = text if key in ARGUMENT_KEYS else held

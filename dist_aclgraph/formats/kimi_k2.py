@@ -32,7 +32,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while marker is not None:
         if marker == call:
             scanner.keep()
-            call_id, marker = yield from scanner.read_until([begin, *outside, end_call])
+            call_id, marker = yield from scanner.read_head([begin, *outside, end_call])
             call_id = call_id.strip()
             name = call_id.removeprefix("functions.").rsplit(":", 1)[0]
             if marker in outside:  # the text is no call, and another marker begins

@@ -43,7 +43,7 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
         is_call = marker == FUNCTION or (yield from scanner.match(FUNCTION)) is not None
         name, closing = "", None
         if is_call:
-            name, closing = yield from scanner.read_until([">", "\n", begin, end, FUNCTION])
+            name, closing = yield from scanner.read_head([">", "\n", begin, end, FUNCTION])
         name = name.strip()
         if closing in (begin, FUNCTION):  # the text is no call, and another marker begins
             scanner.content(marker + scanner.give_back(closing))

@@ -32,6 +32,7 @@ Scan: TypeAlias = Generator[None, None, T]  # the result of a part of an answer
 Emit: TypeAlias = Callable[[str], None]
 
 FIRST_CODE = 0xD800
+MAX_HEAD_CHARS = 256  # maximum length of the text between a call's first marker and its arguments
 MAX_HELD_CHARS = 1 << 16  # maximum length of a value that is read whole before it is passed on
 _SPACE = re.compile(r"\s*")
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]\ud800-\udfff]')
@@ -161,6 +162,23 @@ class Scanner:
         marker = yield from self.copy_until(markers, pieces.append)
         return "".join(pieces), marker
 
+    def read_head(self, markers: Sequence[str]) -> Scan[tuple[str, str | None]]:
+        """Return the text up to one of the markers, and the marker; None if the text is longer than
+        the head of a call. Then only the beginning of the text is read.
+        """
+        whole, begun = _patterns(tuple(markers))
+        while True:
+            found = whole.search(self._text, self._at)
+            end = found.start() if found else self._end_without(begun, in_call=False)
+            start, most = self._at, self._at + MAX_HEAD_CHARS
+            if found and end <= most:
+                self._at = found.end()
+                return self._text[start:end], found.group()
+            if end > most or self.is_closed:
+                self._at = min(end, most)
+                return self._text[start : self._at], None
+            yield
+
     def match(self, *texts: str) -> Scan[str | None]:
         """Read and return the longest of ``texts`` with which the unread text begins. If none of
         ``texts`` matches, read nothing and return None.
@@ -278,17 +296,19 @@ class Scanner:
                 return num_read > 0
             yield
 
-    def read_json(self) -> Scan[str | None]:
+    def read_json(self, most: int = MAX_HELD_CHARS) -> Scan[str | None]:
         """Return the text of one JSON value; None if it is incomplete or too long."""
         pieces: list[str] = []
-        is_whole = yield from self.copy_json(pieces.append, MAX_HELD_CHARS)
+        is_whole = yield from self.copy_json(pieces.append, most)
         return "".join(pieces) if is_whole else None
 
-    def read_json_string(self) -> Scan[str | None]:
-        """Return the value of a JSON string; None if something else comes next."""
+    def read_json_string(self, most: int = MAX_HELD_CHARS) -> Scan[str | None]:
+        """Return the value of a JSON string; None if something else comes next, or the string is
+        too long.
+        """
         if (yield from self.peek()) != '"':
             return None
-        text = yield from self.read_json()
+        text = yield from self.read_json(most)
         if text is None:
             return None
         try:

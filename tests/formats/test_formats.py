@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 from typing import get_args
 
@@ -77,8 +76,7 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
 
     # Content is the content of the whole answer, and text that has not become a call.
     said = "".join(piece for _, piece in itertools.islice(tokens_of(form, text, sizes), num_tokens))
-    num_same = len(os.path.commonprefix([found.content, expected.content]))
-    assert said.rstrip().endswith(found.content[num_same:].rstrip())
+    assert said.rstrip().endswith(found.content.removeprefix(expected.content).rstrip())
     assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
     for (_, part, is_whole), (_, whole, _) in zip(found.calls, expected.calls, strict=False):
         assert whole.startswith(part) or name == "pythonic"  # pythonic emits only complete literals
@@ -117,6 +115,8 @@ def test_a_broken_answer_ends_in_text_or_in_calls(name, has_tokens, text, sizes)
     found = read(form, text, sizes)
 
     assert found == read(form, text, (len(text) + 1,))
+    letters = iter(text)
+    assert all(sign in letters for sign in found.content), "no text is written twice"
     if not found.calls and not found.reasoning and name not in ("gpt_oss", "kimi_k2"):
         outer = ANSWERS[name][0] if name.startswith("deepseek") else ""
         assert outer or found.content == text
@@ -131,6 +131,25 @@ def test_text_is_held_back_no_longer_than_its_marker(name):
         shown += folded(reader.feed(0, letter)).content
 
     assert shown == "Some text, a < b, and [1] and more"
+
+
+@EACH
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_text_that_begins_like_a_call_is_held_back_no_longer_than_a_name(name, has_tokens):
+    form = make_format(name, has_tokens=has_tokens)
+    inner = {
+        "deepseek_v32": "\n<｜DSML｜invoke",
+        "minimax_m2": "\n<invoke",
+        "gpt_oss": "<|channel|>",
+    }
+    begins = [*FORMATS[name].BEGINS, '{"', '{"title": "', '{"name": "', '{"type": "', "[find", "<"]
+    long = "and more words, " * 40
+    for begin in (each + inner.get(name, "") for each in begins):
+        reader = form.reader(TOOLS, is_thinking=False)
+        tokens = tokens_of(form, begin + long, (1,))
+        shown = folded(event for token in tokens for event in reader.feed(*token)).content
+
+        assert shown.rstrip().endswith(long.rstrip()), begin
 
 
 def test_arguments_are_streamed_piece_by_piece():
