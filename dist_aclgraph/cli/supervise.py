@@ -54,8 +54,9 @@ class Supervisor:
         serve_http: runs the ingress. Its arguments are: the read end of a pipe, which is closed
             when the ingress must end; a function that the ingress's event loop calls every second;
             and a link, with which the next ingress continues the connections.
-        restarts: common budget for restarts of owner and ingress. The budget's pauses apply only to
-            the owner.
+        restarts: budget for restarts of the owner, and of an ingress that has not served. An
+            ingress that has served is always replaced, unless the budget allows no restart at all.
+            The budget's pauses apply only to the owner.
         silent_s: a process that has no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
         end_started: kills those processes of a dead owner that are no descendants of the
@@ -190,7 +191,8 @@ class Supervisor:
         self._ingress = 0
         if not self._is_stopping and (code < 0 or code == CRASHED):
             end = f"was killed by {_name_of(-code)}" if code < 0 else "has failed"
-            if self._may_restart(f"{SERVES} {end}", "it"):
+            is_counted = not self._ingress_heartbeat.has_served
+            if self._may_restart(f"{SERVES} {end}", "it", is_counted=is_counted):
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
@@ -247,9 +249,15 @@ class Supervisor:
                 heartbeat.rest()
                 os.kill(pid, signal.SIGKILL)
 
-    def _may_restart(self, why: str, what: str) -> bool:
-        """Use one restart of the budget, and print a message; return whether there was one."""
-        is_left = self._restarts.spend(time.monotonic())
+    def _may_restart(self, why: str, what: str, *, is_counted: bool = True) -> bool:
+        """Use one restart of the budget, and print a message; return whether there was one.
+
+        Args:
+            is_counted: if false, the restart is allowed whenever the budget allows any restart.
+        """
+        is_left = self._restarts.per_hour > 0
+        if is_counted:
+            is_left = self._restarts.spend(time.monotonic())
         event(logger, "process_lost", logging.WARNING, cause=why, is_replaced=is_left)
         if is_left:
             _say(f"warning: {why}; {what} is started again")

@@ -334,20 +334,19 @@ def own(signals, heartbeat):
     assert service.end()[0] == 7
 
 
-@pytest.mark.parametrize(("name", "code"), [(OWNER, 128 + signal.SIGKILL), (INGRESS, 1)])
-def test_past_the_budget_a_death_ends_the_service_with_the_reason(
-    start: Start, name: str, code: int
+def test_past_the_budget_a_death_of_the_owner_ends_the_service_with_the_reason(
+    start: Start,
 ) -> None:
     service = start()
     service.lines(2)
     for _ in range(2):
-        service.kill(name)
+        service.kill(OWNER)
         service.lines(1)
 
-    service.kill(name)
+    service.kill(OWNER)
 
     ended, _, wrong = service.end()
-    assert ended == code
+    assert ended == 128 + signal.SIGKILL
     assert "is not started again: recovery.restarts_per_hour allows 2\n" in wrong
 
 
@@ -635,3 +634,24 @@ def test_ingresses_that_die_at_their_start_come_back_after_longer_and_longer_pau
         assert supervisor._replace_ingress(-signal.SIGKILL) is None
 
     assert supervisor._ingress_due_s > time.monotonic() + 2 * FIRST_PAUSE_S
+
+
+def test_an_ingress_that_has_served_is_replaced_however_often_it_dies() -> None:
+    restarts = RestartBudget(2)
+    supervisor = Supervisor(Mock(), Mock(), restarts, 60.0, 60.0)
+    for _ in range(20):
+        supervisor._ingress_heartbeat.begin()
+        supervisor._ingress_heartbeat.beat()
+
+        assert supervisor._replace_ingress(-signal.SIGKILL) is None
+
+    assert restarts.num_left(time.monotonic()) == 2, "these restarts are the owner's"
+
+
+@pytest.mark.parametrize("has_served", [True, False])
+def test_a_service_without_restarts_does_not_replace_its_ingress(has_served: bool) -> None:
+    supervisor = Supervisor(Mock(), Mock(), RestartBudget(0), 60.0, 60.0)
+    if has_served:
+        supervisor._ingress_heartbeat.beat()
+
+    assert supervisor._replace_ingress(-signal.SIGKILL) == 1
