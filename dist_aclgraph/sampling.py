@@ -41,6 +41,8 @@ class StructuredOutputs:
         whitespace_pattern: a regular expression of white space in JSON; None means at most eight
             blanks or newlines in a row.
         disable_any_whitespace: whether the grammar of JSON fixes all white space.
+        has_free_text: whether the answer may contain any text beside calls. Stop strings end only
+            such text, because an answer that ends by "stop" must have its form.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -51,6 +53,7 @@ class StructuredOutputs:
     lark: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    has_free_text: bool = False
 
     def __post_init__(self) -> None:
         forms = (self.json, self.regex, self.choice, self.grammar, self.json_object, self.lark)

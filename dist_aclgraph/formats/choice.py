@@ -114,7 +114,7 @@ class AnswerFormat:
             if self.has_channels:
                 content = gpt_oss.lark_final(lark, content)
             start = f"{content} | {calls}"
-        return StructuredOutputs(lark=lark.grammar(start))
+        return StructuredOutputs(lark=lark.grammar(start), has_free_text=form is None)
 
     def is_thinking(self, prompt: str, *, continues: bool) -> bool:
         """Return whether a prompt has opened the reasoning of the answer.

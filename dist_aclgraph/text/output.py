@@ -64,8 +64,10 @@ class OutputText:
         self._detokenizer = Detokenizer(
             tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
+        form = params.structured_outputs
+        stops = params.stop if form is None or form.has_free_text else ()
         includes_stop = params.include_stop_str_in_output
-        self._matcher = StopMatcher(params.stop, includes_stop=includes_stop)
+        self._matcher = StopMatcher(stops, includes_stop=includes_stop)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._rows: list[RowLogprobs] = []  # for tokens whose text is not certain yet
@@ -197,11 +199,13 @@ def with_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> SamplingPara
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
     """Return every token id that ends a request's output: the model's ids and the requested ids.
 
+    If the output must have a form, only an end token of the model ends it.
+
     Raises:
         InvalidParameterError: a requested id lies outside the vocabulary.
     """
     tokenizer.check_ids(params.stop_token_ids, "stop_token_ids")
-    # Only an end token of the model ends a grammar.
-    has_grammar = params.structured_outputs is not None
-    own = () if params.ignore_eos and not has_grammar else tokenizer.eos_ids
+    if params.structured_outputs is not None:
+        return tokenizer.eos_ids
+    own = () if params.ignore_eos else tokenizer.eos_ids
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))

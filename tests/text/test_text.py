@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError, RequestTooLongError
-from dist_aclgraph.sampling import SamplingParams
+from dist_aclgraph.sampling import SamplingParams, StructuredOutputs
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
 from dist_aclgraph.text.output import OutputText, end_ids
@@ -99,6 +99,24 @@ def test_output_text_stops_in_the_middle_of_a_token():
 
     assert "".join(piece.text for piece in pieces) == "Hel"
     assert pieces[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (StructuredOutputs(regex="Hello there"), "Hello there"),
+        (StructuredOutputs(lark='start: "Hello there"'), "Hello there"),
+        (StructuredOutputs(lark="start: /(.|\\n)*/", has_free_text=True), "Hel"),
+    ],
+)
+def test_stop_strings_do_not_cut_an_answer_that_must_have_a_form(form, expected):
+    params = SamplingParams(stop=("lo",), structured_outputs=form, stop_token_ids=(7,))
+    output = OutputText(TOKENIZER, (), params)
+
+    piece = output.add_tokens(TOKENIZER.encode("Hello there"), (), "length")
+
+    assert piece.text == expected
+    assert end_ids(TOKENIZER, params) == TOKENIZER.eos_ids
 
 
 @pytest.mark.parametrize(
