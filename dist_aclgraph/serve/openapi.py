@@ -10,9 +10,9 @@ import msgspec
 
 from dist_aclgraph.serve.anthropic.types import CountTokensRequest, MessagesRequest
 from dist_aclgraph.serve.openai.body import Body, strict
+from dist_aclgraph.serve.openai.chat_message import ChatMessage
 from dist_aclgraph.serve.openai.errors import ANTHROPIC_PATHS
 from dist_aclgraph.serve.openai.types import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -5,6 +5,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
+import msgspec
 import openai
 import pytest
 
@@ -12,6 +13,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.serve.api import make_api
 from dist_aclgraph.serve.openai.state import ApiState
+from dist_aclgraph.serve.openai.types import ChatRequest, TokenizeRequest
 from dist_aclgraph.text.chat_template import ChatTemplate, RenderLimits
 from tests.serve.conftest import until
 from tests.serve.test_errors import assert_error
@@ -424,3 +426,12 @@ def test_log_probabilities_of_a_prompt_are_not_streamed_in_a_chat(own_service):
 
     assert "not streamed" in assert_error(reply)["message"]
     assert len(whole.json()["prompt_logprobs"]) == whole.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+def test_no_effort_turns_reasoning_off(kind):
+    body = {"model": MODEL, "messages": HI, "reasoning_effort": "none"}
+
+    asked = msgspec.json.decode(json.dumps(body), type=kind)
+
+    assert asked.chat_options().variables == {"enable_thinking": False, "thinking": False}

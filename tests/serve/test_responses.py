@@ -246,6 +246,14 @@ def test_the_effort_reaches_the_template_and_none_turns_reasoning_off(tooled):
     assert not prompt_of(tooled).endswith("<think>\n")
 
 
+def test_the_reasoning_is_limited_as_in_a_chat(tooled):
+    tooled.answer("x")
+
+    ask(tooled, extra_body={"thinking_token_budget": 7})
+
+    assert tooled.engine.submitted[-1].sampling.structure.max_thought == 7
+
+
 class Person(pydantic.BaseModel):
     name: str
     age: int

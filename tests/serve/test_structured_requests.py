@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 
+from dist_aclgraph.formats.choice import AnswerFormat
 from dist_aclgraph.sampling import StructuredOutputs
 from dist_aclgraph.serve.openai import state
 from dist_aclgraph.text import structure
@@ -179,6 +180,35 @@ def test_the_form_is_that_of_the_text_behind_the_reasoning(tooled, is_opened):
     assert found.think_begin == tokenizer.added_token("<think>")
     assert found.think_end == tokenizer.added_token("</think>")
     assert found.max_thought == 7
+
+
+def test_a_limit_of_reasoning_that_the_format_does_not_have_is_refused(service, monkeypatch):
+    monkeypatch.setattr(service.state, "answers", AnswerFormat("gpt_oss", None, {}))
+    body = {"model": MODEL, "messages": HI, "thinking_tokens": 5}
+
+    error = assert_error(service.http.post("/v1/chat/completions", json=body), 400)
+
+    assert error["param"] == "thinking_tokens"
+    assert "gpt_oss has no limit" in error["message"]
+    body = {"model": MODEL, "messages": HI, "max_tokens": 5}  # clients of this API send a limit
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    assert service.http.post("/v1/messages", json={**body, "thinking": thinking}).is_success
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_long_thought_may_be_continued(tooled, is_closed):
+    begun = "<think>" + "I look. " * 60 + "</think>" * is_closed
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begun}]
+
+    tooled.openai.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=1,
+        response_format=FORMAT,
+        extra_body={"continue_final_message": True},
+    )
+
+    assert structure_of(tooled).is_thinking is not is_closed
 
 
 def test_a_choice_may_have_thousands_of_texts(service):

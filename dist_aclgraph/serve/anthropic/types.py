@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, field
+from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 from dist_aclgraph.serve.anthropic import schemas
 from dist_aclgraph.serve.anthropic.turns import continues, read_messages
-from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.conversation import Conversation
 from dist_aclgraph.serve.openai.counted import decode_strings
 from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
@@ -35,7 +35,6 @@ from dist_aclgraph.serve.openai.tools import (
 from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, MAX_STOP_BYTES
 from dist_aclgraph.text.chat_template import ChatOptions
 
-ABSENT: Raw = field(default_factory=Raw)
 MODES: dict[str, Mode] = {
     "auto": "auto",
     "any": "required",

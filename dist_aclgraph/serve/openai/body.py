@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
+from msgspec import Raw
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 # the decoding.
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
+ABSENT: Raw = msgspec.field(default_factory=Raw)  # default of a field that is read as JSON
 IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the paths of ignored fields
 # Maximum number of ignored fields of one request, because their names are written into the log.
 MAX_IGNORED = 16
@@ -345,3 +347,8 @@ def _explained(message: str, param: str) -> InvalidParameterError:
 
 def shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
+
+
+def is_empty(raw: Raw) -> bool:
+    """Return whether a field of JSON has no value."""
+    return bytes(raw) in (b"", b"null", b"[]", b"{}", b"false", b'""')

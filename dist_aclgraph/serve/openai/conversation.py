@@ -22,7 +22,9 @@ from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.structure import Thinking
 
-TAIL_TOKENS = 64  # the last tokens of a prompt show whether the prompt has opened the reasoning
+# The last tokens of a prompt show whether the prompt has opened the reasoning. Of a message that is
+# continued, all tokens after the marker of the reasoning are read.
+TAIL_TOKENS = 64
 
 
 def _all_of(ids: list[int]) -> list[int]:
@@ -38,7 +40,8 @@ class Conversation:
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
         options: how the messages become a prompt; contains the definitions of ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
-        is_limit_soft: whether ``max_tokens`` may be larger than the remaining context.
+        is_limit_soft: whether ``max_tokens`` may be larger than the remaining context, and the
+            limit of reasoning may have no effect. Clients of such an API must send both limits.
         form_param: the request's field for the form of the answer, for errors.
         limit_param: the request's field for messages, for errors about the length of the prompt.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
@@ -113,6 +116,13 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
     if asked.is_limit_soft:
         wanted, most = None, wanted or most
     max_tokens = state.fit(len(prompt_ids), wanted, most, asked.limit_param)
+    has_budget = asked.params.thinking_tokens is not None and not asked.is_limit_soft
+    if has_budget and answers.has_channels:
+        raise InvalidParameterError(
+            f"thinking_tokens: the reasoning of the format {answers.name} has no limit of tokens; "
+            "set reasoning_effort",
+            "thinking_tokens",
+        )
     thinking = _find_thinking(state, prompt_ids, asked.options)
     params = await _with_form(state, asked, replace(asked.params, max_tokens=max_tokens), thinking)
     journal = state.open_journal(scope)
@@ -170,7 +180,13 @@ def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions)
     answers = state.answers
     if answers.thought is None:
         return None
-    tail = state.tokenizer.text_of(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    begin = max(0, len(prompt_ids) - TAIL_TOKENS)
+    opens = answers.token_ids.get(answers.thought.begin)
+    if options.continue_final_message and opens in prompt_ids:
+        last = len(prompt_ids) - 1 - prompt_ids[::-1].index(opens)
+        if not set(state.tokenizer.eos_ids).intersection(prompt_ids[last:]):  # of this message
+            begin = min(begin, last)
+    tail = state.tokenizer.text_of(prompt_ids[begin:], skip_special_tokens=False)
     is_open = answers.is_thinking(tail, continues=options.continue_final_message)
     # If the prompt ends with the end of a reasoning, the template has turned the reasoning off.
     is_off = tail.rstrip().endswith(answers.thought.end)

@@ -8,6 +8,9 @@ from typing import Any
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import SamplingParams
 
+# The names of the limit of reasoning tokens in several APIs.
+BUDGETS = ("thinking_tokens", "thinking_token_budget", "thinking_budget")
+
 
 def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingParams:
     """Return sampling parameters; errors contain the client's names of the parameters.
@@ -22,6 +25,11 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
             raise
         name = names[e.param]
         raise InvalidParameterError(str(e).replace(e.param, name, 1), name) from None
+
+
+def first_given(body: object, *names: str) -> str:
+    """Return the first of ``names`` whose field has a value; ``names[0]`` if none has one."""
+    return next((name for name in names if getattr(body, name) is not None), names[0])
 
 
 def without_none(given: Mapping[str, Any]) -> dict[str, Any]:

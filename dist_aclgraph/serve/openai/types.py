@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Raw, field
+from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import (
@@ -27,7 +27,8 @@ from dist_aclgraph.sampling import (
     StructuredOutputs,
 )
 from dist_aclgraph.serve.openai import schemas
-from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.body import ABSENT, Body, decode, is_empty
+from dist_aclgraph.serve.openai.chat_message import ChatMessage, messages_for_template
 from dist_aclgraph.serve.openai.conversation import Conversation
 from dist_aclgraph.serve.openai.counted import (
     check_num_strings,
@@ -35,15 +36,21 @@ from dist_aclgraph.serve.openai.counted import (
     decode_prompts,
     decode_strings,
 )
-from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
-from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from dist_aclgraph.serve.openai.sampling_fields import (
+    BUDGETS,
+    first_given,
+    make_params,
+    without_none,
+)
+from dist_aclgraph.serve.openai.schemas import MAX_PARTS, MAX_PROMPTS
 from dist_aclgraph.serve.openai.structured import (
     ResponseFormat,
     Structured,
     field_of_form,
     read_structured,
 )
-from dist_aclgraph.serve.openai.tools import Tool, ToolCall, read_calls, read_tools
+from dist_aclgraph.serve.openai.text_parts import reasoning_variables
+from dist_aclgraph.serve.openai.tools import Tool, read_tools
 from dist_aclgraph.text.chat_template import ChatOptions
 
 MAX_CHOICES = 16
@@ -51,79 +58,12 @@ MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
 MAX_PROMPT = 1 << 17  # maximum number of tokens of a prompt before it is truncated
 MAX_VARIABLES = 1024  # maximum number of strings in ``chat_template_kwargs``, names included
-ABSENT: Raw = field(default_factory=Raw)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
-
-
-class ContentPart(Body):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(Body):
-    """A message. All fields of a client's ``message.model_dump()`` are allowed."""
-
-    PARTS: ClassVar = {"content": ContentPart, "tool_calls": ToolCall}
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Raw, schemas.CONTENT] = ABSENT
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[Raw, schemas.NOTHING] = ABSENT
-    tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
-    tool_call_id: str | None = None
-
-    def for_template(self, param: str) -> dict[str, Any]:
-        """Return the fields for chat templates: a role, a content, and optional fields.
-
-        Args:
-            param: the message's place in the body, for error messages.
-        """
-        calls = read_calls(self.tool_calls, f"{param}.tool_calls")
-        if calls is not None and self.role != "assistant":
-            raise InvalidParameterError(
-                f"{param}.tool_calls: only an assistant's message has calls", f"{param}.tool_calls"
-            )
-        if not _is_empty(self.annotations):
-            raise InvalidParameterError(f"{param}: annotations are not offered", param)
-        return {
-            "role": self.role,
-            "content": self._content(f"{param}.content"),
-            "name": self.name,
-            "reasoning_content": self.reasoning_content or self.reasoning,
-            "tool_calls": calls,
-            "tool_call_id": self.tool_call_id,
-        }
-
-    def _content(self, param: str) -> str | list[dict[str, str]] | None:
-        """Return a text or text parts; None if an assistant's message has no content."""
-        data = bytes(self.content)
-        if data in (b"", b"null"):
-            if self.role == "assistant":
-                return None
-            raise InvalidParameterError(f"{param} is missing", param)
-        if not data.startswith(b"["):
-            return str(decode(data, str, param))
-        check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
-        kind = self.kind_of_part(ContentPart)
-        parts = decode(data, list[kind], param)  # type: ignore[valid-type]
-        if not 1 <= len(parts) <= MAX_PARTS:
-            raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
-        for part in parts:
-            if part.type != "text" or part.text is None:
-                raise InvalidParameterError(
-                    f"{param}: content of type {part.type!r:.40} is not offered; send text", param
-                )
-        return [{"type": "text", "text": part.text} for part in parts]
 
 
 class GenerateRequest(Body, kw_only=True):
@@ -191,7 +131,7 @@ class GenerateRequest(Body, kw_only=True):
                 f"{MAX_CACHE_SALT_CHARS} are allowed",
                 "cache_salt",
             )
-        if not _is_empty(self.stream_options) and not self.stream:
+        if not is_empty(self.stream_options) and not self.stream:
             raise InvalidParameterError("stream_options needs stream to be true", "stream_options")
         if self.streaming().include_obfuscation:
             raise InvalidParameterError(
@@ -213,11 +153,11 @@ class GenerateRequest(Body, kw_only=True):
 
     @property
     def _name_of_max_tokens(self) -> str:
-        return self._first("max_tokens", "max_new_tokens", "n_predict")
+        return first_given(self, "max_tokens", "max_new_tokens", "n_predict")
 
     @property
     def _name_of_budget(self) -> str:
-        return self._first("thinking_tokens", "thinking_token_budget", "thinking_budget")
+        return first_given(self, *BUDGETS)
 
     def structured(self) -> StructuredOutputs | None:
         """Return the form that the answer must have; None if any text is allowed.
@@ -243,10 +183,6 @@ class GenerateRequest(Body, kw_only=True):
             self.guided_whitespace_pattern,
         )
 
-    def _first(self, *names: str) -> str:
-        """Return the first of ``names`` whose field has a value; ``names[0]`` if none has one."""
-        return next((name for name in names if getattr(self, name) is not None), names[0])
-
     def truncated(self, ids: list[int], context_len: int) -> list[int]:
         """Return the last ``truncate_prompt_tokens`` ids of a prompt.
 
@@ -269,7 +205,7 @@ class GenerateRequest(Body, kw_only=True):
 
     def streaming(self) -> StreamOptions:
         """Return the options of a stream; the defaults if there are none."""
-        if _is_empty(self.stream_options):
+        if is_empty(self.stream_options):
             return StreamOptions()
         kind = self.kind_of_part(StreamOptions)
         options: StreamOptions = decode(self.stream_options, kind, "stream_options")
@@ -278,7 +214,7 @@ class GenerateRequest(Body, kw_only=True):
     def _sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]
     ) -> SamplingParams:
-        repetition = self._first("repetition_penalty", "repeat_penalty")
+        repetition = first_given(self, "repetition_penalty", "repeat_penalty")
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -300,14 +236,14 @@ class GenerateRequest(Body, kw_only=True):
         if self.stop:
             strings = decode_strings(self.stop, MAX_STOP_STRINGS, MAX_STOP_BYTES, "stop")
             kept["stop"] = tuple(strings)
-        if not _is_empty(self.logit_bias):
+        if not is_empty(self.logit_bias):
             check_num_strings(bytes(self.logit_bias), MAX_BIASES, "logit_bias")
             biases = decode(self.logit_bias, dict[int, float], "logit_bias")
             kept["logit_bias"] = tuple(biases.items())
-        if not _is_empty(self.allowed_token_ids):
+        if not is_empty(self.allowed_token_ids):
             ids = decode_ids(self.allowed_token_ids, MAX_ALLOWED_IDS, "allowed_token_ids")
             kept["allowed_token_ids"] = tuple(ids)
-        if not _is_empty(self.bad_words):
+        if not is_empty(self.bad_words):
             words = decode_strings(self.bad_words, MAX_BAD_WORDS, MAX_STOP_BYTES, "bad_words")
             kept["bad_words"] = tuple(words)
         if self.stop_token_ids:
@@ -357,7 +293,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates need."""
-        return _for_template(self, self.messages)
+        return messages_for_template(self, self.messages)
 
     def conversation(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
         """Return the conversation that the request asks to continue.
@@ -385,7 +321,9 @@ class ChatRequest(GenerateRequest, kw_only=True):
 
     @property
     def _name_of_max_tokens(self) -> str:
-        return self._first("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict")
+        return first_given(
+            self, "max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict"
+        )
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
@@ -448,12 +386,12 @@ class TokenizeRequest(Body):
     enable_thinking: bool | None = None
 
     def check_fields(self) -> None:
-        if (self.prompt is None) == _is_empty(self.messages):
+        if (self.prompt is None) == is_empty(self.messages):
             raise InvalidParameterError("give either prompt or messages", "prompt")
 
     def for_template(self) -> list[dict[str, Any]] | None:
         """Return the messages in the form that chat templates need; None if there is a prompt."""
-        return None if _is_empty(self.messages) else _for_template(self, self.messages)
+        return None if is_empty(self.messages) else messages_for_template(self, self.messages)
 
     def chat_options(self) -> ChatOptions:
         """Return the options with which the messages become a prompt."""
@@ -466,12 +404,12 @@ class DetokenizeRequest(Body, kw_only=True):
     tokens: Annotated[Raw, schemas.TOKEN_IDS]
 
     def check_fields(self) -> None:
-        if _is_empty(self.tokens) and bytes(self.tokens) != b"[]":
+        if is_empty(self.tokens) and bytes(self.tokens) != b"[]":
             raise InvalidParameterError("tokens must be an array of token ids", "tokens")
 
 
 def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
-    own = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.enable_thinking}
+    own = without_none({"enable_thinking": body.enable_thinking})
     begins = body.add_generation_prompt
     return ChatOptions(
         documents=_documents(body.documents),
@@ -479,12 +417,14 @@ def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
         add_generation_prompt=not body.continue_final_message if begins is None else begins,
         continue_final_message=bool(body.continue_final_message),
         template=body.chat_template,
-        variables=without_none(own) | read_variables(body.chat_template_kwargs),
+        variables=reasoning_variables(body.reasoning_effort)
+        | own
+        | read_variables(body.chat_template_kwargs),
     )
 
 
 def read_variables(raw: Raw) -> dict[str, Any]:
-    if _is_empty(raw):
+    if is_empty(raw):
         return {}
     check_num_strings(bytes(raw), MAX_VARIABLES, "chat_template_kwargs")
     found: dict[str, Any] = decode(raw, dict[str, Any], "chat_template_kwargs")
@@ -492,21 +432,8 @@ def read_variables(raw: Raw) -> dict[str, Any]:
 
 
 def _documents(raw: Raw) -> list[dict[str, Any]] | None:
-    if _is_empty(raw):
+    if is_empty(raw):
         return None
     check_num_strings(bytes(raw), 4 * MAX_PARTS, "documents")
     found: list[dict[str, Any]] = decode(raw, list[dict[str, Any]], "documents")
     return found
-
-
-def _for_template(body: Body, raw: Raw) -> list[dict[str, Any]]:
-    messages = decode(raw, list[body.kind_of_part(ChatMessage)], "messages")  # type: ignore[misc]
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidParameterError(
-            f"messages has {len(messages)} items; it must have 1 to {MAX_MESSAGES}", "messages"
-        )
-    return [message.for_template(f"messages.{i}") for i, message in enumerate(messages)]
-
-
-def _is_empty(raw: Raw) -> bool:
-    return bytes(raw) in (b"", b"null", b"[]", b"{}", b"false", b'""')

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Raw, field
+from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings, decode_prompts
 from dist_aclgraph.text.rerank import paired
 
 MAX_INPUTS = 1024  # maximum number of inputs, or of pairs, in one request
-ABSENT: Raw = field(default_factory=Raw)
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS}

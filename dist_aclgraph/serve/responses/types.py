@@ -10,14 +10,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, field
+from msgspec import Meta, Raw
 
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import MAX_LOGPROBS, StructuredOutputs
 from dist_aclgraph.serve.openai import schemas
-from dist_aclgraph.serve.openai.body import Body, decode
+from dist_aclgraph.serve.openai.body import ABSENT, Body, decode
 from dist_aclgraph.serve.openai.conversation import Conversation
-from dist_aclgraph.serve.openai.sampling_fields import make_params, without_none
+from dist_aclgraph.serve.openai.sampling_fields import (
+    BUDGETS,
+    first_given,
+    make_params,
+    without_none,
+)
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 from dist_aclgraph.serve.openai.structured import TextFormat, read_text_format
 from dist_aclgraph.serve.openai.text_parts import reasoning_variables
@@ -40,7 +45,6 @@ LOGPROBS = "message.output_text.logprobs"  # entry of ``include`` for log-probab
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp")
 MAX_INCLUDED = 64
 MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response contains the metadata
-ABSENT: Raw = field(default_factory=Raw)
 _NOTHING = (b"", b"null")
 
 
@@ -106,6 +110,9 @@ class ResponsesRequest(Body, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     chat_template_kwargs: Annotated[Raw, schemas.VARIABLES] = ABSENT
+    thinking_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
     # A value in one of these fields is refused.
     previous_response_id: str | None = None
     conversation: Annotated[Raw, schemas.NO_VALUE] = ABSENT
@@ -157,12 +164,14 @@ class ResponsesRequest(Body, kw_only=True):
             tools: the request's tools, from ``read_tools``.
             defaults: values of sampling parameters that the request omits.
         """
+        budget = first_given(self, *BUDGETS)
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "seed": self.seed,
             "structured_outputs": self._form(),
+            "thinking_tokens": getattr(self, budget),
         }
         logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
         params = make_params(
@@ -172,7 +181,7 @@ class ResponsesRequest(Body, kw_only=True):
                 "max_tokens": self.max_output_tokens,
                 "logprobs": logprobs,
             },
-            {"max_tokens": "max_output_tokens"},
+            {"max_tokens": "max_output_tokens", "thinking_tokens": budget},
         )
         truncates = self.truncation == "auto"
         return Conversation(

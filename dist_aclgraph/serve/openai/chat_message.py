@@ -1,0 +1,90 @@
+"""The messages of chat requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Raw
+
+from dist_aclgraph.errors import InvalidParameterError
+from dist_aclgraph.serve.openai import schemas
+from dist_aclgraph.serve.openai.body import ABSENT, Body, decode, is_empty
+from dist_aclgraph.serve.openai.counted import check_num_strings
+from dist_aclgraph.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS
+from dist_aclgraph.serve.openai.tools import ToolCall, read_calls
+
+
+class ContentPart(Body):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Body):
+    """A message. All fields of a client's ``message.model_dump()`` are allowed."""
+
+    PARTS: ClassVar = {"content": ContentPart, "tool_calls": ToolCall}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Raw, schemas.CONTENT] = ABSENT
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[Raw, schemas.NOTHING] = ABSENT
+    tool_calls: Annotated[Raw, schemas.TOOL_CALLS] = ABSENT
+    tool_call_id: str | None = None
+
+    def for_template(self, param: str) -> dict[str, Any]:
+        """Return the fields for chat templates: a role, a content, and optional fields.
+
+        Args:
+            param: the message's place in the body, for error messages.
+        """
+        calls = read_calls(self.tool_calls, f"{param}.tool_calls")
+        if calls is not None and self.role != "assistant":
+            raise InvalidParameterError(
+                f"{param}.tool_calls: only an assistant's message has calls", f"{param}.tool_calls"
+            )
+        if not is_empty(self.annotations):
+            raise InvalidParameterError(f"{param}: annotations are not offered", param)
+        return {
+            "role": self.role,
+            "content": self._content(f"{param}.content"),
+            "name": self.name,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+        }
+
+    def _content(self, param: str) -> str | list[dict[str, str]] | None:
+        """Return a text or text parts; None if an assistant's message has no content."""
+        data = bytes(self.content)
+        if data in (b"", b"null"):
+            if self.role == "assistant":
+                return None
+            raise InvalidParameterError(f"{param} is missing", param)
+        if not data.startswith(b"["):
+            return str(decode(data, str, param))
+        check_num_strings(data, 4 * MAX_PARTS, param)  # each part has two keys and two values
+        kind = self.kind_of_part(ContentPart)
+        parts = decode(data, list[kind], param)  # type: ignore[valid-type]
+        if not 1 <= len(parts) <= MAX_PARTS:
+            raise InvalidParameterError(f"{param} must have 1 to {MAX_PARTS} parts", param)
+        for part in parts:
+            if part.type != "text" or part.text is None:
+                raise InvalidParameterError(
+                    f"{param}: content of type {part.type!r:.40} is not offered; send text", param
+                )
+        return [{"type": "text", "text": part.text} for part in parts]
+
+
+def messages_for_template(body: Body, raw: Raw) -> list[dict[str, Any]]:
+    """Return the messages of a body in the form that chat templates need."""
+    messages = decode(raw, list[body.kind_of_part(ChatMessage)], "messages")  # type: ignore[misc]
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidParameterError(
+            f"messages has {len(messages)} items; it must have 1 to {MAX_MESSAGES}", "messages"
+        )
+    return [message.for_template(f"messages.{i}") for i, message in enumerate(messages)]
