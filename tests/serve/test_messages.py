@@ -360,7 +360,7 @@ WRONG = [
     (block_of("assistant", {"type": "tool_use", "name": "f", "input": 5}), "messages.0.content.0"),
     ({"system": 5}, "system"),
     ({"system": [{"type": "image"}]}, "system.0"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
     ({"tools": [{"name": "a b"}]}, "tools.0.name"),
     ({"tools": [CLOCK, CLOCK]}, "tools.1.name"),
     ({"tools": {}}, "tools"),
@@ -449,3 +449,17 @@ def test_a_key_may_come_as_x_api_key():
         client = client_of(guarded, KEY)
         reply = client.messages.create(model=MODEL, max_tokens=20, messages=HI)
         assert reply.content[0].text == "Hello."
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_tools_that_a_provider_runs_are_left_out_and_named(tooled, path):
+    hosted = [{"type": f"web_{each}_20250305", "name": each} for each in ("search", "fetch")]
+    body = {"model": MODEL, "messages": HI, "tools": [hosted[0], CLOCK, hosted[1]]}
+    if path == "/v1/messages":
+        tooled.answer("Hello.")
+        body["max_tokens"] = 20
+
+    reply = tooled.http.post(path, json=body)
+
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-ignored-parameters"] == "tools[0], tools[2]"

@@ -12,7 +12,7 @@ from dist_aclgraph.formats.events import Content, Event
 from dist_aclgraph.serve.anthropic.blocks import Blocks
 from dist_aclgraph.serve.anthropic.types import CountTokensRequest, MessagesRequest
 from dist_aclgraph.serve.openai import sse
-from dist_aclgraph.serve.openai.body import read_body
+from dist_aclgraph.serve.openai.body import note_ignored, read_body
 from dist_aclgraph.serve.openai.conversation import Conversation, encode, open_conversation
 from dist_aclgraph.serve.openai.errors import (
     anthropic_error_body,
@@ -33,7 +33,10 @@ async def messages(state: ApiState, request: Request) -> Response:
 
     def convert(body: MessagesRequest) -> tuple[bool, Conversation]:
         state.admit(body.model)
-        return bool(body.stream), body.conversation(state.sampling_defaults, state.context_len)
+        tools, left_out = body.read_tools()
+        note_ignored(request.scope, left_out)
+        asked = body.conversation(tools, state.sampling_defaults, state.context_len)
+        return bool(body.stream), asked
 
     stream, asked = await read_body(request, MessagesRequest, convert, state.config.serve)
     found = await open_conversation(state, request.scope, asked)
@@ -46,7 +49,9 @@ async def count_tokens(state: ApiState, request: Request) -> Response:
 
     def convert(body: CountTokensRequest) -> Conversation:
         state.admit(body.model)
-        return body.counted(state.context_len)
+        tools, left_out = body.read_tools()
+        note_ignored(request.scope, left_out)
+        return body.counted(tools, state.context_len)
 
     asked = await read_body(request, CountTokensRequest, convert, state.config.serve)
     return json_response({"input_tokens": len(await encode(state, asked))})

@@ -30,6 +30,7 @@ from dist_aclgraph.serve.openai.tools import (
     check_needs_no_tools,
     check_type,
     decode_tools,
+    leave_out_hosted,
     use_tools,
 )
 from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, MAX_STOP_BYTES
@@ -93,14 +94,15 @@ class CountTokensRequest(Body, kw_only=True):
                 "mcp_servers: this service calls no tools; let the client call them", "mcp_servers"
             )
 
-    def counted(self, context_len: int) -> Conversation:
+    def counted(self, tools: ToolUse | None, context_len: int) -> Conversation:
         """Return the conversation whose tokens are counted. It may be longer than the context."""
-        return self._conversation(SamplingParams(), max(context_len, MAX_PROMPT))
+        return self._conversation(tools, SamplingParams(), max(context_len, MAX_PROMPT))
 
-    def _conversation(self, params: SamplingParams, most: int, salt: str = "") -> Conversation:
+    def _conversation(
+        self, tools: ToolUse | None, params: SamplingParams, most: int, salt: str = ""
+    ) -> Conversation:
         messages = read_messages(self.messages, self.system)
         is_open = continues(messages)
-        tools = self._tools()
         return Conversation(
             messages=messages,
             params=params,
@@ -137,13 +139,18 @@ class CountTokensRequest(Body, kw_only=True):
         found: _OutputConfig = decode(self.output_config, _OutputConfig, "output_config")
         return found
 
-    def _tools(self) -> ToolUse | None:
+    def read_tools(self) -> tuple[ToolUse | None, list[str]]:
+        """Return the tools that the answer may call, and the fields of tools that are left out
+        (``leave_out_hosted``).
+        """
         choice, is_parallel = self._choice()
-        tools = decode_tools(self.tools, _Tool)
+        tools, left_out = leave_out_hosted(
+            decode_tools(self.tools, _Tool), lambda tool: tool.type or "", is_strict=self.is_strict
+        )
         if not tools:
             check_needs_no_tools(choice)
-            return None
-        for i, tool in enumerate(tools):
+            return None, left_out
+        for i, tool in tools.items():
             check_type(tool.type or "custom", f"tools.{i}", "custom")
         functions = [
             Function(
@@ -152,10 +159,11 @@ class CountTokensRequest(Body, kw_only=True):
                 parameters=tool.input_schema,
                 strict=tool.strict,
             )
-            for tool in tools
+            for tool in tools.values()
         ]
-        places = [f"tools.{i}.name" for i in range(len(tools))]
-        return use_tools(functions, choice, is_parallel=is_parallel, places=places)
+        places = [f"tools.{i}.name" for i in tools]
+        found = use_tools(functions, choice, is_parallel=is_parallel, places=places)
+        return found, left_out
 
     def _choice(self) -> tuple[ToolChoice, bool]:
         """Return the choice of tools, and whether the answer may have several calls."""
@@ -184,10 +192,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     container: Annotated[Raw, IGNORED] = ABSENT
     inference_geo: str | None = None
 
-    def conversation(self, defaults: Mapping[str, Any], context_len: int) -> Conversation:
+    def conversation(
+        self, tools: ToolUse | None, defaults: Mapping[str, Any], context_len: int
+    ) -> Conversation:
         """Return the conversation that the request asks to continue.
 
         Args:
+            tools: the request's tools, from ``read_tools``.
             defaults: values of sampling parameters that the request omits.
         """
         thinking = self._thinking()
@@ -206,7 +217,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
                 )
             )
         names = {"stop": "stop_sequences", "thinking_tokens": "thinking.budget_tokens"}
-        return self._conversation(make_params(kept, names), context_len, self.cache_salt or "")
+        params = make_params(kept, names)
+        return self._conversation(tools, params, context_len, self.cache_salt or "")
 
     def _form(self) -> StructuredOutputs | None:
         found = self._output_config().format

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import msgspec
 from msgspec import Raw
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
 from dist_aclgraph.config import ServeConfig
 from dist_aclgraph.errors import InvalidParameterError, QueueFullError
@@ -158,7 +158,12 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
 
     def kind_of_part(self, kind: type[B]) -> type[B]:
         """Return the class for decoding a part. It is strict if this body's class is strict."""
-        return strict(kind) if self.__struct_config__.forbid_unknown_fields else kind
+        return strict(kind) if self.is_strict else kind
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the service is strict."""
+        return bool(self.__struct_config__.forbid_unknown_fields)
 
 
 @cache
@@ -215,6 +220,11 @@ async def read_body(
     if len(data) <= MAX_INLINE_BYTES:
         return read()
     return await asyncio.get_running_loop().run_in_executor(_decoding, read)
+
+
+def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
+    """Add fields of a request to those that the service ignores."""
+    scope.setdefault(IGNORED, []).extend(paths)
 
 
 def _ignored(data: bytes, kind: type[Body]) -> list[str]:

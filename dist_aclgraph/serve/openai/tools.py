@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -18,6 +18,11 @@ from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 MAX_BYTES = 1 << 20  # maximum size of all definitions
 MAX_STRINGS = 1 << 15
 MAX_CALLS = 128  # maximum number of calls of one message
+# Beginnings of the types of tools that a provider runs itself.
+HOSTED = (
+    *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
+    *("image_generation", "computer", "tool_search", "mcp"),
+)
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NOTHING = (b"", b"null", b"[]")
 
@@ -157,6 +162,18 @@ def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
             f"tools has {len(found)} items; at most {MAX_TOOLS} are allowed", "tools"
         )
     return found
+
+
+def leave_out_hosted(
+    tools: Sequence[T], type_of: Callable[[T], str], *, is_strict: bool
+) -> tuple[dict[int, T], list[str]]:
+    """Return the tools that the model may see, by their places, and the fields of the other tools.
+
+    A tool that a provider runs itself, such as ``web_search``, is left out, because no client can
+    run it. A strict service leaves out no tool, and refuses it later.
+    """
+    kept = {i: t for i, t in enumerate(tools) if is_strict or not type_of(t).startswith(HOSTED)}
+    return kept, [f"tools[{i}]" for i in range(len(tools)) if i not in kept]
 
 
 def check_needs_no_tools(choice: ToolChoice) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from dist_aclgraph.formats.events import Content, Event
 from dist_aclgraph.serve.openai import sse
-from dist_aclgraph.serve.openai.body import IGNORED, read_body
+from dist_aclgraph.serve.openai.body import note_ignored, read_body
 from dist_aclgraph.serve.openai.conversation import Conversation, open_conversation
 from dist_aclgraph.serve.openai.errors import public_message
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
@@ -35,7 +35,7 @@ async def responses(state: ApiState, request: Request) -> Response:
     def convert(body: ResponsesRequest) -> tuple[ResponsesRequest, Conversation, Namespaces]:
         state.admit(body.model)
         tools, namespaces, left_out = body.read_tools()
-        request.scope.setdefault(IGNORED, []).extend(left_out)
+        note_ignored(request.scope, left_out)
         asked = body.asked(tools, state.sampling_defaults, state.context_len)
         return body, asked, namespaces
 

@@ -34,6 +34,7 @@ from dist_aclgraph.serve.openai.tools import (
     check_needs_no_tools,
     check_type,
     decode_tools,
+    leave_out_hosted,
     use_tools,
 )
 from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, read_variables
@@ -41,8 +42,6 @@ from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
 LOGPROBS = "message.output_text.logprobs"  # entry of ``include`` for log-probabilities
-# Beginnings of the types of tools that a provider runs itself.
-HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp")
 MAX_INCLUDED = 64
 MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response contains the metadata
 _NOTHING = (b"", b"null")
@@ -71,11 +70,6 @@ class _Tool(_Function, kw_only=True):
     """A function, or a namespace with functions."""
 
     tools: Annotated[list[_Function], Meta(max_length=MAX_TOOLS)] | None = None
-
-    @property
-    def is_hosted(self) -> bool:
-        """Whether a provider runs the tool itself."""
-        return self.type.startswith(HOSTED)
 
 
 class _AllowedTool(Body, kw_only=True):
@@ -226,19 +220,16 @@ class ResponsesRequest(Body, kw_only=True):
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
     def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
-        """Return the tools that the answer may call, namespaces' functions, and omitted tools.
-
-        A tool that a provider runs itself, such as ``web_search``, is omitted, so the model does
-        not see this tool. A strict service refuses the tool.
+        """Return the tools that the answer may call, namespaces' functions, and the fields of tools
+        that are left out (``leave_out_hosted``).
 
         Raises:
             InvalidParameterError: a tool is wrong, or is of a type that is not offered.
         """
         choice = self._choice()
-        given = decode_tools(self.tools, _Tool)
-        is_strict = self.__struct_config__.forbid_unknown_fields
-        tools = {i: tool for i, tool in enumerate(given) if is_strict or not tool.is_hosted}
-        left_out = [f"tools[{i}]" for i in range(len(given)) if i not in tools]
+        tools, left_out = leave_out_hosted(
+            decode_tools(self.tools, _Tool), lambda tool: tool.type, is_strict=self.is_strict
+        )
         if not tools:
             check_needs_no_tools(choice)
             return None, {}, left_out
