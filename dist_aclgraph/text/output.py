@@ -162,9 +162,16 @@ class OutputText:
                 continue
             if isinstance(event, CallBegin):
                 self._take_content(self._matcher.finish())
+                # The call before may have no end.
+                self._has_all_calls = self._is_last(event.index - 1)
+                if self._has_all_calls:
+                    return
             self._events.append(event)
-            if isinstance(event, CallEnd) and self._max_calls is not None:
-                self._has_all_calls = event.index + 1 >= self._max_calls
+            if isinstance(event, CallEnd):
+                self._has_all_calls = self._is_last(event.index)
+
+    def _is_last(self, call: int) -> bool:
+        return self._max_calls is not None and call + 1 >= self._max_calls
 
     def _take_content(self, text: str) -> None:
         if text:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.errors import InvalidParameterError, ModelError, RequestTooLongError
+from dist_aclgraph.formats.events import CallBegin, CallEnd
 from dist_aclgraph.sampling import SamplingParams, StructuredOutputs
 from dist_aclgraph.steps.step import RowLogprobs
 from dist_aclgraph.text.detokenizer import Detokenizer
@@ -224,6 +226,22 @@ def test_text_that_cannot_be_tokenized_is_a_request_error():
 def test_ids_outside_the_vocabulary_are_refused():
     with pytest.raises(InvalidParameterError, match="token ids lie"):
         TOKENIZER.decode([TOKENIZER.vocab_size])
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+@pytest.mark.parametrize("max_calls", [1, 2, None])
+def test_no_call_begins_after_the_last_call(max_calls, has_end):
+    """The first of two calls may have no end, because it is broken."""
+    calls = [[CallBegin(i, "f"), *[CallEnd(i)] * (has_end or i)] for i in range(2)]
+    read = SimpleNamespace(feed=lambda *token: calls.pop(0) if calls else [], finish=list)
+    output = OutputText(TOKENIZER, (), SamplingParams(), read, max_calls)
+
+    piece = output.add_tokens(TOKENIZER.encode("1 2 3 4 5 6"), (), None)
+
+    assert [event.index for event in piece.events if isinstance(event, CallBegin)] == (
+        [0] if max_calls == 1 else [0, 1]
+    )
+    assert (piece.finish_reason == "stop") == (max_calls is not None)
 
 
 def test_end_ids_follow_ignore_eos():
