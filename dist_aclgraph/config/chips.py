@@ -1,4 +1,4 @@
-"""The chips that plans support, by CANN's names.
+"""The chips that plans support, by CANN's names, and the order of CANN's versions.
 
 The memory of a chip is the total that torch reports. Driver and firmware use the other memory.
 Source: logs in public issues of vllm-ascend. The logs show 65,452,113,920 bytes or some MiB more
@@ -7,6 +7,7 @@ for dies of 64 GB, and 29.50 GiB for an Ascend910B4.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
@@ -43,3 +44,10 @@ def generation_of(chip: str) -> str:
     """Return the generation of a chip by its name, or the name if the chip is unknown."""
     family = family_of(chip)
     return family.generation if family else chip
+
+
+def is_cann_before(cann: str, *version: int) -> bool:
+    """Return whether a version of CANN is older than ``version``. An unknown version, "", counts as
+    older, because older versions have stricter limits.
+    """
+    return tuple(int(number) for number in re.findall(r"[0-9]+", cann)[:3]) < version

@@ -12,6 +12,8 @@ from dist_aclgraph.config.section import Section
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
 ASSUMED_CANN = "9.1.0"  # of the newest torch_npu whose CANN is published
+# CANN reads its version from a variable that CANN's set_env.sh sets.
+UNKNOWN_CANN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
 
 
@@ -206,9 +208,10 @@ class DeviceConfig(Section):
     )
     cann: str | None = Field(
         None,
-        pattern=r"^[0-9]+\.[0-9]+",
+        pattern=r"^([0-9]+\.[0-9]+.*)?$",
         description="version of CANN that plans for NPUs assume; null means the version on this "
-        "machine's first NPU, or 9.1.0 if this machine has no NPU",
+        "machine's first NPU, or 9.1.0 if this machine has no NPU. If the NPU does not report a "
+        "version, this key is empty, and the stricter limits of older versions apply",
     )
     memory_mb: int | None = Field(
         None,
@@ -232,8 +235,8 @@ class DeviceConfig(Section):
 
     @property
     def npu_cann(self) -> str:
-        """The version of CANN that plans for NPUs assume."""
-        return self.cann or ASSUMED_CANN
+        """The version of CANN that plans for NPUs assume; "" if the NPU does not report it."""
+        return ASSUMED_CANN if self.cann is None else self.cann
 
     @property
     def npu_bytes(self) -> int:
@@ -245,7 +248,7 @@ class DeviceConfig(Section):
     def assumed(self) -> str:
         """The assumptions of plans about each NPU, in words."""
         gib = f"{self.npu_bytes / (1 << 30):.4g} GiB"
-        return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann}"
+        return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann or UNKNOWN_CANN}"
 
     @property
     def expansion(self) -> HcclExpansion:

@@ -24,13 +24,13 @@ class NpuFacts:
 
     Attributes:
         soc: name of the chip.
-        cann: version of CANN, e.g. 9.1.0; None if CANN does not report it.
+        cann: version of CANN, e.g. 9.1.0; "" if CANN does not report it.
         memory_mb: all memory of the device, used and free memory together, because a plan may be
             made for a device that is in use now.
     """
 
     soc: str
-    cann: str | None
+    cann: str
     memory_mb: int
 
 
@@ -82,7 +82,7 @@ def _answer() -> dict[str, Any]:
         with translated("opening the device"):
             npu = Npu("npu")
             memory = npu.memory()
-        return asdict(NpuFacts(npu.name, npu.cann or None, memory.total_bytes >> 20))
+        return asdict(NpuFacts(npu.name, npu.cann, memory.total_bytes >> 20))
     except DistAclGraphError as e:
         return {"error": str(e)}
 

@@ -6,18 +6,16 @@ writes), and were not tested on an NPU.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.config.chips import generation_of, is_cann_before
+from dist_aclgraph.config.device import UNKNOWN_CANN
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.heads import heads_per_rank, kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
-# CANN reads its version from a variable that CANN's set_env.sh sets.
-UNKNOWN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 MAX_SPLIT_FUSE_DIM, MAX_SPLIT_FUSE_BLOCK, MAX_LATENT_BLOCK = 256, 512, 512
 
 
@@ -34,10 +32,8 @@ class Chip:
     cann: str
 
     def is_cann_before(self, *version: int) -> bool:
-        """Whether CANN is older than ``version``. An unknown version counts as older, because older
-        versions have stricter limits.
-        """
-        return tuple(int(number) for number in re.findall(r"[0-9]+", self.cann)[:3]) < version
+        """Whether CANN is older than ``version``; true if the version is unknown."""
+        return is_cann_before(self.cann, *version)
 
     @property
     def is_cann_8(self) -> bool:
@@ -54,7 +50,7 @@ class Chip:
         """
         problem = next(self._problems(config, facts), None)
         if problem is not None:
-            raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN})")
+            raise ConfigError(f"{problem} ({whose}: {self.name}, CANN {self.cann or UNKNOWN_CANN})")
 
     def check_assumed(self, config: Config, whose: str) -> None:
         """Refuse a chip whose generation differs from the one that the plan assumes, because prices

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import Config, make_config
+from dist_aclgraph.config.device import UNKNOWN_CANN
 from dist_aclgraph.device import decision, kind
 from dist_aclgraph.device.ask import NpuFacts
 from dist_aclgraph.device.decision import Use, decide_device
@@ -109,6 +110,18 @@ def test_what_is_given_is_not_asked_for(dev: Path) -> None:
     all_given = decide_device(make(soc="Ascend910B3", cann="9.1.0", memory_mb=1000), "here", fail)
     assert known(all_given) == NpuFacts("Ascend910B3", "9.1.0", 1000)
     assert decide_device(all_given, "here", fail) == all_given
+def test_a_cann_that_the_npu_does_not_report_has_the_rules_of_a_start(dev: Path) -> None:
+    (dev / "davinci0").touch()
+    silent = NpuFacts("Ascend910B1", "", 62_433)
+
+    device = decide_device(make(), "plan", lambda _: silent).device
+
+    assert device.unknown == ()
+    assert Chip(device.chip, device.npu_cann) == Chip(silent.soc, silent.cann)
+    assert device.assumed.endswith(f"under CANN {UNKNOWN_CANN}")
+    assert make(cann="").device.npu_cann == ""
+
+
 
 
 def test_without_npus_nobody_is_asked(dev: Path) -> None:

@@ -16,6 +16,7 @@ from dist_aclgraph.device import kind
 CONFIGS = Path(__file__).parents[3] / "configs"
 LARGE = str(CONFIGS / "qwen3-235b-a22b-tp8-dp2-ep16.yaml")
 TINY = str(CONFIGS / "tiny-qwen3.yaml")
+DEEPSEEK = str(CONFIGS / "tiny-deepseek.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,13 @@ def test_a_cluster_whose_nodes_decide_is_not_refused_for_the_heads_devices(
     overrides = {"device.kind": "auto", "weights": "dummy"}
 
     assert check_deployment(load_config(LARGE, overrides)).device.kind == "auto"
+
+
+def test_a_plan_has_the_stricter_rules_of_an_npu_whose_cann_is_unknown() -> None:
+    latent = ("parallel.tp=2", "parallel.dcp=2", "device.soc=Ascend910B1", "device.memory_mb=62433")
+
+    refused = plan(DEEPSEEK, *latent, "device.kind=npu", "device.cann=''")
+    accepted = plan(DEEPSEEK, *latent, "device.kind=npu", "device.cann=8.5.1")
+
+    assert refused.exit_code == 2 and "latent attention gives no sums" in refused.output
+    assert accepted.exit_code == 0, accepted.output
