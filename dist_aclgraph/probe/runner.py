@@ -220,7 +220,7 @@ def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:
     visible = visible_devices()
     if visible is not None:
         return visible
-    return tuple(sorted(int(name.removeprefix("davinci")) for name in npus_here()))
+    return tuple(range(len(npus_here())))
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:

@@ -9,6 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from dist_aclgraph.config import DeviceConfig
+from dist_aclgraph.device import kind
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe import runner as runner_module
 from dist_aclgraph.probe.question import Between, Probe
 from dist_aclgraph.probe.row import Outcome, Report
@@ -141,6 +143,20 @@ def test_a_question_that_needs_more_npus_is_no_difference(monkeypatch):
 
     (row,) = report.rows
     assert (row.found, row.is_same) == ("needs 2 NPUs, found 1", None)
+
+
+def test_npus_of_a_container_are_counted_from_zero(monkeypatch, tmp_path):
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(kind, "DEV", tmp_path)
+    for number in (3, 5):
+        (tmp_path / f"davinci{number}").touch()
+    report = Report("0", "npu", "quick")
+
+    Runner("npu", DeviceConfig(), child=answering).run(
+        [make_probe("device")], report, lambda r: None, lambda row: None
+    )
+
+    assert [row.found for row in report.rows] == ["npu 0"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
