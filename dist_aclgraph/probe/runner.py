@@ -141,7 +141,7 @@ class Runner:
             for child in waiting:
                 if child.pipe in ready:
                     child.read()
-            if not has_begun and all(child.has_begun for child in children):
+            if not has_begun and all(child.has_begun or child.is_done for child in children):
                 has_begun = True
                 deadline = time.monotonic() + probe.limit_s
 
@@ -160,7 +160,7 @@ class _Child:
 
     Attributes:
         pipe: carries the messages of the process. It closes when the process ends.
-        has_begun: whether the device was opened, or the opening has failed.
+        has_begun: whether the process has told that the device was opened, or why not.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class _Child:
 
     def read(self) -> None:
         """Read a message of the process, or notice the end of the process."""
-        self.has_begun = True
         try:
             self._outcome = self.pipe.recv()
+            self.has_begun = True
             self.is_done = self._outcome is not None
         except (EOFError, ConnectionError):
             self.is_done = True
@@ -193,7 +193,8 @@ class _Child:
         self._process.join(END_S)
         code = self._process.exitcode or 0
         ending = f"signal {-code}" if code < 0 else f"exit status {code}"
-        return Outcome(DIED, text=f"{ending}\n{self._last_output()}")
+        text = f"{ending}\n{self._last_output()}"
+        return Outcome(DIED, text=text, was_asked=self.has_begun)
 
     def end(self) -> None:
         """End the process. A process that hangs in the driver cannot be ended, and stays."""

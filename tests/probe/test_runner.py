@@ -23,6 +23,8 @@ def answering(task, parent):
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")
+    if name == "die_early" and not task.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
     parent.send(None)
     if name == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -160,15 +162,16 @@ def test_npus_of_a_container_are_counted_from_zero(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_question_that_could_not_be_asked_is_no_difference_and_is_asked_again(ranks):
-    probe = make_probe("unopened", ranks=ranks)
+@pytest.mark.parametrize("name", ["unopened", "die_early"])
+def test_a_question_that_could_not_be_asked_is_no_difference_and_is_asked_again(name, ranks):
+    probe = make_probe(name, ranks=ranks)
     report, _ = run(probe)
 
     (row,) = report.rows
     again, saved = run(probe, report=report)
 
     assert (row.was_asked, row.is_same) == (False, None)
-    assert len(again.rows) == 1 and saved == ["unopened", None]
+    assert len(again.rows) == 1 and saved == [name, None]
     assert again.summary() == (
         "1 questions, 0 answers differ from the emulator's, 1 could not be asked"
     )
