@@ -13,7 +13,8 @@ from dist_aclgraph.probe.device_rules import rules_name, rules_text
 from dist_aclgraph.probe.page import report_page, table
 from dist_aclgraph.probe.question import Level
 from dist_aclgraph.probe.questions import probes_of
-from dist_aclgraph.probe.row import Report, Row, read_report, write_report
+from dist_aclgraph.probe.questions.facts import machine_here
+from dist_aclgraph.probe.row import Report, Row, plain, read_report, write_report
 from dist_aclgraph.probe.runner import Runner
 from dist_aclgraph.version import VERSION
 
@@ -22,20 +23,14 @@ def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
     """Run those tests of a level that have no result in the report ``out``; write report and page.
 
     Raises:
-        ConfigError: ``out`` is the report of another machine or version.
+        ConfigError: ``out`` is the report of another machine, or of other versions.
         DeviceError: the configured device does not exist.
         EmulatorBuildError: the emulator cannot be built.
     """
     kind = resolve_kind(device.kind)
-    report = Report(VERSION, kind, level)
+    report = Report(VERSION, kind, level, machine_here())
     if out.exists():
-        report = read_report(out)
-        if (report.version, report.kind) != (VERSION, kind):
-            raise ConfigError(
-                f"{out} is a report of dist-aclgraph {report.version} on kind {report.kind}: "
-                "give another file with --out"
-            )
-        report.level = level
+        report = _continued(report, out)
     if kind == "emulated":
         emulator.build()
     probes = probes_of(level)
@@ -47,6 +42,22 @@ def run_probe(level: Level, out: Path, device: DeviceConfig) -> Report:
 
     runner.run(probes, report, lambda r: write_report(r, out), show)
     write_page(report, out)
+    return report
+
+
+def _continued(new: Report, path: Path) -> Report:
+    """Return the report that is stored at ``path``, with the level of a new report."""
+    report = read_report(path)
+    before, now = (
+        {"dist-aclgraph": r.version, "device.kind": r.kind, **r.machine} for r in (report, new)
+    )
+    for name, value in now.items():
+        if (found := before.get(name, "unknown")) != value:
+            raise ConfigError(
+                f"{path} is another machine's report, or of other versions ({name} was "
+                f"{plain(found)}, and is {plain(value)}): give another file with --out"
+            )
+    report.level = new.level
     return report
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from dist_aclgraph.config.device import UNKNOWN_CANN
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.question import Between, Level, Probe
 
@@ -64,6 +65,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         version: version of this package.
+        machine: host, wheels and driver, by name.
         running: the question that was running when the file was written. If the run was cut off
             then, this question is not asked again.
     """
@@ -71,11 +73,26 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     version: str
     kind: str
     level: Level
+    machine: dict[str, str] = msgspec.field(default_factory=dict)
     chip: str = ""
     cann: str = ""
     running: str | None = None
     rows: list[Row] = msgspec.field(default_factory=list)
     schema: int = 1
+
+    def set_device(self, chip: str, cann: str) -> None:
+        """Store the device that has answered.
+
+        Raises:
+            ConfigError: the report has answers of another chip or of another CANN.
+        """
+        if self.chip and (self.chip, self.cann) != (chip, cann):
+            raise ConfigError(
+                f"the report has answers of the chip {self.chip} with CANN "
+                f"{self.cann or UNKNOWN_CANN}; this is the chip {chip} with CANN "
+                f"{cann or UNKNOWN_CANN}: give another file with --out"
+            )
+        self.chip, self.cann = chip, cann
 
     def differences(self) -> list[Row]:
         return [row for row in self.rows if row.is_same is False]

@@ -21,6 +21,7 @@ import msgspec
 from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device.kind import DeviceKind, npus_here
 from dist_aclgraph.environment import visible_devices
+from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.child import Task, main
 from dist_aclgraph.probe.device_rules import RuleAnswer, answers_of
 from dist_aclgraph.probe.question import Between, Probe
@@ -67,6 +68,9 @@ class Runner:
         Args:
             save: called before and after each question.
             on_row: called with each new row.
+
+        Raises:
+            ConfigError: the report has answers of another chip or of another CANN.
         """
         report.rows = [row for row in report.rows if row.was_asked]
         known = {row.name for row in report.rows}
@@ -80,12 +84,12 @@ class Runner:
                 save(report)
                 try:
                     outcome = self._ask(probe)
-                except KeyboardInterrupt:
-                    report.running = None  # because the user has ended the run, not the question
+                    if outcome.chip:
+                        report.set_device(outcome.chip, outcome.cann)
+                except (KeyboardInterrupt, ConfigError):
+                    report.running = None  # because the question has not ended the run
                     save(report)
                     raise
-            report.chip = outcome.chip or report.chip
-            report.cann = outcome.cann or report.cann
             row = judged(probe, self._expected(probe, report), outcome)
             report.rows.append(row)
             report.running = None

@@ -7,18 +7,24 @@ from collections import Counter
 import pytest
 
 from dist_aclgraph.cli.main import cli
+from dist_aclgraph.cli.probe import run_probe
+from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.device_rules import answers_of, rules_name, rules_text
 from dist_aclgraph.probe.page import report_page, table
 from dist_aclgraph.probe.question import ByCann, Probe
 from dist_aclgraph.probe.questions import PROBES, probes_of
+from dist_aclgraph.probe.questions.facts import machine_here
 from dist_aclgraph.probe.row import Outcome, Report, judged, read_report, write_report
+from dist_aclgraph.version import VERSION
+
+ROOT = Path(dist_aclgraph.__file__).parent
 
 
 def make_report(**outcomes):
     """Return a report of questions with the given outcomes; in names, "__" stands for a dot."""
     by_name = {probe.name: probe for probe in PROBES}
-    report = Report("1.0", "npu", "full", "Ascend910B3", "9.1.0")
+    report = Report("1.0", "npu", "full", chip="Ascend910B3", cann="9.1.0")
     for name, outcome in outcomes.items():
         probe = by_name[name.replace("__", ".")]
         report.rows.append(judged(probe, probe.expected(report.chip, report.cann), outcome))
@@ -139,6 +145,32 @@ def test_compare_shows_a_table_and_writes_rules(tmp_path):
     )
     assert (tmp_path / "Ascend910B3-9.1.0.toml").is_file()
     assert "operators.swiglu" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dist-aclgraph", "0"), ("host", "other"), ("driver", None)]
+)
+def test_a_report_of_another_machine_is_not_continued(tmp_path, name, value):
+    report = Report(VERSION, "emulated", "quick", machine_here())
+    if name == "dist-aclgraph":
+        report.version = value
+    elif value is None:
+        del report.machine[name]
+    else:
+        report.machine[name] = value
+    path = tmp_path / "r.json"
+    write_report(report, path)
+
+    with pytest.raises(ConfigError, match=rf"\({name} was .*\): give another file with --out"):
+        run_probe("quick", path, DeviceConfig(kind="emulated"))
+
+
+def test_each_operator_of_the_runtime_is_asked_about():
+    def operators(*folders):
+        texts = (path.read_text() for each in folders for path in (ROOT / each).rglob("*.py"))
+        return {name for text in texts for name in re.findall(r"\bnpu_[a-z0-9_]+", text)}
+
+    assert operators("layers", "models", "engine") - operators("probe/questions") == set()
 
 
 def test_names_are_unique_and_quick_questions_few():

@@ -200,6 +200,16 @@ def test_a_question_that_the_user_interrupts_is_asked_again():
     assert [row.name for row in report.rows] == ["a"] and report.running is None
 
 
+def test_a_report_has_the_answers_of_one_device():
+    before, _ = run(make_probe("a"))
+    before.cann = "8.5"
+
+    with pytest.raises(ConfigError, match=r"chip C with CANN 8\.5; .* CANN 9\.1: give another"):
+        run(make_probe("a"), make_probe("b"), report=before)
+
+    assert [row.name for row in before.rows] == ["a"] and before.running is None
+
+
 @pytest.mark.parametrize(("known", "is_same"), [("yes", True), ("no", False)])
 def test_a_known_answer_of_the_device_replaces_the_emulators(known, is_same):
     report, _ = run(make_probe("a", says="never"), rules={"a": known})

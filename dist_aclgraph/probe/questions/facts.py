@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,11 +24,21 @@ MAX_FILE_BYTES = 4096
 NONE = "none"
 
 
+def machine_here() -> dict[str, str]:
+    """Return values that tell apart hosts and their software."""
+    return {
+        "host": socket.gethostname(),
+        "wheels": wheels_here(),
+        "driver": _beginning_of(DRIVER),
+    }
+
+
 def _machine(bench: Bench) -> str:
     return f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"
 
 
-def _wheels(bench: Bench) -> str:
+def wheels_here() -> str:
+    """Return the names and versions of the installed wheels."""
     found = []
     for name in ("torch", "torch-npu", "ray"):
         try:
@@ -35,6 +46,10 @@ def _wheels(bench: Bench) -> str:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name}")
     return ", ".join(found)
+
+
+def _wheels(bench: Bench) -> str:
+    return wheels_here()
 
 
 def _beginning_of(path: Path) -> str:
