@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.config.chips import generation_of, is_cann_before
 
 Level = Literal["quick", "full"]
 
@@ -82,13 +82,15 @@ class Between:
 
 @dataclass(frozen=True)
 class ByCann:
-    """The expected answer depends on CANN's release series.
+    """The expected answer depends on CANN's release.
 
+    ``cann_8_5_1`` is the answer of CANN 8 from 8.5.1 on, if it differs from ``cann_8``.
     ``a2_cann_8`` and ``a2_cann_9`` replace the answers for an A2.
     """
 
     cann_8: str
     cann_9: str
+    cann_8_5_1: str | None = None
     a2_cann_8: str | None = None
     a2_cann_9: str | None = None
 
@@ -128,9 +130,11 @@ class Probe:
 
     def expected(self, chip: str, cann: str) -> str | Between | None:
         """Return the emulator's answer. For an unknown CANN, it is CANN 8's answer, as in plans."""
-        if isinstance(self.says, ByCann):
-            is_a2 = generation_of(chip) == "A2"
-            if cann and not cann.startswith("8."):
-                return (is_a2 and self.says.a2_cann_9) or self.says.cann_9
-            return (is_a2 and self.says.a2_cann_8) or self.says.cann_8
-        return self.says
+        says = self.says
+        if not isinstance(says, ByCann):
+            return says
+        is_a2 = generation_of(chip) == "A2"
+        if not is_cann_before(cann, 9):
+            return (is_a2 and says.a2_cann_9) or says.cann_9
+        answer = says.cann_8 if is_cann_before(cann, 8, 5, 1) else says.cann_8_5_1 or says.cann_8
+        return (is_a2 and says.a2_cann_8) or answer

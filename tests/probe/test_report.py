@@ -186,6 +186,7 @@ def test_names_are_unique_and_quick_questions_few():
         ("Ascend910_9391", "", "no"),
         ("Ascend910_9391", "9.1.0", "yes"),
         ("Ascend910B1", "8.5.1", "never"),
+        ("Ascend910B1", "10.0.0", "always"),
     ],
 )
 def test_answers_depend_on_cann_and_chip_and_an_unknown_cann_has_the_stricter(chip, cann, answer):
@@ -194,3 +195,21 @@ def test_answers_depend_on_cann_and_chip_and_an_unknown_cann_has_the_stricter(ch
     )
 
     assert probe.expected(chip, cann) == answer
+
+
+@pytest.mark.parametrize(
+    ("cann", "answer"),
+    [("", "no"), ("8.5.0", "no"), ("8.5.1", "new"), ("8.6.0", "new"), ("9.0.0", "yes")],
+)
+def test_a_patch_release_may_have_an_answer(cann, answer):
+    probe = Probe("a", "a?", lambda bench: "", ByCann("no", "yes", cann_8_5_1="new"))
+
+    assert probe.expected("Ascend910B1", cann) == answer
+
+
+def test_latent_sums_are_given_from_cann_8_5_1_on():
+    (probe,) = (probe for probe in PROBES if probe.name == "rules.attention.latent_lse")
+
+    answers = [probe.expected("Ascend910B1", cann) for cann in ("8.5.0", "8.5.1", "9.0.0")]
+
+    assert answers == ["refused", "accepted", "accepted"]

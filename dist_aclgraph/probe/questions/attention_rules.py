@@ -66,41 +66,42 @@ def _call(
 
 _LATENT: dict[str, Any] = {"kv_heads": 1, "dim": 512, "rope": True}
 
-# Name; arguments of the call; whether CANN 8.5 accepts the call; whether CANN 9 accepts the call; a
-# part of the text of the refusal.
-_CASES: tuple[tuple[str, dict[str, Any], bool, bool, str | None], ...] = (
-    ("plain", {}, True, True, None),
-    ("float16", {"dtype": "float16"}, False, True, "query must be bfloat16"),
+_SINCE_9 = ByCann(REFUSED, ACCEPTED)
+_SINCE_8_5_1 = ByCann(REFUSED, ACCEPTED, cann_8_5_1=ACCEPTED)
+
+# Name; arguments of the call; the answer; a part of the text of the refusal.
+_CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
+    ("plain", {}, ACCEPTED, None),
+    ("float16", {"dtype": "float16"}, _SINCE_9, "query must be bfloat16"),
     (
         "float16_own_keys",
         {"dtype": "float16", "kv_heads": 4},
-        False,
-        False,
+        REFUSED,
         "query must be bfloat16",
     ),
-    ("float32", {"dtype": "float32"}, False, False, "query must be float16 or bfloat16"),
-    ("block_16", {"block": 16}, False, True, "block_size 16 must be"),
-    ("block_640", {"block": 640}, True, True, "block_size 640 must be"),
-    ("block_16_own_keys", {"block": 16, "kv_heads": 4}, False, False, "block_size 16 must be"),
-    ("dim_96", {"dim": 96}, False, True, "head size 96 "),
-    ("dim_256", {"dim": 256}, False, True, "head size 256 "),
-    ("dim_272", {"dim": 272}, False, False, "head size 272 "),
-    ("dim_192_values_128", {"dim": 192, "value_dim": 128}, True, True, None),
-    ("dim_192", {"dim": 192}, False, True, "head size 192 "),
-    ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, False, False, "query rows, more"),
-    ("as_long_as_keys", {"rows": 5, "length": 5, "sparse": 3}, True, True, None),
+    ("float32", {"dtype": "float32"}, REFUSED, "query must be float16 or bfloat16"),
+    ("block_16", {"block": 16}, _SINCE_9, "block_size 16 must be"),
+    ("block_640", {"block": 640}, ACCEPTED, "block_size 640 must be"),
+    ("block_16_own_keys", {"block": 16, "kv_heads": 4}, REFUSED, "block_size 16 must be"),
+    ("dim_96", {"dim": 96}, _SINCE_9, "head size 96 "),
+    ("dim_256", {"dim": 256}, _SINCE_9, "head size 256 "),
+    ("dim_272", {"dim": 272}, REFUSED, "head size 272 "),
+    ("dim_192_values_128", {"dim": 192, "value_dim": 128}, ACCEPTED, None),
+    ("dim_192", {"dim": 192}, _SINCE_9, "head size 192 "),
+    ("longer_than_keys", {"rows": 5, "length": 3, "sparse": 3}, REFUSED, "query rows, more"),
+    ("as_long_as_keys", {"rows": 5, "length": 5, "sparse": 3}, ACCEPTED, None),
     # vllm-ascend pads a step with requests that have one row and no keys.
-    ("padded_row", {"padded": 0, "sparse": 3}, False, False, "query rows, more"),
-    ("padded_row_sparse_0", {"padded": 0}, True, True, None),
-    ("sparse_2", {"sparse": 2}, False, False, "sparse_mode must be 0, 3 or 4"),
-    ("no_keys", {"length": 0}, False, True, "must not be all zero"),
-    ("shared_block", {"blocks": 1}, False, True, "blocks, the cache has"),
-    ("latent", _LATENT, True, True, None),
-    ("latent_float16", _LATENT | {"dtype": "float16"}, True, True, None),
-    ("latent_block_32", _LATENT | {"block": 32}, False, True, "block_size 32 must be"),
-    ("latent_block_640", _LATENT | {"block": 640}, False, False, "block_size 640 must be"),
-    ("latent_lse", _LATENT | {"lse": True}, False, True, "softmax_lse is not given"),
-    ("latent_sparse_4", _LATENT | {"sparse": 4}, False, True, "sparse_mode must be 0 or 3"),
+    ("padded_row", {"padded": 0, "sparse": 3}, REFUSED, "query rows, more"),
+    ("padded_row_sparse_0", {"padded": 0}, ACCEPTED, None),
+    ("sparse_2", {"sparse": 2}, REFUSED, "sparse_mode must be 0, 3 or 4"),
+    ("no_keys", {"length": 0}, _SINCE_9, "must not be all zero"),
+    ("shared_block", {"blocks": 1}, _SINCE_9, "blocks, the cache has"),
+    ("latent", _LATENT, ACCEPTED, None),
+    ("latent_float16", _LATENT | {"dtype": "float16"}, ACCEPTED, None),
+    ("latent_block_32", _LATENT | {"block": 32}, _SINCE_9, "block_size 32 must be"),
+    ("latent_block_640", _LATENT | {"block": 640}, REFUSED, "block_size 640 must be"),
+    ("latent_lse", _LATENT | {"lse": True}, _SINCE_8_5_1, "softmax_lse is not given"),
+    ("latent_sparse_4", _LATENT | {"sparse": 4}, _SINCE_9, "sparse_mode must be 0 or 3"),
 )
 
 
@@ -108,17 +109,13 @@ def _in_words(case: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in case.items()) or "a plain call"
 
 
-def _answer(is_accepted: bool) -> str:
-    return ACCEPTED if is_accepted else REFUSED
-
-
 PROBES = tuple(
     Probe(
         f"rules.attention.{name}",
         f"Does attention accept {_in_words(case)}?",
         partial(_call, **case),
-        ByCann(_answer(cann_8), _answer(cann_9)),
+        says,
         rule=rule,
     )
-    for name, case, cann_8, cann_9, rule in _CASES
+    for name, case, says, rule in _CASES
 )
