@@ -43,13 +43,13 @@ def plant() -> None:
     def die(x):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    attention = torch_npu.npu_fused_infer_attention_score_v2
+    attention = torch_npu.npu_fused_infer_attention_score
 
-    def other_attention(query, *arguments, **options):
+    def other_attention(query, **options):
         if query.shape[-1] == 272:
             return torch.zeros_like(query), None
-        out, lse = attention(query, *arguments, **options)
-        if options["actual_seq_kvlen"] == [20]:
+        out, lse = attention(query, **options)
+        if options["actual_seq_lengths_kv"] == [20]:
             out = out.nan_to_num()
         return out, lse
 
@@ -79,7 +79,7 @@ def plant() -> None:
     torch_npu.npu_rotary_mul = hang
     del torch_npu.npu_grouped_matmul
     torch_npu.npu_dynamic_quant = die
-    torch_npu.npu_fused_infer_attention_score_v2 = other_attention
+    torch_npu.npu_fused_infer_attention_score = other_attention
     torch.mul = saturating
     torch.npu.graph_task_update_end = slow_end_update
     torch.npu.Stream.query = lambda stream: True

@@ -3,9 +3,11 @@
 import re
 import tomllib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+import dist_aclgraph
 from dist_aclgraph.cli.main import cli
 from dist_aclgraph.cli.probe import run_probe
 from dist_aclgraph.config import DeviceConfig

@@ -15,12 +15,14 @@ from dist_aclgraph.probe.questions import (
     model_calls,
     operators,
     rules,
+    sparse_and_linear,
 )
 
 PROBES: tuple[Probe, ...] = (
     *facts.PROBES,
     *operators.PROBES,
     *model_calls.PROBES,
+    *sparse_and_linear.PROBES,
     *int4.PROBES,
     *memory.PROBES,
     *attention_rules.PROBES,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from dist_aclgraph.probe.question import ACCEPTED, REFUSED, Bench, ByCann, Probe
+from dist_aclgraph.probe.questions.operators import in_version_2
 
 
 def _call(
@@ -45,22 +46,27 @@ def _call(
         extra["key_rope"] = torch.zeros(blocks, block, kv_heads * 64, dtype=half).npu()
     if sparse:
         extra["atten_mask"] = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
-    bench.ops.npu_fused_infer_attention_score_v2(
-        query.npu(),
-        keys.npu(),
-        values.npu(),
-        actual_seq_qlen=[rows, 2 * rows],
-        actual_seq_kvlen=[length, length if padded is None else padded],
-        block_table=torch.zeros(2, -(-length // block) or 1, dtype=torch.int32).npu(),
-        num_query_heads=heads,
-        num_key_value_heads=kv_heads,
-        softmax_scale=0.1,
-        input_layout="TND_NTD" if rope and dim == 512 else "TND",
-        block_size=block,
-        sparse_mode=sparse,
-        return_softmax_lse=lse,
+    arguments = {
+        "query": query.npu(),
+        "key": keys.npu(),
+        "value": values.npu(),
+        "actual_seq_lengths": [rows, 2 * rows],
+        "actual_seq_lengths_kv": [length, length if padded is None else padded],
+        "block_table": torch.zeros(2, -(-length // block) or 1, dtype=torch.int32).npu(),
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "scale": 0.1,
+        "input_layout": "TND_NTD" if rope and dim == 512 else "TND",
+        "block_size": block,
+        "sparse_mode": sparse,
+        "softmax_lse_flag": lse,
         **extra,
-    )
+    }
+    # Latent attention uses version 2 of the operator, as in layers/latent_attention.py.
+    if rope:
+        bench.ops.npu_fused_infer_attention_score_v2(**in_version_2(arguments))
+    else:
+        bench.ops.npu_fused_infer_attention_score(**arguments)
     return ACCEPTED
 
 

@@ -27,6 +27,8 @@ from dist_aclgraph.probe.questions.operators import (
 )
 
 EDGES = (1, 1023, 1024, 2048)  # KV lengths: a kernel of CANN 9 changes its algorithm at 1024
+LONGEST = 32_768  # KV length
+OPERATOR = "npu_fused_infer_attention_score"
 LAYERS = 28  # of Qwen3-0.6B
 NUM_CAPTURES = 32
 IN_FLIGHT = 2
@@ -135,23 +137,37 @@ def _streams_come_back(bench: Bench) -> str:
 
 
 class UpdatableGraph:
-    """A graph whose attention tasks wait for external events, as in ``graphs/task_update.py``."""
+    """A graph whose attention tasks wait for external events, as in ``graphs/task_update.py``.
 
-    def __init__(self, bench: Bench, num_tasks: int = 1) -> None:
+    Args:
+        longest: largest KV length of an update.
+        at_once: whether one call updates a task and records its event.
+    """
+
+    def __init__(
+        self, bench: Bench, num_tasks: int = 1, longest: int = EDGES[-1], *, at_once: bool = False
+    ) -> None:
+        # This imports torch; only a child process may do so.
+        from dist_aclgraph.device.npu import update_at_once
+
         torch = bench.torch
         self._bench = bench
+        self._at_once = update_at_once(OPERATOR) if at_once else None
+        if at_once and self._at_once is None:
+            raise AttributeError(f"torch_npu has no call that updates {OPERATOR} at once")
         self.query = torch.randn(1, 4, DIM).bfloat16().npu()
-        num_blocks = EDGES[-1] // BLOCK
+        num_blocks = longest // BLOCK
         self.keys, self.values = (
             torch.randn(num_blocks, BLOCK, 2, DIM).bfloat16().npu() for _ in range(2)
         )
         self._table = blocks_in_order(bench, self.keys, 1)
         self.out = torch.zeros_like(self.query)
         lse = torch.zeros(1, dtype=torch.bfloat16, device="npu")
-        arguments = self._arguments(EDGES[-1])
-        sizing = torch.ops.npu._npu_fused_infer_attention_score_v2_get_max_workspace
+        arguments = self._arguments(1)
+        # The workspace is large enough for any lengths.
+        sizing = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace
         self._written = {"workspace": sizing(**arguments), "out": [self.out, lse]}
-        self._overload = torch.ops.npu.npu_fused_infer_attention_score_v2.out
+        self._overload = getattr(torch.ops.npu, OPERATOR).out
         self.update_stream = torch.npu.Stream()
         self._tasks: list[tuple[Any, Any]] = []
         torch.npu.synchronize()
@@ -172,10 +188,21 @@ class UpdatableGraph:
         torch = self._bench.torch
         with torch.npu.stream(self.update_stream):
             for handle, event in self._tasks:
+                if self._at_once is not None:
+                    self._at_once(self.update_stream, handle, event, **arguments, **self._written)
+                    continue
                 torch.npu.graph_task_update_begin(self.update_stream, handle)
                 self._overload(**arguments, **self._written)
                 torch.npu.graph_task_update_end(self.update_stream)
                 event.record(self.update_stream)
+
+    def close(self) -> None:
+        """Take back an update that no replay has used."""
+        main = self._bench.torch.npu.current_stream()
+        for _, event in self._tasks:
+            event.wait(self.update_stream)
+            event.reset(self.update_stream)
+        main.wait_stream(self.update_stream)
 
     def eager(self, length: int) -> Any:
         """Return the result without a graph, on the host."""
@@ -185,9 +212,9 @@ class UpdatableGraph:
         return attention_arguments(self.query, self.keys, self.values, [length], self._table)
 
 
-def _update_lengths(bench: Bench) -> Answer:
-    graph = UpdatableGraph(bench)
-    for length in (*EDGES, *reversed(EDGES)):
+def _update_lengths(bench: Bench, *, at_once: bool = False) -> Answer:
+    graph = UpdatableGraph(bench, longest=LONGEST, at_once=at_once)
+    for length in (*EDGES, LONGEST, *reversed(EDGES)):
         graph.graph.replay()
         graph.update(length)
         bench.synchronize()
@@ -203,6 +230,21 @@ def _update_ahead(bench: Bench) -> Answer:
     graph.graph.replay()
     bench.synchronize()
     return bench.compare(graph.out, graph.eager(77))
+
+
+def _wrong_guess(bench: Bench) -> Answer:
+    """Update ahead of a replay, take the update back, and give the replay another length."""
+    graph = UpdatableGraph(bench)
+    for guess, length in ((77, 78), (2048, 1)):
+        graph.update(guess)
+        graph.close()
+        graph.graph.replay()
+        graph.update(length)
+        bench.synchronize()
+        answer = bench.compare(graph.out, graph.eager(length))
+        if answer.found != EQUAL:
+            return Answer(DIFFERENT, f"length {length} after {guess}: {answer.text}")
+    return Answer(EQUAL)
 
 
 def _in_flight(bench: Bench) -> Answer:
@@ -228,9 +270,9 @@ def _in_flight(bench: Bench) -> Answer:
     return Answer(DIFFERENT, f"steps {wrong[:20]}") if wrong else Answer(EQUAL)
 
 
-def _us_of_an_update(bench: Bench) -> float:
+def _us_of_an_update(bench: Bench, *, at_once: bool = False) -> float:
     """Return the host's time for the update of one task: begin, operator, end and record."""
-    graph = UpdatableGraph(bench, LAYERS)
+    graph = UpdatableGraph(bench, LAYERS, at_once=at_once)
     times = []
     for _ in range(20):
         graph.graph.replay()
@@ -320,10 +362,16 @@ PROBES = (
     ),
     Probe(
         "graphs.update_lengths",
-        f"Does an update to KV lengths {EDGES} give the eager result?",
+        f"Does an update to KV lengths {(*EDGES, LONGEST)} give the eager result?",
         _update_lengths,
         EQUAL,
         "quick",
+    ),
+    Probe(
+        "graphs.update_lengths_at_once",
+        "Does it if one call updates a task and records its event?",
+        partial(_update_lengths, at_once=True),
+        EQUAL,
     ),
     Probe("graphs.update_ahead", "Does an update before its replay count?", _update_ahead, EQUAL),
     Probe(
@@ -331,6 +379,18 @@ PROBES = (
         "How many microseconds of the host does the update of one task take?",
         _us_of_an_update,
         Between(0, 1000, "us"),
+    ),
+    Probe(
+        "graphs.update_at_once_us",
+        "How many microseconds does it take in one call?",
+        partial(_us_of_an_update, at_once=True),
+        Between(0, 1000, "us"),
+    ),
+    Probe(
+        "graphs.wrong_guess",
+        "Is a replay right if an update ahead of it was taken back?",
+        _wrong_guess,
+        EQUAL,
     ),
     Probe(
         "graphs.in_flight",

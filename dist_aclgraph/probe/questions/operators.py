@@ -12,6 +12,13 @@ BFLOAT16, FLOAT32 = 3e-2, 1e-4  # tolerances
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # heads of Qwen3-8B
 LATENT, ROTATED = 512, 64  # heads of DeepSeek
 VOCABULARY = 32_000
+VERSION_2 = {  # names of arguments of npu_fused_infer_attention_score in version 2
+    "actual_seq_lengths": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+    "num_heads": "num_query_heads",
+    "scale": "softmax_scale",
+    "softmax_lse_flag": "return_softmax_lse",
+}
 
 
 def _random(bench: Bench, *shape: int) -> Any:
@@ -41,6 +48,12 @@ def _add_rms_norm(bench: Bench) -> Answer:
     if summed.found != EQUAL:
         return summed
     return bench.compare(got, _normed(total.cpu(), gamma), BFLOAT16)
+
+
+def _gemma_rms_norm(bench: Bench) -> Answer:
+    x, gamma = _random(bench, 16, HIDDEN), _random(bench, HIDDEN)
+    got = bench.ops.npu_gemma_rms_norm(x.npu(), gamma.npu(), 1e-6)[0]
+    return bench.compare(got, _normed(x, 1 + gamma.float()), BFLOAT16)
 
 
 def _swiglu(bench: Bench) -> Answer:
@@ -79,6 +92,15 @@ def _cache_write(bench: Bench) -> Answer:
     flat = cache.view(3 * BLOCK, KV_HEADS, DIM)
     flat[[5, 2 * BLOCK, 0]] = rows[[0, 2, 3]]  # a slot of -1 is skipped
     return bench.compare(keys, cache)
+
+
+def _row_write(bench: Bench) -> Answer:
+    rows, cache = _random(bench, 3, DIM), bench.torch.zeros(8, DIM).bfloat16()
+    at = bench.torch.tensor([[5], [0], [7]], dtype=bench.torch.int32)
+    written = cache.npu()
+    bench.ops.npu_scatter_nd_update_(written, at.npu(), rows.npu())
+    cache[at[:, 0].long()] = rows
+    return bench.compare(written, cache)
 
 
 def _dynamic_quant(bench: Bench) -> Answer:
@@ -189,22 +211,27 @@ def attention_arguments(
         "query": query,
         "key": keys.view(len(keys), BLOCK, -1),
         "value": values.view(len(values), BLOCK, -1),
-        "actual_seq_qlen": list(range(1, len(lengths) + 1)),
-        "actual_seq_kvlen": lengths,
+        "actual_seq_lengths": list(range(1, len(lengths) + 1)),
+        "actual_seq_lengths_kv": lengths,
         "block_table": table,
-        "num_query_heads": query.shape[1],
+        "num_heads": query.shape[1],
         "num_key_value_heads": keys.shape[2],
-        "softmax_scale": DIM**-0.5,
+        "scale": DIM**-0.5,
         "input_layout": "TND",
         "block_size": BLOCK,
     }
+
+
+def in_version_2(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of attention with the names that version 2 of the operator has."""
+    return {VERSION_2.get(name, name): value for name, value in arguments.items()}
 
 
 def attention(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
     """Return grouped-query attention with one row per request. The blocks are in order."""
     table = blocks_in_order(bench, keys, len(lengths))
     arguments = attention_arguments(query, keys, values, lengths, table)
-    return bench.ops.npu_fused_infer_attention_score_v2(**arguments)[0]
+    return bench.ops.npu_fused_infer_attention_score(**arguments)[0]
 
 
 def attention_on_host(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
@@ -240,11 +267,11 @@ def _prefill(bench: Bench) -> Answer:
     arguments = attention_arguments(
         query.npu(), keys.npu(), values.npu(), [cached + rows], table
     ) | {
-        "actual_seq_qlen": [rows],
+        "actual_seq_lengths": [rows],
         "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu(),
         "sparse_mode": 3,
     }
-    got = bench.ops.npu_fused_infer_attention_score_v2(**arguments)[0]
+    got = bench.ops.npu_fused_infer_attention_score(**arguments)[0]
     want = [
         attention_on_host(bench, query[i : i + 1], keys, values, [cached + i + 1])
         for i in range(rows)
@@ -259,7 +286,9 @@ def _sinks(bench: Bench) -> Answer:
     keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))
     table = blocks_in_order(bench, keys, 1)
     arguments = attention_arguments(query.npu(), keys.npu(), values.npu(), [length], table)
-    got = bench.ops.npu_fused_infer_attention_score_v2(**arguments, learnable_sink=sinks.npu())[0]
+    got = bench.ops.npu_fused_infer_attention_score_v2(
+        **in_version_2(arguments), learnable_sink=sinks.npu()
+    )[0]
     k, v = (
         c.flatten(0, 1)[:length].float().repeat_interleave(HEADS // KV_HEADS, 1)
         for c in (keys, values)
@@ -331,6 +360,7 @@ PROBES = (
     _equal("matmul", "a product", _matmul, level="quick"),
     _equal("rms_norm", "npu_rms_norm", _rms_norm, "aclnnRmsNorm"),
     _equal("add_rms_norm", "npu_add_rms_norm", _add_rms_norm, "aclnnAddRmsNorm"),
+    _equal("gemma_rms_norm", "npu_gemma_rms_norm", _gemma_rms_norm, "aclnnGemmaRmsNorm"),
     _equal("swiglu", "npu_swiglu", _swiglu, "aclnnSwiGlu"),
     _equal("clipped_swiglu", "npu_clipped_swiglu (gpt-oss)", _clipped_swiglu, "aclnnClippedSwiglu"),
     _equal("rotary_mul", "npu_rotary_mul", _rotary_mul, "aclnnRotaryPositionEmbedding"),
@@ -340,6 +370,7 @@ PROBES = (
         _cache_write,
         "aclnnScatterPaKvCache",
     ),
+    _equal("row_write", "npu_scatter_nd_update_", _row_write, "aclnnScatterNdUpdate"),
     _equal("decode", "attention of a decode step (Qwen3-8B)", _decode, level="quick"),
     _equal("prefill", "causal attention of a prompt (Qwen3-8B)", _prefill),
     _equal("sinks", "attention with sinks (gpt-oss)", _sinks),

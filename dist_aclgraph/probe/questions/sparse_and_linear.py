@@ -1,0 +1,211 @@
+"""Compares the operators of sparse and of linear attention with the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Probe
+from dist_aclgraph.probe.questions.operators import (
+    BFLOAT16,
+    BLOCK,
+    DIM,
+    LATENT,
+    ROTATED,
+    blocks_in_order,
+)
+
+LENGTHS = [40, 1000]  # KV lengths of two requests with one query each
+COLUMNS = 8  # blocks of each request
+INDEX_HEADS, CHOSEN = 64, 64  # heads of DeepSeek-V3.2's indexer; number of chosen keys
+KEY_HEADS, VALUE_HEADS = 4, 8  # linear attention
+DELTA = 6e-2  # tolerance: states are rounded to bfloat16 after each token
+
+
+def _random(bench: Bench, *shape: int) -> Any:
+    return bench.torch.randn(*shape).bfloat16()
+
+
+def _ints(bench: Bench, *values: int) -> Any:
+    return bench.torch.tensor(values, dtype=bench.torch.int32).npu()
+
+
+def _indexer(bench: Bench) -> Answer:
+    """Compare the scores of the chosen keys. The order of the keys does not matter."""
+    torch = bench.torch
+    query, weights = _random(bench, 2, INDEX_HEADS, DIM), torch.rand(2, INDEX_HEADS).bfloat16()
+    keys = _random(bench, 2 * COLUMNS, BLOCK, 1, DIM)
+    chosen = torch.ops.npu.npu_lightning_indexer(
+        query.npu(),
+        keys.npu(),
+        weights.npu(),
+        actual_seq_lengths_query=_ints(bench, 1, 2),
+        actual_seq_lengths_key=_ints(bench, *LENGTHS),
+        block_table=blocks_in_order(bench, keys, 2),
+        layout_query="TND",
+        layout_key="PA_BSND",
+        sparse_count=CHOSEN,
+        sparse_mode=3,
+    )[0].cpu()
+    for i, length in enumerate(LENGTHS):
+        own = keys.view(2, -1, DIM)[i, :length].float()
+        scores = weights[i].float() @ (query[i].float() @ own.t()).relu()
+        want = scores.topk(min(length, CHOSEN)).values
+        row = chosen[i, 0]
+        found = row[: len(want)].long()
+        if bool((row[len(want) :] != -1).any()) or len(set(found.tolist())) < len(want):
+            return Answer(DIFFERENT, f"length {length}: {row.tolist()}")
+        answer = bench.compare(scores[found].sort(descending=True).values, want, BFLOAT16)
+        if answer.found != EQUAL:
+            return answer
+    return Answer(EQUAL)
+
+
+def _sparse(bench: Bench) -> Answer:
+    torch, heads, scale = bench.torch, 16, 0.05
+    query, rotated = _random(bench, 2, heads, LATENT), _random(bench, 2, heads, ROTATED)
+    keys, turned = (_random(bench, 2 * COLUMNS, BLOCK, 1, d) for d in (LATENT, ROTATED))
+    chosen = torch.full((2, 1, CHOSEN), -1, dtype=torch.int32)
+    for row, length in zip(chosen, LENGTHS, strict=True):
+        count = min(length, CHOSEN)
+        row[0, :count] = torch.randperm(length)[:count]
+    latents = keys.npu()
+    got = torch.ops.npu.npu_sparse_flash_attention(
+        query.npu(),
+        latents,
+        latents,
+        chosen.npu(),
+        scale,
+        block_table=blocks_in_order(bench, keys, 2),
+        actual_seq_lengths_query=_ints(bench, 1, 2),
+        actual_seq_lengths_kv=_ints(bench, *LENGTHS),
+        query_rope=rotated.npu(),
+        key_rope=turned.npu(),
+        layout_query="TND",
+        layout_kv="PA_BSND",
+        sparse_mode=3,
+        attention_mode=2,
+    )[0]
+    want = []
+    for i, row in enumerate(chosen[:, 0].long()):
+        k, r = (c.view(2, -1, c.shape[-1])[i][row[row >= 0]].float() for c in (keys, turned))
+        scores = (query[i].float() @ k.t() + rotated[i].float() @ r.t()) * scale
+        want.append(scores.softmax(-1) @ k)
+    return bench.compare(got, torch.stack(want), BFLOAT16)
+
+
+def _delta_inputs(bench: Bench, num_tokens: int) -> dict[str, Any]:
+    torch = bench.torch
+
+    def unit() -> Any:
+        return torch.nn.functional.normalize(torch.randn(num_tokens, KEY_HEADS, DIM), dim=-1)
+
+    return {
+        "query": unit().bfloat16(),
+        "key": unit().bfloat16(),
+        "value": _random(bench, num_tokens, VALUE_HEADS, DIM),
+        "beta": torch.rand(num_tokens, VALUE_HEADS).bfloat16(),
+        "g": -torch.rand(num_tokens, VALUE_HEADS),
+    }
+
+
+def _delta_on_host(
+    bench: Bench, inputs: dict[str, Any], tokens: range, state: Any
+) -> tuple[Any, list[Any]]:
+    """Return the results of some tokens, and the state after each of these tokens."""
+    group, outs, states = VALUE_HEADS // KEY_HEADS, [], []
+    state = state.float()
+    for i in tokens:
+        q, k = (
+            inputs[name][i].float().repeat_interleave(group, 0)[..., None]
+            for name in ("query", "key")
+        )
+        v, beta = inputs["value"][i].float()[..., None], inputs["beta"][i].float()[:, None, None]
+        state = state * inputs["g"][i].exp()[:, None, None]
+        state = state + beta * (v - state @ k) @ k.mT
+        outs.append((state @ q)[..., 0] * DIM**-0.5)
+        states.append(state)
+    return bench.torch.stack(outs), states
+
+
+def _on_device(inputs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return query, key and value, and the other inputs by name."""
+    device = {name: value.npu() for name, value in inputs.items()}
+    return [device.pop(name) for name in ("query", "key", "value")], device
+
+
+def _delta_of_prompts(bench: Bench) -> Answer:
+    torch, lengths = bench.torch, (65, 7)
+    inputs = _delta_inputs(bench, sum(lengths))
+    states = _random(bench, len(lengths), VALUE_HEADS, DIM, DIM)
+    rows, others = _on_device(inputs)
+    got, last = torch.ops.npu.npu_chunk_gated_delta_rule(
+        *rows,
+        **others,
+        initial_state=states.npu(),
+        actual_seq_lengths=_ints(bench, *lengths),
+        scale=DIM**-0.5,
+    )
+    found = [
+        _delta_on_host(bench, inputs, tokens, state)
+        for tokens, state in zip((range(65), range(65, 72)), states, strict=True)
+    ]
+    answer = bench.compare(got, torch.cat([outs for outs, _ in found]), DELTA)
+    if answer.found != EQUAL:
+        return answer
+    return bench.compare(last, torch.stack([after[-1] for _, after in found]), DELTA)
+
+
+def _delta_of_decode(bench: Bench) -> Answer:
+    """Verify two drafts of a request, and decode a token of another request."""
+    torch = bench.torch
+    inputs, states = _delta_inputs(bench, 4), _random(bench, 6, VALUE_HEADS, DIM, DIM)
+    slots, starts = [5, 2, 4, 1], ((range(3), 2), (range(3, 4), 1))  # tokens, first state's slot
+    after, (rows, others) = states.npu(), _on_device(inputs)
+    got = torch.ops.npu.npu_recurrent_gated_delta_rule(
+        *rows,
+        after,
+        **others,
+        scale=DIM**-0.5,
+        actual_seq_lengths=_ints(bench, 3, 1),
+        ssm_state_indices=_ints(bench, *slots),
+        num_accepted_tokens=_ints(bench, 2, 1),  # the second token's slot has the first state
+    )
+    want, wanted_states = [], states.float()
+    for tokens, slot in starts:
+        outs, each = _delta_on_host(bench, inputs, tokens, states[slot])
+        want.append(outs)
+        for token, state in zip(tokens, each, strict=True):
+            wanted_states[slots[token]] = state
+    answer = bench.compare(got, torch.cat(want), DELTA)
+    return answer if answer.found != EQUAL else bench.compare(after, wanted_states, DELTA)
+
+
+PROBES = tuple(
+    Probe(f"model_calls.{name}", f"Is {what} as on the host?", call, EQUAL, operator=operator)
+    for name, what, call, operator in (
+        (
+            "indexer",
+            f"npu_lightning_indexer with {CHOSEN} chosen keys (DeepSeek-V3.2)",
+            _indexer,
+            "aclnnLightningIndexer",
+        ),
+        (
+            "sparse_attention",
+            "npu_sparse_flash_attention (DeepSeek-V3.2)",
+            _sparse,
+            "aclnnSparseFlashAttention",
+        ),
+        (
+            "delta_of_prompts",
+            "npu_chunk_gated_delta_rule (Qwen3-Next)",
+            _delta_of_prompts,
+            "aclnnChunkGatedDeltaRule",
+        ),
+        (
+            "delta_of_decode",
+            "npu_recurrent_gated_delta_rule with drafts (Qwen3-Next)",
+            _delta_of_decode,
+            "aclnnRecurrentGatedDeltaRule",
+        ),
+    )
+)
