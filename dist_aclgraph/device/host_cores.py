@@ -1,8 +1,9 @@
 """Cores of the host for the rank of each NPU, near the NPU's PCI function.
 
 Every rank computes the shares of all NPUs of its host from the same files, so that shares are
-disjoint without communication. An NPU of an idle deployment keeps its share. This module was not
-tested on a host with NPUs.
+disjoint without communication, also between containers: in a container, the kernel's files show the
+NPUs of the whole host. An NPU of an idle deployment keeps its share. This module was not tested on
+a host with NPUs.
 """
 
 from __future__ import annotations
@@ -27,28 +28,27 @@ TASKS = Path("/proc/self/task")
 def share_cores(
     node_of_core: Mapping[int, int], node_of_npu: Sequence[int | None]
 ) -> list[frozenset[int]]:
-    """Return disjoint cores for the rank of each NPU; an empty list if there are too few cores.
+    """Return disjoint cores for the rank of each NPU; no cores for the NPUs of a node that has too
+    few cores.
 
     The NPUs of a NUMA node share the node's cores. On each node, one additional share is reserved
     for the processes without an NPU (engine, controller, ingress). If the node of an NPU is
-    unknown, or has no core, all cores count as one node.
+    unknown, all cores count as one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
         node_of_npu: NUMA node of each NPU; None if it is unknown.
     """
-    nodes = set(node_of_core.values())
-    if not all(node in nodes for node in node_of_npu):
+    if None in node_of_npu:
         node_of_core, node_of_npu = dict.fromkeys(node_of_core, 0), [0] * len(node_of_npu)
     shares = [frozenset[int]()] * len(node_of_npu)
     for node in set(node_of_npu):
         cores = sorted(core for core, its_node in node_of_core.items() if its_node == node)
         npus = [npu for npu, its_node in enumerate(node_of_npu) if its_node == node]
         size = max(len(cores) // (len(npus) + 1), CORES_OF_AN_NPU)
-        if size * len(npus) >= len(cores):
-            return []
-        for place, npu in enumerate(npus):
-            shares[npu] = frozenset(cores[place * size : (place + 1) * size])
+        if size * len(npus) < len(cores):
+            for place, npu in enumerate(npus):
+                shares[npu] = frozenset(cores[place * size : (place + 1) * size])
     return shares
 
 
@@ -62,14 +62,15 @@ def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
         raise NotBoundError("device.bind_cores is off")
     if binds_cores_itself():
         raise NotBoundError("CPU_AFFINITY_CONF is set, so torch_npu binds its threads")
-    npus, cores = len(npus_here()), usable_cores()
-    shares = share_cores(cores, nodes_of_npus(npus))
-    if not shares:
+    addresses, cores = own_addresses(), usable_cores()
+    on_host = addresses_on_host(addresses)
+    shares = dict(zip(on_host, share_cores(cores, [_node_of(npu) for npu in on_host]), strict=True))
+    if not all(shares[address] for address in addresses):
         raise NotBoundError(
-            f"{len(cores)} cores are too few for {npus} NPUs: each needs {CORES_OF_AN_NPU} cores "
-            "of its NUMA node, and other processes need one core"
+            f"{len(cores)} cores are too few for the host's {len(on_host)} NPUs: each needs "
+            f"{CORES_OF_AN_NPU} cores of its NUMA node, and other processes need one core"
         )
-    return shares
+    return [shares[address] for address in addresses]
 
 
 def bind_this_process(config: DeviceConfig) -> frozenset[int]:
@@ -99,17 +100,47 @@ def usable_cores() -> dict[int, int]:
     return node_of_core
 
 
-def nodes_of_npus(count: int) -> list[int | None]:
-    """Return the NUMA node of each NPU of this machine; None if it is unknown."""
-    addresses = pci_addresses()
-    if len(addresses) != count:
-        return [None] * count
-    return [_node_of(PCI / address / "numa_node") for address in addresses]
+def own_addresses() -> list[str]:
+    """Return the PCI address of each NPU of this machine or container, in the order of their ids.
+
+    Raises:
+        NotBoundError: the addresses are unknown.
+    """
+    addresses, count = pci_addresses(), len(npus_here())
+    if not addresses or len(addresses) != count:
+        raise NotBoundError(
+            f"the driver reports PCI addresses of {len(addresses)} NPUs, and {count} are here"
+        )
+    return addresses
 
 
-def _node_of(file: Path) -> int | None:
+def addresses_on_host(addresses: Sequence[str]) -> list[str]:
+    """Return the PCI addresses of all NPUs of the host, which may have more than a container.
+
+    The host's NPUs are the functions with the vendor and the device id of ``addresses``. The class
+    of the functions does not tell, because Kunpeng's engines for compression have the same class.
+
+    Raises:
+        NotBoundError: the kernel does not show an address.
+    """
+    model_of = {path.name: _model_of(path) for path in PCI.glob("*")}
+    if hidden := [address for address in addresses if not model_of.get(address)]:
+        raise NotBoundError(f"{PCI} does not show the NPU {hidden[0]}")
+    models = {model_of[address] for address in addresses}
+    return sorted(address for address, model in model_of.items() if model in models)
+
+
+def _model_of(function: Path) -> str:
+    """Return vendor and device id of a PCI function; "" if the kernel does not show the two."""
     try:
-        node = int(file.read_text())
+        return (function / "vendor").read_text() + (function / "device").read_text()
+    except OSError:
+        return ""
+
+
+def _node_of(address: str) -> int | None:
+    try:
+        node = int((PCI / address / "numa_node").read_text())
     except (OSError, ValueError):
         return None
     return None if node < 0 else node  # -1: the firmware does not report the node

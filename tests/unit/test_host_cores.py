@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,9 +16,9 @@ from dist_aclgraph.config import DeviceConfig
 from dist_aclgraph.device import dcmi, host_cores, kind
 from dist_aclgraph.device.host_cores import (
     CORES_OF_AN_NPU,
+    addresses_on_host,
     bind_this_process,
     format_cores,
-    nodes_of_npus,
     parse_cores,
     share_cores,
     shares_here,
@@ -54,34 +56,33 @@ def test_shares_are_disjoint_of_equal_use_and_leave_a_core_to_other_processes(
 ) -> None:
     shares = share_cores(node_of_core, node_of_npu)
 
-    assert len(shares) in (0, len(node_of_npu))
+    assert len(shares) == len(node_of_npu)
     given_out = [core for share in shares for core in share]
     assert len(set(given_out)) == len(given_out)
     assert set(given_out) <= node_of_core.keys()
-    assert all(len(share) >= CORES_OF_AN_NPU for share in shares)
-    assert not shares or len(given_out) < len(node_of_core)
+    assert all(len(share) >= CORES_OF_AN_NPU for share in shares if share)
+    assert not given_out or len(given_out) < len(node_of_core)
 
 
 @given(HOSTS, NPUS)
 def test_cores_are_of_the_npus_own_node_where_all_nodes_are_known(
     node_of_core: dict[int, int], node_of_npu: list[int | None]
 ) -> None:
-    is_known = set(node_of_npu) <= set(node_of_core.values())
-
-    for share, node in zip(share_cores(node_of_core, node_of_npu), node_of_npu, strict=False):
-        assert not is_known or {node_of_core[core] for core in share} == {node}
+    for share, node in zip(share_cores(node_of_core, node_of_npu), node_of_npu, strict=True):
+        assert None in node_of_npu or {node_of_core[core] for core in share} <= {node}
 
 
 @given(HOSTS, NPUS)
-def test_ranks_are_bound_where_each_node_has_enough_cores(
+def test_ranks_are_bound_where_their_node_has_enough_cores(
     node_of_core: dict[int, int], node_of_npu: list[int | None]
 ) -> None:
     cores, npus = list(node_of_core.values()), node_of_npu
-    if not set(npus) <= set(cores):
+    if None in npus:
         cores, npus = [0] * len(cores), [0] * len(npus)
-    is_enough = all(cores.count(n) > CORES_OF_AN_NPU * npus.count(n) for n in set(npus))
 
-    assert bool(share_cores(node_of_core, node_of_npu)) == is_enough
+    assert [bool(share) for share in share_cores(node_of_core, node_of_npu)] == [
+        cores.count(n) > CORES_OF_AN_NPU * npus.count(n) for n in npus
+    ]
 
 
 def test_an_a2_with_npus_at_every_second_node() -> None:
@@ -126,6 +127,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for address in ADDRESSES:
         (pci / address).mkdir(parents=True)
         (pci / address / "numa_node").write_text(f"{int('c1' in address)}\n")
+        (pci / address / "vendor").write_text("0x19e5\n")
+        (pci / address / "device").write_text("0xd803\n")
+    (pci / "0000:75:00.0").mkdir()
+    (pci / "0000:75:00.0" / "vendor").write_text("0x19e5\n")
+    (pci / "0000:75:00.0" / "device").write_text("0xa250\n")  # an engine for compression
     for number in range(len(ADDRESSES)):
         (tmp_path / f"davinci{number}").touch()
     for task in ("7", "8"):
@@ -140,21 +146,52 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_driver_says_the_addresses_of_all_chips_in_order(host: Path) -> None:
     assert dcmi.pci_addresses() == ADDRESSES
-    assert nodes_of_npus(4) == [1, 1, 0, 0]
+    assert texts_here() == ["24-31", "32-39", "0-7", "8-15"]
 
 
-def test_an_npu_whose_node_nobody_says_is_unknown(
+def texts_here() -> list[str]:
+    return [format_cores(share) for share in shares_here(DeviceConfig())]
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_text("-1\n")])
+def test_an_npu_whose_node_nobody_says_shares_all_cores(
+    host: Path, spoil: Callable[[Path], Any]
+) -> None:
+    spoil(host / "pci" / ADDRESSES[1] / "numa_node")
+
+    assert texts_here() == ["18-26", "27-35", "0-8", "9-17"]
+
+
+def test_containers_of_one_host_have_different_cores(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (host / "pci" / ADDRESSES[0] / "numa_node").write_text("-1\n")
-    (host / "pci" / ADDRESSES[1] / "numa_node").unlink()
-    assert nodes_of_npus(4) == [None, None, 0, 0]
-    assert nodes_of_npus(2) == [None, None]  # a container without all NPUs of its host
+    everything = texts_here()
+    for number in range(1, len(ADDRESSES)):
+        (host / f"davinci{number}").unlink()
 
-    monkeypatch.setattr(dcmi, "DCMI", make_library(host, 3))
-    assert nodes_of_npus(4) == [None] * 4
-    monkeypatch.setattr(dcmi, "DCMI", host / "absent.so")
-    assert nodes_of_npus(4) == [None] * 4
+    found = []
+    for address in ADDRESSES:
+        monkeypatch.setattr(host_cores, "pci_addresses", lambda address=address: [address])
+        found += texts_here()
+
+    assert found == everything
+    assert addresses_on_host(ADDRESSES[:1]) == sorted(ADDRESSES)
+
+
+def test_an_npu_whose_place_nobody_says_is_not_bound(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (host / "davinci0").unlink()
+    with pytest.raises(NotBoundError, match="addresses of 4 NPUs, and 3 are here"):
+        shares_here(DeviceConfig())
+    (host / "davinci0").touch()
+    for library in (make_library(host, 3), host / "absent.so"):
+        monkeypatch.setattr(dcmi, "DCMI", library)
+        with pytest.raises(NotBoundError, match="addresses of 0 NPUs, and 4 are here"):
+            shares_here(DeviceConfig())
+    monkeypatch.setattr(host_cores, "pci_addresses", lambda: ["0000:09:00.0"] * 4)
+    with pytest.raises(NotBoundError, match="does not show the NPU 0000"):
+        shares_here(DeviceConfig())
 
 
 def test_cores_outside_the_container_are_not_used(
@@ -210,5 +247,7 @@ def test_a_rank_that_cannot_be_bound_says_why(
 def test_a_host_with_few_cores_binds_nobody(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(30)))
 
-    with pytest.raises(NotBoundError, match="30 cores are too few for 4 NPUs: each needs 5"):
+    with pytest.raises(
+        NotBoundError, match="30 cores are too few for the host's 4 NPUs: each"
+    ):
         shares_here(DeviceConfig())
