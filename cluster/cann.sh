@@ -15,21 +15,30 @@ read_script() {
   case $options in *u*) set -u ;; esac
 }
 
-read_cann() {
-  local installed=${ASCEND_INSTALL_PATH:-/usr/local/Ascend} script
-  # CANN 8.5 and newer is in cann/, older CANN in ascend-toolkit/. The newer one is used, as in
-  # 'dist-aclgraph doctor'.
-  for script in "$installed"/{cann,ascend-toolkit}/set_env.sh; do
-    if [ -z "${ASCEND_HOME_PATH:-}" ] && [ -f "$script" ]; then
+# Reads the first script that exists, unless a script has set the variable $1.
+read_first() {
+  local script variable=$1
+  shift
+  for script; do
+    if [ -z "${!variable:-}" ] && [ -f "$script" ]; then
       read_script "$script"
       break
     fi
   done
-  script=$installed/nnal/atb/set_env.sh
-  if [ -z "${ATB_HOME_PATH:-}" ] && [ -f "$script" ]; then
-    read_script "$script"
+}
+
+read_cann() {
+  local root roots=(/usr/local/Ascend "${HOME:-}/Ascend")
+  if [ -n "${ASCEND_INSTALL_PATH:-}" ]; then
+    roots=("$ASCEND_INSTALL_PATH")
   fi
+  # Users other than root install CANN in their home folders. CANN 8.5 and newer is in cann/, older CANN in
+  # ascend-toolkit/. The order is that of 'dist-aclgraph doctor'.
+  for root in "${roots[@]}"; do
+    read_first ASCEND_HOME_PATH "$root"/{cann,ascend-toolkit}/set_env.sh
+    read_first ATB_HOME_PATH "$root/nnal/atb/set_env.sh"
+  done
 }
 
 read_cann
-unset -f read_script read_cann
+unset -f read_script read_first read_cann

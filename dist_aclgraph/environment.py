@@ -25,6 +25,7 @@ CONFIGURED_HCCL = {
     "HCCL_BUFFSIZE": "device.hccl_buffer_mb",
     "HCCL_CONNECT_TIMEOUT": "timeouts.join_s",
 }
+ASCEND = Path("/usr/local/Ascend")  # CANN's folder if root has installed CANN
 API_KEY_VARIABLE = "DIST_ACLGRAPH_API_KEY"
 
 
@@ -132,9 +133,15 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return CANN's installed set-up scripts. The script of the newest folder layout is first."""
-    root = Path(os.environ.get("ASCEND_INSTALL_PATH") or "/usr/local/Ascend")
-    scripts = [root / folder / "set_env.sh" for folder in ("cann", "ascend-toolkit")]
+    """Return CANN's installed set-up scripts. Root's CANN is first, and in each root folder the
+    script of the newest layout.
+    """
+    installed = os.environ.get("ASCEND_INSTALL_PATH")
+    # Users other than root install CANN in their home folders.
+    own = Path(f"{os.environ.get('HOME', '')}/Ascend")
+    roots = [Path(installed)] if installed else [ASCEND, own]
+    folders = [root / folder for root in roots for folder in ("cann", "ascend-toolkit")]
+    scripts = [folder / "set_env.sh" for folder in folders]
     return [script for script in scripts if script.is_file()]
 
 
@@ -144,7 +151,7 @@ def ascend_toolkit() -> Path:
         return sourced
     # From version 8.5 on, CANN is in cann/; older versions are in ascend-toolkit/latest/.
     folders = [script.parent for script in cann_scripts()]
-    found = folders[0] if folders else Path("/usr/local/Ascend/cann")
+    found = folders[0] if folders else ASCEND / "cann"
     return found / "latest" if found.name == "ascend-toolkit" else found
 
 

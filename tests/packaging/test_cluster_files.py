@@ -191,8 +191,11 @@ def test_images_are_of_the_cann_and_the_chips_that_are_supported() -> None:
     assert "ARG CHIP=910b\n" in text and "--build-arg CHIP=a3" in text
 
 
+@pytest.mark.parametrize("is_in_home", [False, True])
 @pytest.mark.parametrize("shell", [["bash", "-c"], ["bash", "-lc"]])
-def test_shells_that_kuberay_starts_have_canns_variables(tmp_path: Path, shell: list[str]) -> None:
+def test_shells_that_kuberay_starts_have_canns_variables(
+    tmp_path: Path, shell: list[str], is_in_home: bool
+) -> None:
     (name,) = re.findall(
         r"^ENV BASH_ENV=/opt/dist_aclgraph/(.*)$", read_text("Dockerfile.ascend"), re.M
     )
@@ -200,12 +203,11 @@ def test_shells_that_kuberay_starts_have_canns_variables(tmp_path: Path, shell: 
     script.parent.mkdir(parents=True)
     # Like CANN's own script, this script starts a shell.
     script.write_text("export ASCEND_HOME_PATH=$(bash -c 'echo found')$#\n")
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path),
-        "BASH_ENV": str(ROOT / name),
-        "ASCEND_INSTALL_PATH": str(tmp_path / "Ascend"),
-    }
+    environment = {"PATH": os.environ["PATH"], "BASH_ENV": str(ROOT / name)}
+    if is_in_home:
+        environment["HOME"] = str(tmp_path)
+    else:
+        environment["ASCEND_INSTALL_PATH"] = str(script.parents[1])
 
     said = subprocess.run(
         [*shell, "echo $ASCEND_HOME_PATH; declare -F", "name", "argument"],

@@ -11,6 +11,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
+from dist_aclgraph import environment
 from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.cli.checks import check_deployment
 from dist_aclgraph.cli.doctor.examine import cann_libraries_finding
@@ -57,6 +58,24 @@ def test_of_both_layouts_the_newer_one_is_named(ascend: Path) -> None:
     scripts = {layout: install(ascend, layout) for layout in LAYOUTS}
 
     assert str(scripts["cann"]) in load_remedy("libhccl.so: cannot open")
+
+
+def test_the_cann_of_a_user_who_is_not_root_is_second(
+    ascend: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, home = ascend / "local" / "Ascend", ascend / "home" / "Ascend"
+    for folder in (root, home):
+        folder.mkdir(parents=True)
+    monkeypatch.delenv("ASCEND_INSTALL_PATH")
+    monkeypatch.setenv("HOME", str(ascend / "home"))
+    monkeypatch.setattr(environment, "ASCEND", root)
+
+    scripts = [install(home, "ascend-toolkit")]
+    assert environment.cann_scripts() == scripts
+    scripts.insert(0, install(root, "cann"))
+    assert environment.cann_scripts() == scripts
+    monkeypatch.setenv("ASCEND_INSTALL_PATH", str(ascend))
+    assert environment.cann_scripts() == []
 
 
 def test_a_script_that_was_sourced_or_does_not_exist_is_not_named(
