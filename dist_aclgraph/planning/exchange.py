@@ -176,6 +176,12 @@ class ExchangeRule:
             return None
         return self.mc2.buffer_mb or self.mc2.needed_mb(-(-last // self.tp))
 
+    @property
+    def ranks_of_node(self) -> int | None:
+        """Necessary number of ranks on each node; None if any number is possible."""
+        operators = self.mc2.operators if self.mc2 and self.mc2_buffer_mb is not None else None
+        return operators and operators.ranks_of_node
+
     def _saved_bytes(self, gathered: int, sent: float) -> float:
         """Return the bytes that a rank saves in one layer, in both directions.
 

@@ -72,6 +72,7 @@ class Mc2Operators:
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
         takes_scales: whether the weights of experts are sent with the tokens in both directions.
         takes_mask: whether the operators can leave out rows.
+        ranks_of_node: necessary number of ranks on each node; None if any number is possible.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Mc2Operators:
     pays_to_local: int = MAX_EXPERTS
     takes_scales: bool = False
     takes_mask: bool = True
+    ranks_of_node: int | None = None
 
 
 # Among the possible algorithms, the first one is preferred.
@@ -101,6 +103,7 @@ MC2_OPERATORS = (
         pays_to_local=24,
         takes_scales=True,
         takes_mask=False,
+        ranks_of_node=8,
     ),
     Mc2Operators(
         "A2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, patch
@@ -20,7 +21,7 @@ from dist_aclgraph.actors.cluster.placement import (
     rank_order,
 )
 from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
-from dist_aclgraph.actors.worker.worker_group import check_builds, check_devices
+from dist_aclgraph.actors.worker.worker_group import check_builds, check_devices, check_nodes
 from dist_aclgraph.config import make_config
 from dist_aclgraph.errors import PlacementError
 from dist_aclgraph.topology import ParallelLayout
@@ -265,6 +266,25 @@ def make_info(kind: str, host: str, *npu_ids: int) -> WorkerInfo:
 def test_devices_of_different_kinds_in_one_group_are_refused() -> None:
     with pytest.raises(PlacementError, match="emulated on b and npu on a"):
         check_devices([make_info("npu", "a", 0), make_info("emulated", "b", 0)])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wrong"),
+    [("a" * 8 + "b" * 8, None), ("a" * 16, "a has 16"), ("b" * 12 + "a" * 4, "b has 12")],
+)
+def test_ranks_of_experts_that_mc2_does_not_take_on_a_node_are_refused(
+    hosts: str, wrong: str | None
+) -> None:
+    infos = [make_info("npu", host, number) for number, host in enumerate(hosts)]
+
+    with (
+        nullcontext()
+        if wrong is None
+        else pytest.raises(
+            PlacementError, match=rf"{wrong} of the 16 ranks .*parallel\.mc2_algorithm=fullmesh"
+        )
+    ):
+        check_nodes(infos, 8)
 
 
 def test_npus_that_ray_does_not_know_are_refused() -> None:

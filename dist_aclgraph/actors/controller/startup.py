@@ -30,6 +30,7 @@ from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
 from dist_aclgraph.actors.worker.worker_group import (
     WorkerGroup,
     bundles_of_groups,
+    check_nodes,
     for_each_rank,
     place_group,
     refill_group,
@@ -37,7 +38,9 @@ from dist_aclgraph.actors.worker.worker_group import (
 )
 from dist_aclgraph.errors import WorkerError, WorkerStartTimeoutError
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour
+from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.descriptor import BatchDescriptor
+from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
@@ -193,12 +196,25 @@ class Startup:
         timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
         try:
             self._each(lambda group: group.workers.find_out(timeout_s))
+            self._each(self._check_nodes)
             left_s = started_s + timeout_s - time.monotonic()
             self._each(lambda group: _wait_for_engine(group.engine, max(1.0, left_s)))
         except WorkerStartTimeoutError:
             self._start_limit.exceeded()
             raise
         self._start_limit.note(time.monotonic() - started_s)
+
+    def _check_nodes(self, group: LockstepGroup) -> None:
+        """Check the ranks of each node before the ranks load weights. An emulated host may have any
+        number of ranks.
+        """
+        if group.workers.is_emulated:
+            return
+        device = self._config.device
+        chip = Chip(device.chip, device.npu_cann)
+        exchange = ExchangeRule.from_config(self._config, self._planner.facts, chip)
+        if exchange.ranks_of_node is not None:
+            check_nodes(group.workers.infos, exchange.ranks_of_node)
 
     def _join(self, group: LockstepGroup) -> None:
         timeouts, workers = self._config.timeouts, group.workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -281,6 +282,22 @@ def check_devices(infos: Sequence[WorkerInfo]) -> None:
             raise PlacementError(
                 f"{info.host} has NPUs of which Ray knows nothing, so that all ranks would take "
                 f"the first; {placement.START}"
+            )
+
+
+def check_nodes(infos: Sequence[WorkerInfo], ranks_of_node: int) -> None:
+    """Check that each node of a group has the number of ranks that MC2's algorithm needs.
+
+    Raises:
+        PlacementError: the message says which node has another number of ranks.
+    """
+    counts = Counter(info.node_id for info in infos)
+    for info in infos:
+        if (count := counts[info.node_id]) != ranks_of_node:
+            raise PlacementError(
+                f"{info.host} has {count} of the {len(infos)} ranks that share experts; MC2's "
+                f"algorithm hierarchy needs exactly {ranks_of_node} on each node: choose nodes "
+                "with cluster.labels, or set parallel.mc2_algorithm=fullmesh"
             )
 
 

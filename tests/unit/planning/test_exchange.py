@@ -293,3 +293,14 @@ def test_copies_of_experts_count_as_experts_of_mc2() -> None:
 def test_copies_without_ranks_that_share_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"redundant_experts is 2 and parallel\.ep is 1"):
         rule_of(make_facts(256), ep=1, redundant_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "setting", "ranks"),
+    [("auto", "auto", 8), ("fullmesh", "auto", None), ("auto", "all_gather", None)],
+)
+def test_only_the_hierarchy_of_mc2_needs_eight_ranks_on_each_node(
+    algorithm: str, setting: str, ranks: int | None
+) -> None:
+    assert make_rule(setting, algorithm=algorithm).ranks_of_node == ranks
+    assert make_rule(setting, algorithm=algorithm, chip=A3).ranks_of_node is None
