@@ -14,7 +14,6 @@ from rich.table import Column, Table
 
 from dist_aclgraph.cli.plan_context import context_entry, layout_in_words, print_context
 from dist_aclgraph.config import Config
-from dist_aclgraph.config.chips import family_of
 from dist_aclgraph.planning.buckets import GraphFamily, candidate_families, trim_sizes
 from dist_aclgraph.planning.budget import Price, StreamOffer, total
 from dist_aclgraph.planning.choice import padding_share
@@ -29,7 +28,6 @@ from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
 REQUEST_TOKENS = (1024, 4096, 16384, 65536)  # lengths of requests that are counted
-NODE_NPUS = 8  # assumed number of NPUs of a node with an unknown chip
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
@@ -62,8 +60,7 @@ def plan_report(config: Config) -> dict[str, Any]:
     pool = max(rank["pool_bytes"] or 0 for rank in ranks)
     num_blocks = deployment.num_blocks(pool)
     longest = spec.longest_request(num_blocks, deployment.planner.max_model_len)
-    family = family_of(config.device.chip)
-    node_npus = family.node_npus if family else NODE_NPUS
+    node_npus = config.device.npus_of_node
     return {
         "model": {"name": config.name, "path": config.model, **_facts_entry(deployment.facts)},
         "layout": {

@@ -11,6 +11,7 @@ import re
 from typing import NamedTuple
 
 DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
+NODE_NPUS = 8  # of a server with unknown chips
 
 
 class ChipFamily(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dist_aclgraph.config.chips import DIE_64_GB_MB, family_of, generation_of
+from dist_aclgraph.config.chips import DIE_64_GB_MB, NODE_NPUS, family_of, generation_of
 from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
@@ -221,7 +221,19 @@ class DeviceConfig(Section):
         "that torch reports on the assumed chip: 60.96 GiB on a chip of 64 GB, 29.5 "
         "GiB on an Ascend910B4 of 32 GB",
     )
+    node_npus: int | None = Field(
+        None,
+        ge=1,
+        description="number of NPUs of each node that plans assume. null means the number of this "
+        "machine's NPUs, but at least the number of a usual server: 8 on an A2, 16 on an A3",
+    )
     emulator: EmulatorConfig = EmulatorConfig()
+
+    @property
+    def npus_of_node(self) -> int:
+        """The number of NPUs of each node that plans assume."""
+        family = family_of(self.chip)
+        return self.node_npus or (family.node_npus if family else NODE_NPUS)
 
     @property
     def chip(self) -> str:

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = ask_npu) -> Config:
     """Return the configuration with the kind of device that ``auto`` means here. For NPUs,
     ``device.soc``, ``cann`` and ``memory_mb`` are read from the first NPU of this machine, unless
-    the configuration sets them.
+    the configuration sets them. Plans assume at least as many NPUs on each node as this machine
+    has.
 
     If no NPU answers, these keys stay null, and plans assume documented values. A missing answer is
     an error only if ranks start on this machine.
@@ -42,7 +43,7 @@ def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = 
     if use == "here" or (kind == "auto" and (use == "plan" or npus_here())):
         kind = resolve_kind(kind)
     config = _with_device(config, kind=kind)
-    if kind != "npu" or not npus_here():
+    if kind != "npu" or not (npus := npus_here()):
         return config
     try:
         check_cann()
@@ -53,6 +54,8 @@ def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = 
         if use == "here":
             raise
         log.warning("no NPU was asked, and plans assume that %s: %s", config.device.assumed, e)
+    if config.device.node_npus is None and len(npus) > config.device.npus_of_node:
+        config = _with_device(config, node_npus=len(npus))
     return config
 
 

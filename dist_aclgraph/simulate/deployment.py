@@ -252,14 +252,15 @@ def _check_chip(config: Config) -> None:
 
 def _check_nodes(config: Config) -> None:
     """Refuse a tensor parallel group with more ranks than a node has NPUs, as a real start does."""
-    parallel, family = config.parallel, family_of(config.device.chip)
-    if config.device.kind != "npu" or family is None or parallel.tp_across_nodes:
+    parallel, device = config.parallel, config.device
+    if device.kind != "npu" or parallel.tp_across_nodes:
         return
-    if parallel.tp > family.node_npus:
+    if parallel.tp > device.npus_of_node:
         raise ConfigError(
-            f"parallel.tp is {parallel.tp}; a node has {family.node_npus} NPUs of the chip "
-            f"{config.device.chip}: lower it, or set parallel.tp_across_nodes=true if the links "
-            "between nodes are those between the NPUs of one node"
+            f"parallel.tp is {parallel.tp}; a node has {device.npus_of_node} NPUs of the chip "
+            f"{device.chip}: lower it, set device.node_npus if a node has more, or set "
+            "parallel.tp_across_nodes=true if the links between nodes are those between the NPUs "
+            "of one node"
         )
 
 

@@ -91,8 +91,35 @@ def test_plans_assume_the_memory_that_torch_reports_on_a_chip(chip: str, memory_
     assert make(kind="npu", soc=chip, memory_mb=1000).device.npu_bytes == 1000 << 20
 
 
+@pytest.mark.parametrize(
+    ("count", "given", "assumed"), [(2, None, 8), (16, None, 16), (16, 4, 4), (0, None, 8)]
+)
+def test_plans_assume_a_usual_node_or_this_one_if_it_has_more_npus(
+    dev: Path, count: int, given: int | None, assumed: int
+) -> None:
+    for number in range(count):
+        (dev / f"davinci{number}").touch()
+    facts = NpuFacts("Ascend910B1", "9.1.0", 62_433)
+
+    config = decide_device(make(kind="npu", node_npus=given), "plan", lambda _: facts)
+
+    assert config.device.npus_of_node == assumed
+
+
 def known(config: Config) -> NpuFacts:
     return NpuFacts(*(getattr(config.device, key) for key in KEYS))
+
+
+def test_a_cann_that_the_npu_does_not_report_has_the_rules_of_a_start(dev: Path) -> None:
+    (dev / "davinci0").touch()
+    silent = NpuFacts("Ascend910B1", "", 62_433)
+
+    device = decide_device(make(), "plan", lambda _: silent).device
+
+    assert device.unknown == ()
+    assert Chip(device.chip, device.npu_cann) == Chip(silent.soc, silent.cann)
+    assert device.assumed.endswith(f"under CANN {UNKNOWN_CANN}")
+    assert make(cann="").device.npu_cann == ""
 
 
 @pytest.mark.parametrize("use", ["plan", "here", "cluster"])
@@ -110,18 +137,6 @@ def test_what_is_given_is_not_asked_for(dev: Path) -> None:
     all_given = decide_device(make(soc="Ascend910B3", cann="9.1.0", memory_mb=1000), "here", fail)
     assert known(all_given) == NpuFacts("Ascend910B3", "9.1.0", 1000)
     assert decide_device(all_given, "here", fail) == all_given
-def test_a_cann_that_the_npu_does_not_report_has_the_rules_of_a_start(dev: Path) -> None:
-    (dev / "davinci0").touch()
-    silent = NpuFacts("Ascend910B1", "", 62_433)
-
-    device = decide_device(make(), "plan", lambda _: silent).device
-
-    assert device.unknown == ()
-    assert Chip(device.chip, device.npu_cann) == Chip(silent.soc, silent.cann)
-    assert device.assumed.endswith(f"under CANN {UNKNOWN_CANN}")
-    assert make(cann="").device.npu_cann == ""
-
-
 
 
 def test_without_npus_nobody_is_asked(dev: Path) -> None:

@@ -339,6 +339,7 @@ def test_a_tensor_parallel_group_of_several_nodes_must_be_allowed() -> None:
         plan(R1, A2)
 
     assert plan(R1, A2 | {"parallel.tp_across_nodes": True})["layout"]["world_size"] == 16
+    assert plan(R1, A2 | {"device.node_npus": 16})["layout"]["world_size"] == 16
     assert plan(R1, A3)["layout"]["world_size"] == 16
 
 
