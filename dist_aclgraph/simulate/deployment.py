@@ -203,7 +203,7 @@ class AssumedDeployment:
         if self.unknown_shape:
             found.append(
                 "weights take the size of the checkpoint's files divided by tp, and graphs "
-                "take nothing: "
+                "and eager steps take nothing: "
                 f"{self.unknown_shape}"
             )
         if family_of(device.chip) is None:

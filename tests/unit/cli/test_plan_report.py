@@ -306,6 +306,7 @@ def test_weights_of_an_unknown_shape_are_its_files_and_the_report_says_so(
     assert report["memory"]["parts"][0] == {
         "name": "weights", "bytes": 500, "why": "its files over tp"
     }  # fmt: skip
+    assert "graphs and eager steps take nothing" in report["assumptions"][0]
     assert "lacks the key vocab_size" in report["assumptions"][0]
 
 
