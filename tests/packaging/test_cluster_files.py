@@ -16,7 +16,9 @@ import jsonschema
 import pytest
 import yaml
 
+from dist_aclgraph.cli.doctor.ascend_versions import DRIVER
 from dist_aclgraph.cli.doctor.examine import PYTHONS
+from dist_aclgraph.cli.doctor.npu_host import HostFiles
 from dist_aclgraph.config import load_config
 from dist_aclgraph.config.chips import CHIP_FAMILIES
 from dist_aclgraph.config.device import ASSUMED_CANN
@@ -179,6 +181,12 @@ def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) ->
     devices = re.findall(r"--device=(\S+)", said.stdout)
     assert sorted(devices) == sorted(f"{tmp_path}/{name}" for name in (*npus, *others))
     assert "--shm-size=64g" in said.stdout.split()
+
+
+@pytest.mark.parametrize("name", ["cluster-docker.yaml", "raycluster.yaml", "rayservice.yaml"])
+def test_a_container_has_the_files_that_doctor_reads(name: str) -> None:
+    for folder in (DRIVER.parent, HostFiles().firmware.parent, HostFiles().etc / "hccn.conf"):
+        assert read_text(name).count(str(folder)) >= 2, folder  # on the host, and in the container
 
 
 def test_images_are_of_the_cann_and_the_chips_that_are_supported() -> None:
