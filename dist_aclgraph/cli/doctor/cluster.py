@@ -194,7 +194,8 @@ def reach_findings(failures: Mapping[str, Mapping[tuple[str, int], str]]) -> lis
         for (host, reason), ports in ports_of.items():
             found = f"{host} is not reached at {', '.join(ports)}: {reason}"
             findings.append(Finding(f"links from {node}", False, found, remedy))
-    return findings or [Finding("links", True, f"each of {len(failures)} nodes reaches all others")]
+    found = f"each of {len(failures)} nodes reaches all others by TCP; RDMA was not tried"
+    return findings or [Finding("links", True, found)]
 
 
 def _nodes_by_value(
