@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_plus
 
 from dist_aclgraph.errors import DeviceError
 
@@ -33,7 +34,7 @@ def read_device_rules(path: str | Path) -> dict[str, str]:
     settings = read_rules(path).get("settings", {})
     return {
         # The settings are passed as one line of words.
-        name: ";".join(str(part).replace(" ", "+") for part in value)
+        name: ";".join(quote_plus(str(part)) for part in value)
         if isinstance(value, list)
         else str(value)
         for name, value in settings.items()

@@ -1,5 +1,9 @@
 """Rules of a real device in place of the emulator's: the settings ``admit`` and ``refuse``."""
 
+import json
+
+from dist_aclgraph.probe.questions import PROBES
+
 CALLS = """
 def attempt(call):
     try:
@@ -28,6 +32,32 @@ def test_a_devices_rules_admit_and_refuse(run_script):
     assert status == 0, output
     assert "MERGE accepted" in output
     assert "aclnnSwiGlu: the device refuses this operator" in output
+
+
+EVERY_RULE = """
+from dist_aclgraph.probe.question import Bench
+from dist_aclgraph.probe.questions import PROBES
+bench = Bench(torch, torch_npu)
+for probe in PROBES:
+    if probe.rule:
+        try:
+            probe.call(bench)
+            torch.npu.synchronize()
+        except RuntimeError as e:
+            print("REFUSED", probe.name, probe.rule in str(e), e)
+"""
+
+
+def test_a_file_admits_each_rule_that_a_probe_asks_about(run_script, tmp_path):
+    parts = [probe.rule for probe in PROBES if probe.rule]
+    rules = tmp_path / "rules.toml"
+    rules.write_text(f"[settings]\nadmit = {json.dumps(parts)}\n")
+
+    # The calls are not computed, because they exceed the limits of the emulator's arithmetic.
+    status, output = run_script(EVERY_RULE, rules=str(rules), cann="8.5.0", kernels="skip")
+
+    assert status == 0, output
+    assert "REFUSED" not in output
 
 
 def test_a_file_of_rules_replaces_other_settings(run_script, tmp_path):

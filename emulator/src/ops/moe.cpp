@@ -26,8 +26,8 @@ OP(aclnnMoeGatingTopK,
      int64_t size = experts / groups;
      demand(size > 2, "group_count ", groups, " leaves ", size,
             " experts in a group, more than 2 are needed");
-     demand((size + 31) / 32 * 32 * groups <= 2048, "group_count ", groups, " with groups of ", size,
-            ": padded to 32s they exceed 2048");
+     demand(groups == 1 || (size + 31) / 32 * 32 * groups <= 2048, "group_count ", groups,
+            " with groups of ", size, ": padded to 32s they exceed 2048");
      refuse_unless(kept_groups >= 1 && kept_groups <= groups, "k_group ", kept_groups,
                    " is not 1 to group_count ", groups);
      refuse_unless(k >= 1 && k <= size * kept_groups, "k ", k, " is not 1 to ", size * kept_groups,

@@ -64,12 +64,28 @@ std::string known_cann(const std::string &value) {
   return value;
 }
 
-// The parts of a list a;b. In the list, + stands for a space.
+// Decodes a part of a URL's query: + stands for a space, and %2B for a plus.
+std::string decoded(const std::string &part) {
+  std::string text;
+  for (size_t i = 0; i < part.size(); i++) {
+    unsigned char c = part[i] == '+' ? ' ' : part[i];
+    if (c == '%') {
+      const char *end = part.data() + std::min(part.size(), i + 3);
+      if (std::from_chars(part.data() + i + 1, end, c, 16).ptr != part.data() + i + 3)
+        throw std::invalid_argument("want two hexadecimal digits after %");
+      i += 2;
+    }
+    text += char(c);
+  }
+  return text;
+}
+
+// The parts of a list a;b.
 std::vector<std::string> parts(const std::string &value) {
   std::vector<std::string> all;
   std::istringstream stream(value);
   for (std::string part; std::getline(stream, part, ';');) {
-    std::replace(part.begin(), part.end(), '+', ' ');
+    part = decoded(part);
     if (part.empty())
       throw std::invalid_argument("want parts between semicolons");
     all.push_back(part);
