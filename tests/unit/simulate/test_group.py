@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import Config
+from dist_aclgraph.ints import unpack_ints
 from dist_aclgraph.kv.block_pool import BlockPool
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.scheduler.request import Request
@@ -26,7 +28,7 @@ from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.simulate.group import SimulatedGroup
 from dist_aclgraph.simulate.load import Arrival, Batch
 from dist_aclgraph.simulate.times import StepTimes
-from dist_aclgraph.steps.step import RowSampling
+from dist_aclgraph.steps.step import RankBatch, RowSampling
 from tests.plans import decode_graph
 from tests.unit.scheduler.fake_worker import FakeWorker
 from tests.unit.simulate.deployments import SHAPE, make
@@ -107,53 +109,100 @@ def test_a_cache_that_is_too_small_preempts(checkpoint: Path) -> None:
     assert found.scheduler.num_preemptions == 1
 
 
+prompts = st.tuples(st.integers(0, 60), st.sampled_from([0, 16, 40])).filter(any)
 arrivals = st.lists(
     st.builds(
-        Arrival,
-        st.integers(0, 30).map(float),
-        st.integers(1, 60),
+        lambda second, prompt, output_tokens, shared: Arrival(
+            float(second), sum(prompt), output_tokens, shared, prompt[1]
+        ),
+        st.integers(0, 30),
+        prompts,
         st.integers(1, 30),
-        shared=st.just(0),
-        shared_tokens=st.just(0),
+        st.integers(0, 2),
     ),
     min_size=1,
     max_size=14,
 ).map(sorted)
 
 
+class DrawnDrafts:
+    """Accepts drafts of a ``FakeWorker`` with the random numbers of a simulated group."""
+
+    def __init__(self, num_drafts: int, accepted: float) -> None:
+        self._num_drafts, self._accepted = num_drafts, accepted
+        self._random = np.random.default_rng(0)
+        self._next: deque[int] = deque()
+
+    def draw(self, batch: RankBatch) -> None:
+        """Draw the drafts of a step."""
+        logits = [n for *_, n in unpack_ints(batch.scheduled, 4).tolist() if n]
+        if self._num_drafts:
+            is_right = self._random.random((len(logits), self._num_drafts)) < self._accepted
+            right = np.cumprod(is_right, axis=1).sum(axis=1).tolist()
+            self._next.extend(count for count, n in zip(right, logits, strict=True) if n > 1)
+
+    def next(self) -> int:
+        """Return the number of accepted drafts of the next request of the step."""
+        return self._next.popleft()
+
+
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(arrivals, st.integers(1, 8), st.integers(8, 64), st.integers(7, 40), st.integers(1, 2))
+@given(
+    arrivals,
+    st.integers(1, 8),
+    st.integers(8, 64),
+    st.integers(8, 40),
+    st.integers(1, 2),
+    st.integers(0, 2),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
 def test_the_simulation_decides_as_the_scheduler_does_with_a_worker(
-    checkpoint: Path, load, max_num_seqs: int, max_tokens: int, num_blocks: int, in_flight: int
+    checkpoint: Path,
+    load,
+    max_num_seqs: int,
+    max_tokens: int,
+    num_blocks: int,
+    in_flight: int,
+    num_drafts: int,
+    accepted: float,
 ) -> None:
+    shape = {**SHAPE, "num_nextn_predict_layers": 1}
+    (checkpoint / "config.json").write_text(json.dumps(shape))
     config = make(
         checkpoint,
         scheduler={
             "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_tokens,
+            "max_num_batched_tokens": max(max_tokens, max_num_seqs * (num_drafts + 1)),
             "steps_in_flight": in_flight,
         },
         kv={"block_size": 16, "num_blocks": num_blocks},
+        speculative={"num_tokens": num_drafts},
         graph={"mode": "FULL_AND_PIECEWISE"},
     )
-    simulated = play(group(config), load)
+    simulated = play(group(config, accepted=accepted), load)
 
     plan = simulated.dispatcher.plan
     dispatcher = GraphDispatcher(plan)
     scheduler = Scheduler(
-        config.scheduler, [BlockPool(num_blocks, 16)], dispatcher, max_model_len=2048
+        config.scheduler,
+        [BlockPool(num_blocks, 16, prefix_cache=config.shares_prefixes)],
+        dispatcher,
+        max_model_len=2048,
+        num_drafts=num_drafts,
     )
-    worker = FakeWorker(num_blocks, 16)
+    drafts = DrawnDrafts(num_drafts, accepted)
+    worker = FakeWorker(num_blocks, 16, num_drafts=num_drafts, accept=drafts.next)
     second, coming, flying = 0, list(enumerate(load)), deque()
     while coming or scheduler.has_work:
         while coming and coming[0][1].arrival_s <= second:
             index, arrival = coming.pop(0)
-            prompt = [1000 + index] * arrival.prompt_tokens
+            prompt = arrival.token_ids(index)
             scheduler.add(
                 Request(str(index), prompt, RowSampling(), max_tokens=arrival.output_tokens)
             )
         step = scheduler.schedule()
         if step is not None:
+            drafts.draw(step.batches[0])
             flying.append(worker.execute(step.for_rank(0)))
             if len(flying) < in_flight:
                 continue
