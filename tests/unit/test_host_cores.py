@@ -247,7 +247,5 @@ def test_a_rank_that_cannot_be_bound_says_why(
 def test_a_host_with_few_cores_binds_nobody(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(30)))
 
-    with pytest.raises(
-        NotBoundError, match="30 cores are too few for the host's 4 NPUs: each"
-    ):
+    with pytest.raises(NotBoundError, match="30 cores are too few for the host's 4 NPUs: each"):
         shares_here(DeviceConfig())
