@@ -180,7 +180,7 @@ class ExchangeRule:
     def ranks_of_node(self) -> int | None:
         """Necessary number of ranks on each node; None if any number is possible."""
         operators = self.mc2.operators if self.mc2 and self.mc2_buffer_mb is not None else None
-        return operators and operators.ranks_of_node
+        return operators.ranks_of_node if operators else None
 
     def _saved_bytes(self, gathered: int, sent: float) -> float:
         """Return the bytes that a rank saves in one layer, in both directions.
