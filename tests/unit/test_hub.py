@@ -25,6 +25,7 @@ FILES = {
     "config.json": b'{"model": 1}',
     "tokenizer.json": b'{"tokens": 1}',
     "chat_template.jinja": b"x",
+    "additional_chat_templates/tool_use.jinja": b"y",
     WEIGHTS: b"weights" * 1000,
     "model.safetensors.index.json": b"{}",
     "1_Pooling/config.json": b'{"pooling": 1}',
