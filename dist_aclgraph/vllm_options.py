@@ -7,7 +7,7 @@ command line imports this module for every command, so the module must not have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ class Option:
 
     Attributes:
         key: our configuration key, which gets the option's value.
-        kind: type of the value: bool for a switch, dict and list for JSON.
+        kind: type of the value: bool for a switch, dict and list for JSON, tuple for texts.
         words: our names of values, by vLLM's names; None leaves the key out.
         short: short names on the command line.
         note: the difference between the option and the key.
@@ -65,18 +65,24 @@ OPTIONS: dict[str, Option] = {
     "compilation_config": Option(
         "graph", dict, note="with cudagraph_mode and cudagraph_capture_sizes"
     ),
+    "async_scheduling": Option("scheduler.steps_in_flight", bool, {True: 2, False: 1}),
     "enforce_eager": Option("graph.mode", bool, {True: "NONE", False: None}),
     "speculative_config": Option(
         "speculative.num_tokens", dict, note="with num_speculative_tokens, and method mtp"
     ),
     "generation_config": Option("sampling_defaults", str, {"auto": "model", "vllm": "none"}),
-    "served_model_name": Option("served_model_name", str),
+    "served_model_name": Option(
+        "served_model_name", tuple, note="further names become served_model_aliases"
+    ),
     "task": Option("task", str, {"embedding": "embed", "score": "rerank"}),
     "host": Option("serve.host", str),
     "port": Option("serve.port", int),
     "uds": Option("serve.uds", str),
     "allowed_origins": Option("serve.allowed_origins", list),
     "otlp_traces_endpoint": Option("serve.traces", str, note="OTLP over HTTP, not gRPC"),
+    "hf_overrides": Option("model_overrides", dict),
+    "rope_scaling": Option("model_overrides.rope_scaling", dict),
+    "rope_theta": Option("model_overrides.rope_theta", float),
     "revision": Option("revision", str),
     "enable_auto_tool_choice": Option(
         "serve.tool_format", bool, {True: None}, note="no effect, tools may always be called"
@@ -102,24 +108,87 @@ OPTIONS: dict[str, Option] = {
         note="the checkpoint's template tells the markers",
     ),
 }
+TLS = "put a proxy with TLS in front of the service"
 REFUSED: dict[str, str] = {
+    "additional_config": "see the keys of graph, parallel and scheduler",
     "api_key": "set DIST_ACLGRAPH_API_KEY, or name a file of keys by serve.api_keys_file=FILE",
+    "api_server_count": "one process serves HTTP; Ray Serve starts serve.replicas",
     "chat_template": "the template of the checkpoint is used",
+    "chat_template_content_format": "the template's code tells whether it reads texts or parts",
+    "config_format": "config.json of the checkpoint is read",
     "cpu_offload_gb": "weights stay on the device; raise --tensor-parallel-size",
     "cuda_graph_sizes": "use --cudagraph-capture-sizes",
-    "disable_log_requests": "requests are not logged: leave it out",
+    "data_parallel_backend": "Ray places the workers: leave it out",
+    "device": "use device.kind",
+    "disable_custom_all_reduce": "HCCL reduces: leave it out",
+    "disable_log_requests": "logging.access=true writes a line for each request",
+    "disable_log_stats": "statistics are metrics, no lines of the log: leave it out",
+    "disable_sliding_window": "config.json tells which layers have a window: leave it out",
     "distributed_executor_backend": "Ray places the workers: leave it out",
+    "download_dir": "set HF_HOME, the folder of the hub's cache",
     "enable_chunked_prefill": "prompts run in chunks of --max-num-batched-tokens: leave it out",
+    "enable_log_requests": "logging.access=true writes a line for each request",
     "enable_lora": "LoRA is not offered",
+    "enable_prompt_embeds": "a prompt is text or token ids",
+    "enable_sleep_mode": "a deployment serves until it ends",
+    "hf_token": "set HF_TOKEN",
     "kv_cache_dtype": "the KV cache has the type of --dtype",
+    "limit_mm_per_prompt": "prompts are texts",
     "max_logprobs": "up to 20 log-probabilities may be asked for: leave it out",
+    "model_impl": "the models of this package are used",
     "nnodes": "the nodes are those of the Ray cluster that RAY_ADDRESS names",
+    "node_rank": "the nodes are those of the Ray cluster that RAY_ADDRESS names",
+    "override_generation_config": "set parameters in requests, or change generation_config.json",
     "pipeline_parallel_size": "use --tensor-parallel-size and --data-parallel-size",
     "pp": "use --tensor-parallel-size and --data-parallel-size",
+    "runner": "use --task",
+    "scheduling_policy": "requests are scheduled in the order of their deadlines",
+    "skip_tokenizer_init": "a checkpoint without tokenizer.json needs no tokenizer: leave it out",
+    "ssl_ca_certs": TLS,
+    "ssl_cert_reqs": TLS,
+    "ssl_certfile": TLS,
+    "ssl_keyfile": TLS,
     "swap_space": "requests are computed again, not swapped: leave it out",
     "tokenizer": "the tokenizer of the checkpoint is used",
+    "tokenizer_mode": "the tokenizer of tokenizer.json is used",
+    "tokenizer_revision": "the tokenizer has the model's --revision",
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
     "uvicorn_log_level": "there is no log of requests: leave it out",
+}
+# Values of these options that ask for what happens here. An option with such a value has no effect.
+HARMLESS: dict[str, Collection[Any]] = {
+    "additional_config": ({},),
+    "api_server_count": (1,),
+    "chat_template_content_format": ("auto",),
+    "config_format": ("auto", "hf"),
+    "cpu_offload_gb": (0, 0.0),
+    "data_parallel_backend": ("ray",),
+    "device": ("auto", "npu"),
+    "disable_custom_all_reduce": (True, False),
+    "disable_log_requests": (True,),
+    "disable_log_stats": (True,),
+    "disable_sliding_window": (False,),
+    "distributed_executor_backend": ("ray",),
+    "enable_chunked_prefill": (True,),
+    "enable_log_requests": (False,),
+    "enable_lora": (False,),
+    "enable_prompt_embeds": (False,),
+    "enable_sleep_mode": (False,),
+    "kv_cache_dtype": ("auto",),
+    "limit_mm_per_prompt": ({},),
+    "max_logprobs": range(21),
+    "model_impl": ("auto", "vllm"),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "override_generation_config": ({},),
+    "pipeline_parallel_size": (1,),
+    "pp": (1,),
+    "runner": ("auto", "generate"),
+    "scheduling_policy": ("fcfs",),
+    "skip_tokenizer_init": (False,),
+    "swap_space": (0, 0.0),
+    "tokenizer_mode": ("auto", "fast", "hf"),
+    "trust_remote_code": (False,),
 }
 PARTS = {
     "compilation_config": {
@@ -139,20 +208,38 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: our configuration has no such option.
     """
-    if unknown := options.keys() - OPTIONS.keys():
-        raise ConfigError(refusal(min(unknown)))
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in sorted(given.items()):
+        if name not in OPTIONS and not is_harmless(name, value):
+            raise ConfigError(refusal(name))
     keys: dict[str, Any] = {}
     for name, option in OPTIONS.items():  # in this order, because enforce_eager precedes the mode
-        value = options.get(name)
+        value = given.get(name)
         if value is None or name == EXPERT_PARALLEL:
             continue
         if name in PARTS:
             keys |= _parts(name, value)
-            continue
-        ours = option.words.get(value, value) if option.words else value
-        if ours is not None:
+        elif name == "served_model_name" and not isinstance(value, str):
+            keys |= _names(value)
+        elif (ours := _value(name, option, value)) is not None:
             keys[option.key] = ours
     return keys
+
+
+def is_harmless(name: str, value: object) -> bool:
+    """Return whether an option that the table does not contain asks for what happens here.
+
+    Args:
+        value: a value, or its text on the command line.
+    """
+    return str(value) in map(str, HARMLESS.get(name, ()))
+
+
+def is_switch(name: str) -> bool:
+    """Return whether an option that the table does not contain has no value on the command line."""
+    return name.startswith(("enable_", "disable_")) or any(
+        isinstance(value, bool) for value in HARMLESS.get(name, ())
+    )
 
 
 def refusal(name: str) -> str:
@@ -160,6 +247,23 @@ def refusal(name: str) -> str:
     if name in REFUSED:
         return f"{name} has no counterpart here: {REFUSED[name]}"
     return f"{name} is no option; known are {', '.join(OPTIONS)}; keys are set by key=value"
+
+
+def _value(name: str, option: Option, value: Any) -> Any:
+    """Return the value of our key; None leaves the key out."""
+    if name == "dtype":  # torch.bfloat16 is also an object of torch
+        value = str(value).removeprefix("torch.")
+    is_list = isinstance(value, list | tuple) and all(isinstance(item, int) for item in value)
+    if name == "cudagraph_capture_sizes" and is_list:
+        return sorted(set(value))
+    return option.words.get(value, value) if option.words else value
+
+
+def _names(names: Sequence[str]) -> dict[str, Any]:
+    if not names:
+        return {}
+    first, *others = names
+    return {"served_model_name": first, "served_model_aliases": others}
 
 
 def _parts(name: str, value: Any) -> dict[str, Any]:
@@ -176,4 +280,7 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
         raise ConfigError(
             f"{name} has {', '.join(sorted(unknown))}; what it may have here is {', '.join(known)}"
         )
+    sizes = "cudagraph_capture_sizes"
+    if sizes in given:
+        given[sizes] = _value(sizes, OPTIONS[sizes], given[sizes])
     return {known[part]: item for part, item in given.items() if item is not None}

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 import annotated_types
+import pydantic
 from pydantic.fields import FieldInfo
 
 from dist_aclgraph.config import Config, Section
-from dist_aclgraph.vllm_options import OPTIONS, REFUSED
+from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED
 
 INTRODUCTION = """\
 # Configuration
@@ -31,10 +32,11 @@ option.
 | --- | --- |
 """
 REFUSED_HEAD = """
-These options have no counterpart, and are refused:
+These options have no counterpart. They are refused, unless their value asks for what the service
+does in any case; then they have no effect.
 
-| vLLM | instead |
-| --- | --- |
+| vLLM | value without effect | instead of other values |
+| --- | --- | --- |
 """
 MAX_COLUMNS = 118
 
@@ -42,7 +44,9 @@ MAX_COLUMNS = 118
 def render_keys() -> str:
     """Return the page, in Markdown: the keys at the top, then a list for each section."""
     options = OF_VLLM + "".join(f"| {flags} | {ours} |\n" for flags, ours in _options())
-    refused = "".join(f"| `{_flag(name)}` | {why} |\n" for name, why in REFUSED.items())
+    refused = "".join(
+        f"| `{_flag(name)}` | {_harmless(name)} | {why} |\n" for name, why in REFUSED.items()
+    )
     return "\n".join([INTRODUCTION, *_render(Config, ""), options + REFUSED_HEAD + refused])
 
 
@@ -62,6 +66,13 @@ def _options() -> Iterator[tuple[str, str]]:
         if option.note:
             words.append(option.note)
         yield flags, f"`{option.key}`" + (f": {', '.join(words)}" if words else "")
+
+
+def _harmless(name: str) -> str:
+    values = HARMLESS.get(name, ())
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(sorted({f"`{_literal(value)}`".replace(".0", "") for value in values}))
 
 
 def _flag(name: str) -> str:
@@ -130,6 +141,8 @@ def _type(annotation: Any) -> str:
         return f"map of {_type(arguments[0])} to {_type(arguments[1])}"
     if annotation is type(None):
         return "null"
+    if annotation is pydantic.JsonValue:
+        return "values of JSON"
     return {bool: "true or false", int: "integer", float: "number", str: "text"}[annotation]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,14 @@ from typer.core import TyperCommand
 
 from dist_aclgraph.cli.exit_codes import tell
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.vllm_options import OPTIONS, REFUSED, Option, refusal
+from dist_aclgraph.vllm_options import (
+    OPTIONS,
+    REFUSED,
+    Option,
+    is_harmless,
+    is_switch,
+    refusal,
+)
 
 if TYPE_CHECKING:
     from dist_aclgraph.config import Config
@@ -26,11 +34,43 @@ class ModelCommand(TyperCommand):
     """A command with vLLM's options. If it refuses an option, it names the most similar option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for argument in args:
-            name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
-            if argument.startswith("--") and name in REFUSED:
-                raise typer.Exit(tell(ConfigError(refusal(name))))
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, list(_known_arguments(args)))
+        except ConfigError as e:
+            raise typer.Exit(tell(e)) from None
+
+
+def _known_arguments(args: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments without options that have no effect. Repeat an option with several names
+    before each name.
+
+    Raises:
+        ConfigError: an option has no counterpart here.
+    """
+    left = deque(args)
+    # If the model came after the names, it would look like a further name.
+    is_model_first = bool(args) and not args[0].startswith("-")
+    while left:
+        argument = left.popleft()
+        dashed, _, value = argument.partition("=")
+        name = dashed.removeprefix("--").replace("-", "_")
+        is_off, base = name.startswith("no_"), name.removeprefix("no_")
+        if not argument.startswith("--") or base not in REFUSED | OPTIONS:
+            yield argument
+        elif base in REFUSED:
+            if is_switch(base):
+                value = str(not is_off)
+            elif not value and left:
+                value = left.popleft()
+            if not is_harmless(base, value):
+                raise ConfigError(refusal(base))
+        else:
+            yield argument
+            if OPTIONS[base].kind is tuple and is_model_first:
+                if not value and left:
+                    yield left.popleft()
+                while left and not left[0].startswith("-") and "=" not in left[0]:
+                    yield from (dashed, left.popleft())
 
 
 def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -67,7 +107,9 @@ def load_model(
     from dist_aclgraph.config import load_with_options, parse_overrides
 
     values = {
-        name: _value(name, value) for name, value in (options or {}).items() if value is not None
+        name: _value(name, value)
+        for name, value in (options or {}).items()
+        if value is not None and value != []
     }
     return load_with_options(source, values, parse_overrides(overrides or []))
 
@@ -115,12 +157,12 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
     words = f"as {option.key}" + (f": {option.note}" if option.note else "")
     if kind is bool:
         names[0] += f"/--no-{dashed}"
-    metavar = {list: "N,N,...", dict: "JSON"}.get(kind)
+    metavar = {list: "N,N,...", dict: "JSON", tuple: "NAME ..."}.get(kind)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=typer.Option(None, *names, help=words, metavar=metavar),
-        annotation=(str if metavar else kind) | None,
+        annotation=(list[str] if kind is tuple else str if metavar else kind) | None,
     )
 
 

@@ -70,7 +70,7 @@ def open_service(config: Config) -> Iterator[Opened]:
         check_packages()
     with listen_at(config.serve) as http:
         config = with_log_folder(check_deployment(config))
-        tokenizer = Tokenizer(config.model)
+        tokenizer = Tokenizer(config.model, config.model_overrides)
         if config.task == "rerank":
             answer_tokens(tokenizer)  # raises before anything is started
         directory = RunDirectory()

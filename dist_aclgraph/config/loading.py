@@ -88,7 +88,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
     try:
-        return Config.model_validate(_lists_to_tuples(dict(raw)))
+        return Config.model_validate(values)
     except pydantic.ValidationError as e:
         shown = [_explain(error) for error in e.errors()[:MAX_SHOWN_ERRORS]]
         raise ConfigError("; ".join(shown)) from None
@@ -97,6 +97,9 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
     """Turn ``key=value`` arguments into overrides; values are read as YAML (``4``, ``[1, 2]``).
 
+    values = _lists_to_tuples(dict(raw))
+    if "model_overrides" in raw:  # config.json has lists
+        values["model_overrides"] = raw["model_overrides"]
     Raises:
         ConfigError: an argument has no ``=``, or its value is not YAML.
     """
@@ -134,11 +137,9 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         child = node.get(parent)
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
+        if not isinstance(child, dict | None):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
-        node = child
+        node[parent] = node = dict(child or {})
     # In maps by rank, the keys are numbers.
     node[int(last) if last.isdecimal() else last] = value
 

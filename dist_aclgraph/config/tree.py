@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from dist_aclgraph.config.cluster import ClusterConfig
 from dist_aclgraph.config.device import DeviceConfig
@@ -399,6 +399,11 @@ class Config(Section):
     )
     revision: str | None = Field(
         None, description="branch, tag or commit on the hub; null means the main branch"
+    )
+    model_overrides: dict[str, JsonValue] = Field(
+        {},
+        description="values that replace values of the checkpoint's config.json, such as "
+        "{rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}",
     )
     served_model_name: str | None = Field(
         None,

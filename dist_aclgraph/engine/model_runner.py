@@ -206,7 +206,7 @@ class ModelRunner:
         self._batch = InputBatch(max_rows, max_len, self._place, num_latest, k)
         self._matchers = Matchers(
             self._batch,
-            partial(read_vocabulary, config.model),
+            partial(read_vocabulary, config),
             model.spec.vocab_size,
             k + 1,
             rows_may_wait=self._states is None,

@@ -72,7 +72,7 @@ class Planner:
             ConfigError, ModelError: the configuration cannot serve the model; the message names the
                 key or file, and the remedy.
         """
-        facts = read_model_facts(config.model)
+        facts = read_model_facts(config.model, config.model_overrides)
         check_model(config, facts)
         config, reasons = with_possible_mode(config, facts, launch_blocking=launch_blocking)
         max_model_len, context = facts.max_model_len(config), facts.context_len

@@ -194,7 +194,9 @@ class ModelConfig:
         return ModelError(f"{self.path}: {key} is {value!r:.80}; it must be {wanted}")
 
 
-def read_model_config(directory: str | Path) -> ModelConfig:
+def read_model_config(
+    directory: str | Path, overrides: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """Read config.json, and generation_config.json if it exists.
 
     Raises:
@@ -204,6 +206,10 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
+    Args:
+        overrides: values that replace values of config.json. In a model with several parts, they
+            replace values of the text part.
+
     files = [directory] if directory.is_file() else directory.glob("*.gguf")
     if not path.exists() and (gguf := [file for file in files if file.suffix == ".gguf"]):
         raise UnsupportedModelError(
@@ -214,10 +220,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
             f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
             "checkpoint (a folder with config.json)"
         )
-    raw = read_json_object(path)
-    text = raw.get("text_config")
-    shape = {**raw, **text} if isinstance(text, dict) else raw
-    shape["architectures"] = raw.get("architectures")
+    shape = _joined(read_json_object(path)) | _joined(overrides or {})
     config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
     names = KEY_NAMES.get(config.architecture, {})
     return replace(config, raw={names.get(key, key): value for key, value in shape.items()})
@@ -228,6 +231,13 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
+def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all keys of an object; keys of its text part replace keys beside this part."""
+    text = raw.get("text_config")
+    inner = text.items() if isinstance(text, dict) else ()
+    return {**raw, **{key: value for key, value in inner if key != "architectures"}}
+
+
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

@@ -5,9 +5,10 @@ A ``ModelSpec`` holds these facts and the details of a supported decoder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dist_aclgraph.config import Config
 from dist_aclgraph.errors import ConfigError, ModelError
@@ -188,14 +189,16 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         )
 
 
-def read_model_facts(directory: str | Path) -> ModelFacts:
-    """Read the facts of a checkpoint of any architecture.
+def read_model_facts(
+    directory: str | Path, overrides: Mapping[str, Any] | None = None
+) -> ModelFacts:
+    """Read the facts of a checkpoint of any architecture; see ``read_model_config``.
 
     Raises:
         ConfigError: there is no such directory.
         ModelError: its config.json is missing, lacks a key, or has an impossible value.
     """
-    return facts_of(read_model_config(directory))
+    return facts_of(read_model_config(directory, overrides))
 
 
 def facts_of(config: ModelConfig) -> ModelFacts:

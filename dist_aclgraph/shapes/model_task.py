@@ -46,7 +46,7 @@ def read_task(config: Config) -> ModelTask:
             model has no output head, which the task needs.
     """
     directory = Path(config.model)
-    model = read_model_config(directory)
+    model = read_model_config(directory, config.model_overrides)
     hidden_size = model.integer("hidden_size")
     steps = _read_steps(directory)
     usual: Task = "embed" if "Pooling" in steps else "generate"

@@ -18,7 +18,7 @@ def read_servable_spec(config: Config) -> ModelSpec:
         ConfigError: the configuration asks for something that this decoder does not support.
         ModelError: as ``read_model_spec``.
     """
-    spec, parallel = read_model_spec(config.model), config.parallel
+    spec, parallel = read_model_spec(config.model, config.model_overrides), config.parallel
     if spec.has_sinks and parallel.dcp * parallel.pcp > 1:
         raise ConfigError(
             f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of heads "

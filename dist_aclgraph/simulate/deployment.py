@@ -83,7 +83,7 @@ class AssumedDeployment:
         _check_nodes(config)
         planner = Planner.from_config(config, launch_blocking=launch_blocking())
         config, facts = planner.config, planner.facts
-        spec, unknown_shape = _read_shape(config.model)
+        spec, unknown_shape = _read_shape(config)
         ranks = range(planner.layout.world_size)
         emulator = config.device.emulator
         is_npu = config.device.kind == "npu"
@@ -264,10 +264,10 @@ def _check_nodes(config: Config) -> None:
         )
 
 
-def _read_shape(model: str) -> tuple[ModelSpec | None, str]:
+def _read_shape(config: Config) -> tuple[ModelSpec | None, str]:
     """Return the decoder's shape and "", or None and the reason why the shape is unknown."""
     try:
-        return read_model_spec(model), ""
+        return read_model_spec(config.model, config.model_overrides), ""
     except ModelError as e:
         return None, str(e)
 

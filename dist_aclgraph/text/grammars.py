@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import llguidance
 
+from dist_aclgraph.config import Config
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 # The limits count work and not time, so that ranks with equal histories reach a limit at the same
@@ -33,9 +33,9 @@ class Vocabulary(NamedTuple):
     end_ids: tuple[int, ...]
 
 
-def read_vocabulary(directory: str | Path) -> Vocabulary:
-    """Return the vocabulary of a checkpoint."""
-    return vocabulary_of(Tokenizer(directory))
+def read_vocabulary(config: Config) -> Vocabulary:
+    """Return the vocabulary of the configured model."""
+    return vocabulary_of(Tokenizer(config.model, config.model_overrides))
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -30,7 +30,7 @@ def read_sampling_defaults(config: Config) -> dict[str, Any]:
     """
     if config.sampling_defaults == "none":
         return {}
-    model = read_model_config(config.model)
+    model = read_model_config(config.model, config.model_overrides)
     given = {ours: model.generation.get(theirs) for theirs, ours in NAMES.items()}
     found = {name: value for name, value in given.items() if value is not None}
     try:

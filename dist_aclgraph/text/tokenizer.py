@@ -50,15 +50,15 @@ class Tokenizer:
             outputs have no text.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        """Read a checkpoint directory.
+    def __init__(self, directory: str | Path, overrides: Mapping[str, Any] | None = None) -> None:
+        """Read a checkpoint directory; see ``read_model_config``.
 
         Raises:
             ConfigError: there is no such directory.
             ModelError: a file is missing or cannot be read.
         """
         directory = Path(directory)
-        config = read_model_config(directory)
+        config = read_model_config(directory, overrides)
         described = directory / "tokenizer_config.json"
         tokenizer_config = read_json_object(described) if described.exists() else {}
         path = directory / "tokenizer.json"

@@ -43,6 +43,8 @@ def call(*arguments: str):
         (("simulate", CONFIG, "--poisson", "9", "--requests", "5", "--plot", "no/x.png"), "plot"),
         (("serve", CONFIG, "parallel.tp=two"), "parallel.tp"),
         (("serve", CONFIG, "--pipeline-parallel-size=2"), "use --tensor-parallel-size"),
+        (("serve", CONFIG, "--trust-remote-code"), "no code of a checkpoint is ever run"),
+        (("serve", CONFIG, "--ssl-keyfile", "x"), "put a proxy with TLS"),
         (("serve", CONFIG, "--save", "/no/such/x.yaml"), "cannot be saved"),
         (("serve", CONFIG, "kv.block_size=17"), "kv.block_size"),
         (("serve", CONFIG, "--port", "0"), "serve.port is 0"),
@@ -113,7 +115,10 @@ def test_help_loads_nothing_heavy():
 
 def test_a_model_and_options_are_printed_and_saved_as_a_configuration(tmp_path):
     model, saved = Path(CONFIG).parents[1] / "models" / "tiny-qwen3", tmp_path / "x.yaml"
-    options = ("--tp", "3", "--cudagraph-capture-sizes", "1,2", "--enforce-eager")
+    options = ("--tp", "3", "--cudagraph-capture-sizes", "2,1", "--enforce-eager")
+    without_effect = ("--pp", "1", "--enable-chunked-prefill", "--kv-cache-dtype=auto")
+    overrides = ("--hf-overrides", '{"rope_scaling": {"factor": [4.0]}}', "--rope-theta", "5")
+    options += (*without_effect, *overrides, "--served-model-name", "a", "b")
 
     result = call("serve", str(model), *options, "--save", str(saved))
 
@@ -122,6 +127,8 @@ def test_a_model_and_options_are_printed_and_saved_as_a_configuration(tmp_path):
     assert f"The configuration:\n\n{text}" in result.stderr
     config = load_config(saved)
     assert (config.parallel.tp, config.graph.sizes, config.graph.mode) == (3, (1, 2), "NONE")
+    assert config.names == ("a", "b")
+    assert config.model_overrides == {"rope_scaling": {"factor": [4.0]}, "rope_theta": 5.0}
 
 
 def test_a_plan_takes_the_options_of_a_model():

@@ -6,9 +6,16 @@ import pytest
 
 from dist_aclgraph.config import load_config, load_with_options, to_yaml
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.vllm_options import OPTIONS, REFUSED, as_overrides
+from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED, as_overrides
 
 MODEL = "models/tiny-qwen3"
+
+
+class TorchType:
+    """Has the text of an object of torch, which is not imported here."""
+
+    def __str__(self) -> str:
+        return "torch.bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -31,6 +38,21 @@ MODEL = "models/tiny-qwen3"
             {"speculative.num_tokens": 2},
         ),
         ({"generation_config": "vllm"}, {"sampling_defaults": "none"}),
+        ({"cudagraph_capture_sizes": [8, 1, 8, 4]}, {"graph.sizes": [1, 4, 8]}),
+        ({"compilation_config": {"cudagraph_capture_sizes": (4, 2)}}, {"graph.sizes": [2, 4]}),
+        ({"dtype": TorchType()}, {"dtype": "bfloat16"}),
+        ({"dtype": "torch.float16"}, {"dtype": "float16"}),
+        ({"async_scheduling": False}, {"scheduler.steps_in_flight": 1}),
+        ({"hf_overrides": {"a": [1]}}, {"model_overrides": {"a": [1]}}),
+        ({"served_model_name": "a"}, {"served_model_name": "a"}),
+        (
+            {"served_model_name": ["a", "b", "c"]},
+            {"served_model_name": "a", "served_model_aliases": ["b", "c"]},
+        ),
+        ({"served_model_name": []}, {}),
+        (dict.fromkeys((*REFUSED, "of_a_later_vllm")), {}),
+        ({name: next(iter(values)) for name, values in HARMLESS.items()}, {}),
+        ({"max_logprobs": 20, "pipeline_parallel_size": 1, "cpu_offload_gb": 0.0}, {}),
     ],
 )
 def test_an_option_becomes_a_key(options, keys):
@@ -41,6 +63,11 @@ def test_an_option_becomes_a_key(options, keys):
     ("options", "words"),
     [
         ({"pipeline_parallel_size": 2}, "use --tensor-parallel-size"),
+        ({"max_logprobs": 21}, "max_logprobs has no counterpart"),
+        ({"trust_remote_code": True}, "no code of a checkpoint"),
+        ({"download_dir": "/x"}, "set HF_HOME"),
+        ({"ssl_keyfile": "/x"}, "put a proxy with TLS"),
+        ({"cudagraph_capture_sizes": "x", "additional_config": {"a": 1}}, "additional_config has"),
         ({"nonsense": 1}, "nonsense is no option; known are tensor_parallel_size"),
         ({"compilation_config": {"level": 3}}, "compilation_config has level"),
         ({"compilation_config": 3}, "must be a mapping"),
@@ -54,6 +81,7 @@ def test_an_option_without_a_counterpart_is_refused_with_the_nearest(options, wo
 
 def test_no_option_is_both_known_and_refused():
     assert not OPTIONS.keys() & REFUSED.keys()
+    assert HARMLESS.keys() <= REFUSED.keys()
 
 
 def test_expert_parallel_spreads_experts_over_all_ranks():

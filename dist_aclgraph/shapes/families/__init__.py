@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dist_aclgraph.shapes.families.deepseek import read_deepseek_v2, read_deepseek_v3
 from dist_aclgraph.shapes.families.glm import read_glm4_moe
@@ -45,8 +46,8 @@ READERS: dict[str, Callable[[ModelConfig], ModelSpec]] = {
 }
 
 
-def read_model_spec(directory: str | Path) -> ModelSpec:
-    """Read the shape of a supported decoder from a checkpoint.
+def read_model_spec(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Read the shape of a supported decoder from a checkpoint; see ``read_model_config``.
 
     Raises:
         ConfigError: there is no such directory.
@@ -55,7 +56,7 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
         UnsupportedModelError: the architecture, activation, rope scaling or quantisation is not
             implemented.
     """
-    config = read_model_config(directory)
+    config = read_model_config(directory, overrides)
     architecture = config.architecture
     if architecture not in READERS:
         raise config.unsupported(

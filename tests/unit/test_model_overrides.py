@@ -1,0 +1,78 @@
+"""Values of config.json that the configuration replaces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.config import Config, load_config, load_with_options, make_config, to_yaml
+from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.planning.planner import Planner
+from dist_aclgraph.shapes.model_config import read_model_config
+from dist_aclgraph.shapes.servable import read_servable_spec
+from dist_aclgraph.text.tokenizer import Tokenizer
+
+MODEL = "models/tiny-qwen3"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def read(config: Config) -> dict[str, Any]:
+    """Return values as each process of a deployment reads them."""
+    spec = read_servable_spec(config)
+    return {
+        "plan": Planner.from_config(config).max_model_len,
+        "worker": (spec.max_model_len(config), spec.rope.kind, spec.rope.factor),
+        "ingress": Tokenizer(config.model, config.model_overrides).context_len,
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hf_overrides": {"rope_scaling": YARN}},
+        {"rope_scaling": YARN},
+        {"hf_overrides": {"vocab_size": 419}, "rope_scaling": YARN, "rope_theta": 1e6},
+    ],
+)
+def test_all_processes_read_the_overrides(options: dict[str, Any]) -> None:
+    config = load_with_options(MODEL, options)
+
+    assert read(config) == {"plan": 8192, "worker": (8192, "yarn", 4.0), "ingress": 8192}
+
+
+def test_one_key_of_an_override_may_be_set(tmp_path: Path) -> None:
+    given = {"rope_scaling": YARN}
+    config = load_with_options(
+        MODEL, {"hf_overrides": given}, {"model_overrides.rope_scaling.factor": 2.0}
+    )
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(to_yaml(config))
+
+    assert read(config)["ingress"] == 4096
+    assert load_config(saved) == config
+    assert given == {"rope_scaling": YARN} and YARN["factor"] == 4.0
+
+
+def test_an_override_replaces_a_value_of_the_text_part(tmp_path: Path) -> None:
+    text = {"hidden_size": 8, "eos_token_id": 1, "layer_types": ["a"]}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"], "text_config": text}))
+    overrides = {
+        "eos_token_id": [3],
+        "layer_types": ["b", "c"],
+        "text_config": {"hidden_size": 16},
+    }
+    config = make_config({"model": "m", "model_overrides": overrides})
+
+    found = read_model_config(tmp_path, config.model_overrides)
+
+    assert found.architecture == "A" and found.eos_token_ids == (3,)
+    assert found.texts("layer_types") == ("b", "c") and found.integer("hidden_size") == 16
+
+
+@pytest.mark.parametrize("value", [3, ["a"], {"a": object()}])
+def test_an_override_that_is_no_json_object_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="model_overrides"):
+        make_config({"model": "m", "model_overrides": value})
