@@ -130,10 +130,25 @@ class Detokenizer:
         self._token_texts += pieces
 
 
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token of a prompt; joined, the texts are the text of the prompt."""
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> list[str]:
+    """Return the text of each token of a prompt.
+
+    Joined, the texts are the text ``given`` from which the tokens were made. If the tokenizer has
+    changed this text, or if it is None, they are the text of the tokens without special tokens.
+    """
     detokenizer = Detokenizer(tokenizer)
     for token_id in ids:
         detokenizer.feed(token_id)
     detokenizer.finish()
-    return detokenizer.take_token_texts()
+    texts = detokenizer.take_token_texts()
+    if given is None:
+        return texts
+    shown, at = [], 0
+    for token_id, text in zip(ids, texts, strict=True):
+        if token_id in tokenizer.special_ids:
+            own = tokenizer.own_text(token_id)
+            # A special token that the tokenizer has added, such as the first one, has no text.
+            text = own if given.startswith(own, at) else ""
+        shown.append(text)
+        at += len(text)
+    return shown if "".join(shown) == given else texts

@@ -85,9 +85,10 @@ def test_streamed_choices_carry_their_index_and_usage(service):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_echoed_prompt_has_log_probabilities(service, stream):
-    service.engine.reply = lambda submit: service.state.tokenizer.encode(" 4 5<|im_end|>")
-    prompt = "Count from 3 to 9"
+@pytest.mark.parametrize("prompt", ["Count from 3 to 9", "<|im_start|>user\n1 <|im_end|> 2"])
+def test_an_echoed_prompt_has_log_probabilities(service, prompt, stream):
+    tokenizer = service.state.tokenizer
+    service.engine.reply = lambda submit: tokenizer.encode(" 4 5<|im_end|>")
     body = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 9}
 
     reply = service.openai.completions.create(**body, stream=stream)
@@ -97,14 +98,31 @@ def test_an_echoed_prompt_has_log_probabilities(service, stream):
     listed = [part.choices[0].logprobs for part in parts]
     tokens = [token for part in listed for token in part.tokens]
     assert text == "".join(tokens) == prompt + " 4 5"
-    assert [value for part in listed for value in part.token_logprobs] == [
-        None, -1, -2, -3, -4, -0.5, -0.5, -0.5,
-    ]  # fmt: skip
+    values = [value for part in listed for value in part.token_logprobs]
+    assert values == [None, *(-i for i in range(1, len(tokenizer.encode(prompt)))), *[-0.5] * 3]
     tops = [top for part in listed for top in part.top_logprobs]
     assert tops[0] is None
     assert all(len(top) == 2 for top in tops[1:])
     offsets = [at for part in listed for at in part.text_offset]
     assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_point_at_tokens_of_text_that_is_sent_late(service, stream):
+    service.answer("abcde")  # "abcdX" may begin with each of the first tokens
+    body = {"model": MODEL, "prompt": "x", "logprobs": 0, "stop": ["abcdX", "cdeX"]}
+
+    reply = service.openai.completions.create(**body, stream=stream)
+
+    choices = [part.choices[0] for part in (reply if stream else [reply])]
+    text = "".join(choice.text for choice in choices)
+    found = [
+        (token, text[at : at + len(token)])
+        for choice in choices
+        for token, at in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+    ]
+    assert text == "".join(token for token, _ in found) == "abcde"
+    assert all(token == at_offset for token, at_offset in found)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,7 +17,7 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.openai.logprobs import chat_logprobs, completion_logprobs
 from dist_aclgraph.steps.step import RowLogprobs
-from dist_aclgraph.text.detokenizer import Detokenizer
+from dist_aclgraph.text.detokenizer import Detokenizer, token_texts
 from dist_aclgraph.text.output import OutputText
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.text.made_tokenizers import KINDS, write_checkpoint
@@ -75,6 +75,18 @@ def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, n
     output = [*(others if num_bytes else ()), by_bytes[b"e"]]
 
     assert "".join(map(detokenizer.feed, output)) + detokenizer.finish() == text
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "split byte-level", "byte fallback", "metaspace"])
+@pytest.mark.parametrize("prompt", ["1 + 1 =", "</s>the fox\n<s>", "größe 🦊"])
+def test_texts_of_the_tokens_of_a_prompt_join_to_the_prompt(kind, prompt):
+    ours, _ = both(kind)
+    first = ours.encode("<s>")  # a special token that the tokenizer adds
+
+    texts = token_texts(ours, [*first, *ours.encode(prompt)], prompt)
+
+    assert "".join(texts) == prompt
+    assert texts[: len(first)] == [""] * len(first)
 
 
 def test_spaces_that_are_cleaned_up_stay_with_the_prompt():

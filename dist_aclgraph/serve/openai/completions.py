@@ -143,19 +143,27 @@ class _CompletionReply(Reply):
         self._body = body
         self._given = given
         self._prompts = prompts
-        self._lengths: dict[int, int] = {}  # length of the text so far, by choice
+        self._lengths: dict[int, int] = {}  # length of the tokens' texts so far, by choice
 
     def echo(self, index: int) -> str:
-        if not self._body.echo:
-            return ""
         prompt = self._given[index // self._body.num_choices]
         return prompt if isinstance(prompt, str) else self.state.tokenizer.decode(prompt)
+
+    def _prompt_texts(self, index: int) -> list[str]:
+        """Return the text of each token of a choice's prompt."""
+        number = index // self._body.num_choices
+        given = self._given[number]
+        return token_texts(
+            self.state.tokenizer, self._prompts[number], given if isinstance(given, str) else None
+        )
 
     def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         is_first = piece.index not in self._lengths
         offset = self._lengths.get(piece.index, 0)
         choice = self._choice(piece, offset, is_first=is_first)
-        self._lengths[piece.index] = offset + len(choice["text"])
+        # A part of the text may be sent earlier or later than the tokens that add it.
+        tokens = choice["logprobs"]["tokens"] if choice["logprobs"] else ()
+        self._lengths[piece.index] = offset + sum(map(len, tokens))
         return self.chunk(usage, choice)
 
     def whole(self, generation: Generation, pieces: list[list[ChoicePiece]]) -> dict[str, Any]:
@@ -166,9 +174,13 @@ class _CompletionReply(Reply):
         """Return a choice object.
 
         Args:
-            offset: length of the choice's text before this piece.
+            offset: length of the texts of the choice's tokens before this piece.
         """
-        echo = self.echo(piece.index) if is_first else ""
+        has_logprobs, shows_prompt = self._body.logprobs is not None, is_first and self._body.echo
+        prompt_texts = self._prompt_texts(piece.index) if shows_prompt and has_logprobs else []
+        echo = "".join(prompt_texts)
+        if shows_prompt and not has_logprobs:
+            echo = self.echo(piece.index)
         is_left_out = self._body.asked_max_tokens == 0
         choice = {
             "index": piece.index,
@@ -184,13 +196,10 @@ class _CompletionReply(Reply):
                 choice["prompt_token_ids"] = self._prompts[piece.index // self._body.num_choices]
         if self._body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(self.state.tokenizer, piece.prompt_logprobs)
-        if self._body.logprobs is None:
+        if not has_logprobs:
             return choice
-        if self._body.echo and is_first:
-            prompt_ids = self._prompts[piece.index // self._body.num_choices]
+        if shows_prompt:
             rows = [None, *rows_of(piece.prompt_logprobs), *rows]
-            texts = token_texts(self.state.tokenizer, prompt_ids) + texts
-        else:
-            offset += len(echo)
+            texts = prompt_texts + texts
         choice["logprobs"] = completion_logprobs(self.state.tokenizer, rows, texts, offset)
         return choice
