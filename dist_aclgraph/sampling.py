@@ -132,9 +132,11 @@ class Structure:
     max_thought: int = -1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """Parameters of one request; limits follow the OpenAI API and vLLM's extensions.
+
+    An attribute may be set later; `LLM` checks the new value when it uses the object.
 
     Attributes:
         n: number of outputs of `LLM` for the prompt; output j uses the seed ``seed + j``.
@@ -162,6 +164,12 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be generated; empty allows all tokens.
         bad_words: texts that are never generated; ``bad_word_ids`` contains their tokens.
         skip_special_tokens: whether the text omits special tokens.
+        spaces_between_special_tokens: has no effect, because no tokenizer that is read from
+            tokenizer.json adds such spaces.
+        detokenize: whether the outputs of `LLM` have a text.
+        output_kind: has no effect, because `LLM` returns whole outputs only.
+        truncate_prompt_tokens: `LLM` uses this number of tokens from the end of the prompt; -1
+            uses as many as fit in the context together with the output.
         structured_outputs: the form that the answer must have.
         thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
             ends.
@@ -191,6 +199,10 @@ class SamplingParams:
     thinking_tokens: int | None = None
     structure: Structure | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: object = None
+    truncate_prompt_tokens: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -214,8 +226,8 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        self.stop = _strings("stop", self.stop)
+        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
@@ -227,13 +239,14 @@ class SamplingParams:
             raise InvalidParameterError(
                 f"max_tokens is {self.max_tokens}; a request for an embedding needs 1", "max_tokens"
             )
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
-        object.__setattr__(self, "bad_words", _words(self.bad_words))
+        self.logit_bias = _biases(self.logit_bias)
+        self.allowed_token_ids = _allowed(self.allowed_token_ids)
+        self.bad_words = _words(self.bad_words)
+        check_truncation(self.truncate_prompt_tokens)
         if self.thinking_tokens is not None:
             _integer("thinking_tokens", self.thinking_tokens, 0, 2**31 - 1)
         if GREEDY_EPSILON <= self.temperature < MIN_TEMPERATURE:
-            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
+            self.temperature = MIN_TEMPERATURE
 
     @property
     def is_greedy(self) -> bool:
@@ -248,17 +261,39 @@ class SamplingParams:
         )
 
 
+def check_truncation(value: object) -> None:
+    """Check a number of tokens to which prompts are truncated; see ``truncated``."""
+    if value is not None and value != -1:
+        _integer("truncate_prompt_tokens", value, 1, 2**31 - 1, or_else="-1")
+
+
+def truncated(
+    ids: list[int], most: int | None, context_len: int, max_tokens: int | None
+) -> list[int]:
+    """Return the last ``most`` ids of a prompt; all ids if ``most`` is None.
+
+    The value -1 keeps as many ids as fit in the context together with the output.
+    """
+    if most is None:
+        return ids
+    if most < 0:
+        most = max(1, context_len - max(1, max_tokens or 1))
+    return ids[-most:]
+
+
 def seed_of_choice(seed: int, index: int) -> int:
     """Return the seed of one of several answers to a prompt, within int64."""
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
+def _integer(name: str, value: object, low: int, high: int, *, or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParameterError(f"{name} is {value!r}; it must be an integer", name)
     if not low <= value <= high:
         raise InvalidParameterError(
-            f"{name} is {value}; it must lie between {low} and {high}", name
+            f"{name} is {value}; it must {or_else and f'be {or_else}, or '}lie between {low} and "
+            f"{high}",
+            name,
         )
 
 
@@ -284,8 +319,8 @@ def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     return strings
 
 
-def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[Any, ...]:
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[Any, ...]:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value or ())
     if len(pairs) > MAX_BIASES:
         raise InvalidParameterError(
             f"logit_bias has {len(pairs)} tokens; at most {MAX_BIASES} are allowed", "logit_bias"
@@ -296,8 +331,8 @@ def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[A
     return tuple(sorted(pairs))
 
 
-def _allowed(value: Sequence[int]) -> tuple[int, ...]:
-    ids = tuple(value)
+def _allowed(value: Sequence[int] | None) -> tuple[int, ...]:
+    ids = tuple(value or ())
     if len(ids) > MAX_ALLOWED_IDS:
         raise InvalidParameterError(
             f"allowed_token_ids has {len(ids)} ids; at most {MAX_ALLOWED_IDS} are allowed",
@@ -308,8 +343,8 @@ def _allowed(value: Sequence[int]) -> tuple[int, ...]:
     return ids
 
 
-def _words(value: Sequence[str]) -> tuple[str, ...]:
-    words = tuple(value)
+def _words(value: Sequence[str] | None) -> tuple[str, ...]:
+    words = tuple(value or ())
     if len(words) > MAX_BAD_WORDS or not all(isinstance(w, str) and w for w in words):
         raise InvalidParameterError(
             f"bad_words must be at most {MAX_BAD_WORDS} texts that are not empty", "bad_words"

@@ -8,6 +8,7 @@ parts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,11 @@ class MessageForm:
         is the content of a message with calls: it stays None if the template tests for None.
 
         Parts are joined by line breaks if the template reads texts only. A content with other parts
-        than texts is not changed.
+        than texts is not changed. Arguments of calls become objects.
         """
         found = {name: value for name, value in message.items() if value is not None}
+        if isinstance(calls := found.get("tool_calls"), list | tuple):
+            found["tool_calls"] = [_with_object(call) for call in calls]
         if found.get("tool_calls") and (self.tests_none or not self.reads_texts):
             empty = [{"type": "text", "text": ""}]
             found.setdefault(CONTENT, None if self.reads_texts else empty)
@@ -78,6 +81,21 @@ def read_form(source: str, template: nodes.Template) -> MessageForm:
     )
     reads_texts = not reads_parts or tells_kinds
     return MessageForm(reads_parts, reads_texts, "developer" in source, tests_none)
+
+
+def _with_object(call: Any) -> Any:
+    """Return a call whose arguments are an object. A text that is no JSON object is not changed."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments: Any = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments if arguments.strip() else "{}")
+        except (ValueError, RecursionError):
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _is_text(part: Any) -> bool:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from dist_aclgraph.actors.client.outage import Outlook
 from dist_aclgraph.actors.deployment.llm import LLM
@@ -20,6 +22,7 @@ from dist_aclgraph.sampling import SamplingParams, StructuredOutputs
 from tests.serve.conftest import CONFIG, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 from tests.serve.rerank_model import make_reranker
+from tests.text.made_tokenizers import KINDS, write_checkpoint
 
 
 class FakeDeployment:
@@ -166,6 +169,87 @@ def test_without_parameters_the_models_own_hold(llm, deployment, monkeypatch):
 
     (submit,) = deployment.engine.submitted
     assert (submit.sampling.temperature, submit.sampling.top_k) == (0.25, 7)
+
+
+def test_a_recommended_maximum_is_cut_to_the_context(llm, deployment, monkeypatch):
+    monkeypatch.setattr(llm, "_sampling_defaults", {"max_tokens": 5000})
+    deployment.engine.reply = lambda submit: [70, llm.tokenizer.eos_ids[0]]
+    defaults = llm.get_default_sampling_params()
+    defaults.temperature = 0.5
+
+    llm.generate([5] * 2000)
+    llm.generate([5] * 2000, defaults)
+
+    assert [submit.max_tokens for submit in deployment.engine.submitted] == [48, 48]
+    assert deployment.engine.submitted[1].sampling.temperature == 0.5
+    with pytest.raises(RequestTooLongError, match="4999 more were asked for"):
+        llm.generate([5] * 2000, SamplingParams(max_tokens=4999))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"logit_bias": None, "bad_words": None, "allowed_token_ids": None, "stop": None},
+        {"logit_bias": {5: 1.0}, "bad_words": ["a"], "stop": ["b"], "stop_token_ids": [3]},
+        {"detokenize": True, "output_kind": 2, "spaces_between_special_tokens": True},
+        {"truncate_prompt_tokens": None},
+    ],
+)
+def test_parameters_of_vllm_are_those_of_the_constructor_or_set_later(llm, deployment, changed):
+    given, later = SamplingParams(max_tokens=64, **changed), SamplingParams()
+    for name, value in {"max_tokens": 64, **changed}.items():
+        setattr(later, name, value)
+
+    for params in (given, later):
+        llm.generate("x", params, lora_request=None, priority=[0])
+        llm.chat([{"role": "user", "content": "x"}], params, chat_template_content_format="auto")
+
+    assert {submit.max_tokens for submit in deployment.engine.submitted} == {64}
+    first, _, third, _ = deployment.engine.submitted
+    assert replace(first.sampling, seed=0) == replace(third.sampling, seed=0)
+
+
+def test_a_value_that_is_set_later_is_checked_when_it_is_used(llm, deployment):
+    params = SamplingParams()
+    params.temperature = 3.0
+
+    with pytest.raises(InvalidParameterError, match=r"temperature is 3\.0"):
+        llm.generate("x", params)
+    with pytest.raises(InvalidParameterError, match="LoRA is not offered"):
+        llm.generate("x", lora_request=object())
+    assert deployment.engine.submitted == []
+
+
+def test_outputs_have_the_fields_of_vllm(llm, deployment):
+    params = SamplingParams(max_tokens=3, detokenize=False, truncate_prompt_tokens=2)
+
+    found = only(llm.generate([5, 6, 7], params))
+
+    assert found.prompt_token_ids == [6, 7]
+    assert (found.outputs[0].text, found.outputs[0].token_ids) == ("", [6, 7, 6])
+    names = ("metrics", "lora_request", "encoder_prompt", "encoder_prompt_token_ids")
+    assert [getattr(found, name) for name in names] == [None] * 4
+    assert found.outputs[0].lora_request is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_output_is_the_end_of_the_decoded_whole(deployment, tmp_path, kind):
+    write_checkpoint(tmp_path, kind, {})
+    config = load_config(CONFIG, {"model": str(tmp_path), "weights": "dummy"})
+    with LLM(config, start=lambda config: deployment) as llm:
+        random, size = Random(kind), llm.tokenizer.vocab_size
+        answers = [[random.randrange(size) for _ in range(20)] for _ in range(6)]
+        prompts = [llm.tokenizer.encode(text) for text in ("1 + 1 =", "größe 🦊")] * 3
+        by_prompt = iter(answers)
+        deployment.engine.reply = lambda submit: next(by_prompt)
+        params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0)
+
+        found = [only(llm.generate(prompt, params)).outputs[0] for prompt in prompts]
+
+    for prompt, ids, output in zip(prompts, answers, found, strict=True):
+        whole, before = llm.tokenizer.decode([*prompt, *ids]), llm.tokenizer.decode(prompt)
+        assert (output.token_ids, output.text) == (ids, whole[len(before) :])
+        assert [list(row) for row in output.logprobs] == [[token_id] for token_id in ids]
 
 
 def test_chat_takes_one_conversation_or_several(llm):

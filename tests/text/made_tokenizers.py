@@ -128,6 +128,7 @@ def write_checkpoint(directory: Path, kind: str, described: dict[str, Any]) -> P
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
     tokenizer.save(str(directory / "tokenizer.json"))
     rows = {"vocab_size": tokenizer.get_vocab_size() + 20, "max_position_embeddings": 512}
+    rows["hidden_size"] = 8
     (directory / "config.json").write_text(json.dumps(rows))
     (directory / "tokenizer_config.json").write_text(json.dumps(described))
     return directory

@@ -26,10 +26,30 @@ RAISES = "{{ raise_exception(m.content or 'none') }}"
         ("{{ m.content | trim }}{{ c.function.name }}", "f"),
     ],
 )
-def test_arguments_and_contents_have_the_form_that_the_template_reads(body, expected):
+@pytest.mark.parametrize("arguments", [{"a": "ü"}, '{"a": "ü"}'], ids=["object", "text"])
+def test_arguments_and_contents_have_the_form_that_the_template_reads(body, expected, arguments):
+    template = ChatTemplate({"default": LOOP + body + END}, {})
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    calling = {**CALLING, "tool_calls": [call]}
+
+    assert template.render([{"role": "user", "content": "x"}, calling]) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({"function": {"arguments": " "}}, "{}"),
+        ({"function": {"arguments": None}}, "{}"),
+        ({"function": {"arguments": "[1"}}, '"[1"'),
+        ({"function": {"arguments": "[1]"}}, '"[1]"'),
+        ({"function": 3}, '"none"'),
+    ],
+)
+def test_arguments_that_are_no_object_are_not_changed(call, expected):
+    body = "{{ c.function.arguments | default('none') | tojson }}"
     template = ChatTemplate({"default": LOOP + body + END}, {})
 
-    assert template.render([{"role": "user", "content": "x"}, CALLING]) == expected
+    assert template.render([{**CALLING, "tool_calls": [call]}]) == expected
 
 
 def test_the_error_is_that_of_the_first_form():

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
@@ -37,7 +37,7 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
 )
 from dist_aclgraph.hub import with_local_model
-from dist_aclgraph.sampling import SamplingParams, seed_of_choice
+from dist_aclgraph.sampling import SamplingParams, seed_of_choice, truncated
 from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.text.chat_template import ChatOptions
@@ -136,6 +136,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return the outputs for each prompt, in the order of the prompts.
 
@@ -145,6 +147,8 @@ class LLM:
             sampling_params: one object for all prompts, or one object for each prompt; the default
                 is the model's recommended parameters.
             use_tqdm: show the progress on stderr, if stderr is a terminal.
+            lora_request: must be None, because LoRA is not offered.
+            priority: has no effect.
 
         Raises:
             InvalidParameterError: a prompt has neither text nor token ids.
@@ -152,6 +156,7 @@ class LLM:
             DistAclGraphError: a request failed; the other requests are aborted.
         """
         self._check_task("generate", "generate", "rerank")
+        _check_lora(lora_request)
         listed = [_as_prompt(prompt) for prompt in _listed(prompts)]
         return self._run(listed, sampling_params, use_tqdm)
 
@@ -161,7 +166,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -170,13 +177,17 @@ class LLM:
         """Return the outputs for a conversation, or for several conversations; see ``generate``.
 
         Args:
+            lora_request: must be None, because LoRA is not offered.
             chat_template: name of one of the checkpoint's templates.
+            chat_template_content_format: has no effect, because the template's code tells whether
+                it reads texts or parts.
             chat_template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
             InvalidParameterError: the model has no template, or its template refuses the messages.
         """
         self._check_task("chat", "generate", "rerank")
+        _check_lora(lora_request)
         options = ChatOptions(
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -361,7 +372,8 @@ class LLM:
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with token ids and a compiled grammar."""
-        found = with_token_ids(self.tokenizer, params)
+        checked = replace(params)  # the user may have set attributes
+        found = with_token_ids(self.tokenizer, checked)
         return with_structure(found, self._grammars)
 
     def _prepare(
@@ -374,8 +386,12 @@ class LLM:
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")
+        most = params.truncate_prompt_tokens
+        ids = truncated(ids, most, self._context_len, params.max_tokens)
         room = self._context_len - len(ids)
-        wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
+        wanted = params.max_tokens or room
+        if params.max_tokens in (None, self._sampling_defaults.get("max_tokens")):
+            wanted = max(1, min(wanted, room))  # the user has asked for no number of tokens
         if wanted > room:
             raise RequestTooLongError(
                 f"the maximum context length is {self._context_len} tokens; the prompt has "
@@ -402,7 +418,7 @@ class LLM:
             raise EngineUnavailableError("the engine ended the request")
         request, output = choice.request, choice.output
         piece = choice.text.add_tokens(delta.tokens, delta.logprobs, delta.finish_reason)
-        output.add(piece, self.tokenizer)
+        output.add(piece, self.tokenizer, has_text=choice.params.detokenize)
         request.add_prompt_logprobs(delta.prompt_logprobs, self.tokenizer)
         request.state = request.state or delta.embedding
         request.num_cached_tokens = max(request.num_cached_tokens, delta.num_cached_tokens)
@@ -418,6 +434,14 @@ def start_on_ray(config: Config) -> Deployment:
     from dist_aclgraph.actors.deployment import deployment  # imports Ray, which takes seconds
 
     return deployment.start(config)
+
+
+def _check_lora(request: object) -> None:
+    if request is not None:
+        raise InvalidParameterError(
+            "lora_request is given, but LoRA is not offered: merge the weights into the checkpoint",
+            "lora_request",
+        )
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

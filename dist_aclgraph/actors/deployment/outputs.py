@@ -38,6 +38,7 @@ class CompletionOutput:
         finish_reason: "stop" or "length".
         stop_reason: the requested stop string or stop token that ended the text; None if the text
             ended for another reason.
+        lora_request: always None.
     """
 
     index: int
@@ -47,10 +48,11 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None
 
-    def add(self, piece: TextPiece, tokenizer: Tokenizer) -> None:
+    def add(self, piece: TextPiece, tokenizer: Tokenizer, *, has_text: bool) -> None:
         """Append the new text and tokens of one delta."""
-        self.text += piece.text
+        self.text += piece.text if has_text else ""
         self.token_ids += piece.token_ids
         self.finish_reason = piece.finish_reason
         if self.logprobs is not None:
@@ -74,6 +76,8 @@ class RequestOutput:
         outputs: the ``SamplingParams.n`` outputs.
         num_cached_tokens: number of prompt tokens that were in the prefix cache.
         state: hidden state after the prompt's last token, float32 [hidden]; empty if not requested.
+        metrics, lora_request, encoder_prompt, encoder_prompt_token_ids: fields of vLLM that are
+            always None.
     """
 
     request_id: str
@@ -83,6 +87,10 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int = 0
     state: bytes = field(default=b"", repr=False)
+    metrics: None = field(default=None, repr=False)
+    lora_request: None = field(default=None, repr=False)
+    encoder_prompt: None = field(default=None, repr=False)
+    encoder_prompt_token_ids: None = field(default=None, repr=False)
 
     @property
     def finished(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -290,19 +289,6 @@ def read_calls(calls: Raw, param: str) -> list[dict[str, Any]] | None:
 def call_for_template(
     call_id: str | None, name: str, arguments: str | dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a call in the form that chat templates need, with the arguments as an object."""
-    function = {"name": name, "arguments": as_object(arguments)}
+    """Return a call for the chat template, which gets the arguments as an object."""
+    function = {"name": name, "arguments": arguments}
     return {"id": call_id or "", "type": "function", "function": function}
-
-
-def as_object(arguments: str | dict[str, Any] | None) -> Any:
-    """Return a call's arguments as an object; return a text that is no JSON object unchanged."""
-    if not isinstance(arguments, str):
-        return arguments or {}
-    if not arguments.strip():
-        return {}
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments

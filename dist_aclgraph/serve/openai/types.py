@@ -25,6 +25,8 @@ from dist_aclgraph.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
     StructuredOutputs,
+    check_truncation,
+    truncated,
 )
 from dist_aclgraph.serve.openai import schemas
 from dist_aclgraph.serve.openai.body import ABSENT, Body, decode, is_empty
@@ -137,11 +139,7 @@ class GenerateRequest(Body, kw_only=True):
             raise InvalidParameterError(
                 "stream_options.include_obfuscation is not offered", "stream_options"
             )
-
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidParameterError(
-                "truncate_prompt_tokens is 0; it must be -1 or at least 1", "truncate_prompt_tokens"
-            )
+        check_truncation(self.truncate_prompt_tokens)
 
     @property
     def num_choices(self) -> int:
@@ -184,16 +182,8 @@ class GenerateRequest(Body, kw_only=True):
         )
 
     def truncated(self, ids: list[int], context_len: int) -> list[int]:
-        """Return the last ``truncate_prompt_tokens`` ids of a prompt.
-
-        The value -1 keeps as many ids as fit in the context together with the answer.
-        """
-        most = self.truncate_prompt_tokens
-        if most is None:
-            return ids
-        if most < 0:
-            most = max(1, context_len - max(1, self.asked_max_tokens or 1))
-        return ids[-most:]
+        """Return the last ``truncate_prompt_tokens`` ids of a prompt."""
+        return truncated(ids, self.truncate_prompt_tokens, context_len, self.asked_max_tokens)
 
     def most_prompt_tokens(self, context_len: int) -> int:
         """Return how many tokens a prompt may have before it is truncated."""
