@@ -8,6 +8,7 @@ from dist_aclgraph.serve.openai import state
 from tests.serve.test_errors import assert_error
 
 MODEL = "tiny-qwen3"
+HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,34 @@ def test_too_many_log_probabilities_of_a_prompt_are_refused(service, monkeypatch
 
     assert service.http.post("/v1/completions", json=body | {"prompt_logprobs": 1}).is_success
     reply = service.http.post("/v1/completions", json=body | {"prompt_logprobs": 2})
+    echoed = service.http.post("/v1/completions", json=body | {"echo": True, "logprobs": 2})
 
     assert assert_error(reply)["param"] == "prompt_logprobs"
+    assert assert_error(echoed)["param"] == "logprobs"
+    assert echoed.json()["error"]["message"].startswith("logprobs 2 are 12 numbers")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens", "n_predict"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_minus_one_is_as_many_tokens_as_the_context_allows(own_service, path, name):
+    prompt = {"prompt": [5] * 2000} if path == "completions" else {"messages": HI}
+    own_service.engine.reply = lambda submit: [own_service.state.tokenizer.eos_ids[0]]
+
+    reply = own_service.http.post(f"/v1/{path}", json={"model": MODEL, **prompt, name: -1})
+
+    assert reply.is_success
+    (submit,) = own_service.engine.submitted
+    assert submit.max_tokens + len(unpack_ints(submit.prompt)) == 2048
+
+
+def test_fields_of_other_servers_with_their_limits_are_accepted(service):
+    service.answer("a")
+    chat = {"model": MODEL, "messages": HI, "priority": 7, "top_logprobs": 0, "logprobs": False}
+
+    text = service.openai.completions.create(model=MODEL, prompt="x", logprobs=20)
+
+    assert len(text.choices[0].logprobs.top_logprobs[0]) == 20
+    assert service.http.post("/v1/chat/completions", json=chat).is_success
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,15 @@ async def completions(state: ApiState, request: Request) -> Response:
     if body.asked_max_tokens == 0 and body.echo and body.asked_prompt_logprobs is None:
         shape = _CompletionReply(state, body, given, prompts, Chance.draw(seed=0))
         return _echo_alone(state, body, shape, prompts)
-    state.check_prompt_logprobs(body.asked_prompt_logprobs, prompts, body.num_choices)
+    state.check_prompt_logprobs(
+        body.asked_prompt_logprobs, prompts, body.num_choices, body.name_of_prompt_logprobs
+    )
     # The engine generates at least one token. If ``max_tokens`` is 0, the answer omits this token.
     max_tokens = 1 if body.asked_max_tokens == 0 and body.echo else body.asked_max_tokens
+    usual = None if body.is_unlimited else DEFAULT_MAX_TOKENS
     params = [
         body.sampling(
-            state.fit(len(ids), max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
+            state.fit(len(ids), max_tokens, usual, "prompt"),
             state.sampling_defaults,
         )
         for ids in prompts

@@ -231,17 +231,25 @@ class ApiState:
             timer.cancel()
 
     def check_prompt_logprobs(
-        self, asked: int | None, prompts: Sequence[list[int]], num_choices: int
+        self,
+        asked: int | None,
+        prompts: Sequence[list[int]],
+        num_choices: int,
+        param: str = "prompt_logprobs",
     ) -> None:
-        """Raise an error if all choices together have too many prompt log-probabilities."""
+        """Raise an error if all choices together have too many prompt log-probabilities.
+
+        Args:
+            param: the field that asks for them, for errors.
+        """
         if asked is None:
             return
         count = (asked + 1) * sum(map(len, prompts)) * num_choices
         if count > MAX_PROMPT_LOGPROBS:
             raise InvalidParameterError(
-                f"prompt_logprobs {asked} are {count} numbers for these prompts; at most "
+                f"{param} {asked} are {count} numbers for these prompts; at most "
                 f"{MAX_PROMPT_LOGPROBS} are given in one answer",
-                "prompt_logprobs",
+                param,
             )
 
     def open_journal(self, scope: Scope) -> Journal:

@@ -1,7 +1,8 @@
 """Request bodies of the OpenAI API: fields, limits of fields, and features that are refused.
 
 ``SamplingParams`` defines the ranges of sampling parameters. ``user``, ``metadata``, ``store``,
-``service_tier``, ``prompt_cache_key`` and ``safety_identifier`` are accepted and have no effect.
+``service_tier``, ``prompt_cache_key``, ``safety_identifier`` and ``priority`` are accepted and have
+no effect.
 
 A field of type ``Raw`` may have any number of items, which are counted before they are decoded.
 """
@@ -60,6 +61,7 @@ MAX_CACHE_SALT_CHARS = 256
 MAX_STOP_BYTES = 16 << 10
 MAX_PROMPT = 1 << 17  # maximum number of tokens of a prompt before it is truncated
 MAX_VARIABLES = 1024  # maximum number of strings in ``chat_template_kwargs``, names included
+PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 class StreamOptions(Body):
@@ -106,7 +108,7 @@ class GenerateRequest(Body, kw_only=True):
     logit_bias: Annotated[Raw, schemas.LOGIT_BIAS] = ABSENT
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=0, le=0)] | None = None
+    priority: int | None = None
     max_new_tokens: int | None = None
     n_predict: int | None = None
     repeat_penalty: float | None = None
@@ -146,8 +148,13 @@ class GenerateRequest(Body, kw_only=True):
         return self.n or 1
 
     @property
+    def is_unlimited(self) -> bool:
+        """Return whether the answer may have as many tokens as the context allows."""
+        return bool(getattr(self, self._name_of_max_tokens) == -1)
+
+    @property
     def asked_max_tokens(self) -> int | None:
-        return getattr(self, self._name_of_max_tokens)  # type: ignore[no-any-return]
+        return None if self.is_unlimited else getattr(self, self._name_of_max_tokens)
 
     @property
     def _name_of_max_tokens(self) -> str:
@@ -278,7 +285,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
             raise InvalidParameterError(
                 "prompt_logprobs of a chat are not streamed; set stream to false", "prompt_logprobs"
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidParameterError("top_logprobs needs logprobs to be true", "top_logprobs")
 
     def for_template(self) -> list[dict[str, Any]]:
@@ -318,7 +325,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
 
 class CompletionRequest(GenerateRequest, kw_only=True):
     prompt: Annotated[Raw, schemas.PROMPT]
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -332,9 +339,14 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
-            return self.logprobs
-        return self.prompt_logprobs
+        found: int | None = getattr(self, self.name_of_prompt_logprobs)
+        return found
+
+    @property
+    def name_of_prompt_logprobs(self) -> str:
+        """The field that asks for log-probabilities of the prompt."""
+        is_asked_by_echo = self.echo and self.logprobs is not None
+        return "logprobs" if is_asked_by_echo and self.prompt_logprobs is None else PROMPT_LOGPROBS
 
     def prompts(self, context_len: int) -> list[str] | list[list[int]]:
         """Return a list with one entry per prompt.
