@@ -81,18 +81,19 @@ class ModelConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an output, from generation_config.json, else from
-        config.json.
+        """Ids of the tokens that end an output, from generation_config.json and from config.json.
+        The id -1 stands for no token.
         """
-        value = self.generation.get("eos_token_id")
-        if value is None:
-            value = self.raw.get("eos_token_id")
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list) else [value]
-        if len(ids) > MAX_EOS_IDS or not all(_is_integer(i) and 0 <= i < MAX_SIZE for i in ids):
-            raise self._wrong("eos_token_id", value, "a token id, or a list of them")
-        return tuple(ids)
+        ends: list[int] = []
+        for content in (self.generation, self.raw):
+            value = content.get("eos_token_id")
+            ids = value if isinstance(value, list) else [-1 if value is None else value]
+            if len(ids) > MAX_EOS_IDS or not all(
+                _is_integer(i) and -1 <= i < MAX_SIZE for i in ids
+            ):
+                raise self._wrong("eos_token_id", value, "a token id, or a list of them")
+            ends += ids
+        return tuple(i for i in dict.fromkeys(ends) if i >= 0)
 
     def integer(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
@@ -199,6 +200,10 @@ def read_model_config(
 ) -> ModelConfig:
     """Read config.json, and generation_config.json if it exists.
 
+    Args:
+        overrides: values that replace values of config.json. In a model with several parts, they
+            replace values of the text part.
+
     Raises:
         ConfigError: there is no such directory.
         ModelError: a file is missing, is not JSON, or contains no object.
@@ -206,10 +211,6 @@ def read_model_config(
     """
     directory = Path(directory)
     path, generation = directory / "config.json", directory / "generation_config.json"
-    Args:
-        overrides: values that replace values of config.json. In a model with several parts, they
-            replace values of the text part.
-
     files = [directory] if directory.is_file() else directory.glob("*.gguf")
     if not path.exists() and (gguf := [file for file in files if file.suffix == ".gguf"]):
         raise UnsupportedModelError(
@@ -226,11 +227,6 @@ def read_model_config(
     return replace(config, raw={names.get(key, key): value for key, value in shape.items()})
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return all keys of an object; keys of its text part replace keys beside this part."""
     text = raw.get("text_config")
@@ -238,6 +234,11 @@ def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, **{key: value for key, value in inner if key != "architectures"}}
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

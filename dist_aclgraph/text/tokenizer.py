@@ -39,7 +39,7 @@ class Tokenizer:
 
     Attributes:
         eos_ids: ids that end an output: the tokenizer's own end token, and the ids of
-            generation_config.json, or of config.json if generation_config.json has none.
+            generation_config.json and of config.json.
         special_ids: ids of tokens that are not shown to users, such as the end token.
         nameless_ids: rows of the model for which the tokenizer has no token.
         unspoken_ids: ``special_ids`` and ``nameless_ids`` together.

@@ -105,6 +105,26 @@ def test_a_gguf_file_is_one_sentence(tmp_path, name):
         read_model_facts(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [2, 3]}, 1, (2, 3, 1)),
+        ({"eos_token_id": 1}, [1, 4], (1, 4)),
+        ({}, 1, (1,)),
+        ({"eos_token_id": None}, 1, (1,)),
+        ({"eos_token_id": []}, [1], (1,)),
+        ({"eos_token_id": -1}, 1, (1,)),
+        ({"eos_token_id": 2}, [-1], (2,)),
+        ({}, -1, ()),
+    ],
+)
+def test_ends_of_both_files_are_united(tmp_path, generation, config, ends):
+    write(tmp_path, "config.json", {"vocab_size": 100, "eos_token_id": config})
+    write(tmp_path, "generation_config.json", generation)
+
+    assert Tokenizer(tmp_path).eos_ids == ends
+
+
 def test_an_architecture_without_these_keys_is_named(tmp_path):
     write(tmp_path, "config.json", {"architectures": ["GPT2LMHeadModel"], "n_head": 12})
 
