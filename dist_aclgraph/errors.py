@@ -165,6 +165,16 @@ class UnsupportedModelError(ModelError):
     """This package does not implement the architecture, or one of its options."""
 
 
+# kinds of files of weights that are not supported, by suffix
+OTHER_WEIGHTS = {
+    ".gguf": "GGUF file",
+    ".bin": "file of PyTorch",
+    ".pt": "file of PyTorch",
+    ".pth": "file of PyTorch",
+}
+ONLY_SAFETENSORS = "only Hugging Face checkpoints of safetensors are supported"
+
+
 class MissingTensorError(ModelError):
     """The checkpoint lacks a tensor, or the tensor has another shape."""
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_aclgraph.config import Config
-from dist_aclgraph.errors import ModelError
+from dist_aclgraph.errors import ONLY_SAFETENSORS, ModelError
 from dist_aclgraph.extras import require
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -65,10 +65,11 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
             f"model is {name!r}: there is no such directory, and {config.hub} gives no revision "
             f"{revision} of it: {type(e).__name__}: {reason:.400}"
         ) from e
-    if not (directory / "config.json").exists():
+    needed = ("config.json", *(WEIGHTS if needs_weights else ()))
+    if lacking := [pattern for pattern in needed if not any(directory.glob(pattern))]:
         raise ModelError(
-            f"{name} on {config.hub} has no config.json: only Hugging Face checkpoints of "
-            "safetensors are supported, no GGUF files"
+            f"{name} on {config.hub} has no {lacking[0]}: {ONLY_SAFETENSORS}, no GGUF files. "
+            "If the hub was not reached, the cache is incomplete"
         )
     served_name = config.served_model_name or name
     return config.model_copy(update={"model": str(directory), "served_model_name": served_name})

@@ -16,7 +16,12 @@ import pydantic
 import yaml
 
 from dist_aclgraph.config.tree import Config
-from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.errors import (
+    ONLY_SAFETENSORS,
+    OTHER_WEIGHTS,
+    ConfigError,
+    UnsupportedModelError,
+)
 from dist_aclgraph.shipped import shipped
 from dist_aclgraph.vllm_options import EXPERT_PARALLEL, as_overrides
 
@@ -39,10 +44,15 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | None = None) 
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
+        UnsupportedModelError: the source is a file of weights in an unsupported format.
     """
     path = _find_config(Path(source))
     if path.name == MODEL_FILE and path.exists():
         raise ConfigError(f"{path} describes a model: give its directory, {path.parent}")
+    if path.suffix == ".safetensors" and path.exists():
+        raise ConfigError(f"{path} is a part of a model: give its directory, {path.parent}")
+    if path.suffix in OTHER_WEIGHTS and path.exists():
+        raise UnsupportedModelError(f"{path} is a {OTHER_WEIGHTS[path.suffix]}; {ONLY_SAFETENSORS}")
     if _is_model(path):
         raw, base = {"model": str(source)}, shipped("")
     else:
@@ -87,6 +97,9 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: the message names each bad key, its value and the allowed values.
     """
+    values = _lists_to_tuples(dict(raw))
+    if "model_overrides" in raw:  # config.json has lists
+        values["model_overrides"] = raw["model_overrides"]
     try:
         return Config.model_validate(values)
     except pydantic.ValidationError as e:
@@ -97,9 +110,6 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
     """Turn ``key=value`` arguments into overrides; values are read as YAML (``4``, ``[1, 2]``).
 
-    values = _lists_to_tuples(dict(raw))
-    if "model_overrides" in raw:  # config.json has lists
-        values["model_overrides"] = raw["model_overrides"]
     Raises:
         ConfigError: an argument has no ``=``, or its value is not YAML.
     """
@@ -117,7 +127,8 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        raw = _read_yaml(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            raw = _read_yaml(file.read(MAX_YAML_CHARS + 1))
     except OSError as e:
         raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
     except ValueError as e:
@@ -154,7 +165,7 @@ def _read_yaml(text: str) -> Any:
         ValueError: the text is not YAML, or contains too many values.
     """
     if len(text) > MAX_YAML_CHARS:
-        raise ValueError(f"it has {len(text)} characters; at most {MAX_YAML_CHARS} are read")
+        raise ValueError(f"it is too long: at most {MAX_YAML_CHARS} characters are read")
     room = itertools.repeat(None, MAX_YAML_VALUES)
 
     def copied(value: Any) -> Any:

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
+from dist_aclgraph.errors import (
+    ONLY_SAFETENSORS,
+    OTHER_WEIGHTS,
+    ConfigError,
+    ModelError,
+    UnsupportedModelError,
+)
 from dist_aclgraph.shapes.json_files import read_json_object
 
 DEFAULT_CONTEXT = 2048
@@ -213,9 +219,7 @@ def read_model_config(
     path, generation = directory / "config.json", directory / "generation_config.json"
     files = [directory] if directory.is_file() else directory.glob("*.gguf")
     if not path.exists() and (gguf := [file for file in files if file.suffix == ".gguf"]):
-        raise UnsupportedModelError(
-            f"{gguf[0]} is a GGUF file; only Hugging Face checkpoints of safetensors are supported"
-        )
+        raise UnsupportedModelError(f"{gguf[0]} is a {OTHER_WEIGHTS['.gguf']}; {ONLY_SAFETENSORS}")
     if not directory.is_dir():
         raise ConfigError(
             f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "

@@ -10,7 +10,12 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from dist_aclgraph.errors import ModelError
+from dist_aclgraph.errors import (
+    ONLY_SAFETENSORS,
+    OTHER_WEIGHTS,
+    ModelError,
+    UnsupportedModelError,
+)
 from dist_aclgraph.shapes.json_files import check_regular, read_json_object
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -42,12 +47,16 @@ def tensor_files(directory: Path) -> dict[str, str]:
 
     Raises:
         ModelError: there are no weights, or the index or a header cannot be read.
+        UnsupportedModelError: the weights have another format.
     """
     index = _file_named(directory, INDEX)
     if index.exists():
         return _read_weight_map(index)
     single = _file_named(directory, SINGLE)
     if not single.exists():
+        for file in sorted(directory.glob("*")):
+            if kind := OTHER_WEIGHTS.get(file.suffix):
+                raise UnsupportedModelError(f"{file} is a {kind}; {ONLY_SAFETENSORS}")
         raise ModelError(
             f"{directory} has no weights: neither {SINGLE} nor {INDEX}, nor a single file with one "
             "of these suffixes; name a checkpoint with weights by model=PATH, or set weights=dummy"

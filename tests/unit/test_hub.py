@@ -59,7 +59,8 @@ print(json.dumps(found))
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     gguf = {"model.Q4.gguf": b"GGUF", "README.md": b""}
-    with running(Hub({NAME: FILES, "maker/gguf": gguf})) as hub:
+    described = {**gguf, "config.json": b"{}"}
+    with running(Hub({NAME: FILES, "maker/gguf": gguf, "maker/described": described})) as hub:
         yield hub
 
 
@@ -117,6 +118,7 @@ def test_a_model_that_the_hub_does_not_give_is_one_sentence(hub: Hub, tmp_path: 
         ({"model": "maker/absent"}, True),
         ({"model": "maker/gguf", "revision": "v9"}, True),
         ({"model": "maker/gguf"}, True),
+        ({"model": "maker/described"}, True),
         ({"model": NAME}, True),
     )
 
@@ -124,6 +126,7 @@ def test_a_model_that_the_hub_does_not_give_is_one_sentence(hub: Hub, tmp_path: 
         "no such directory, and huggingface gives no revision main of it: RepositoryNotFound",
         "no revision v9 of it: RevisionNotFoundError",
         "has no config.json: .* no GGUF files",
+        r"has no \*.safetensors: .* no GGUF files",
         "GatedRepoError",
     ]
     for error, words in zip(errors, said, strict=True):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dist_aclgraph.config import load_config
+from dist_aclgraph.config.loading import MAX_YAML_CHARS
 from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.model_facts import read_model_facts
@@ -103,6 +105,35 @@ def test_a_gguf_file_is_one_sentence(tmp_path, name):
 
     with pytest.raises(UnsupportedModelError, match=r"model\.Q4\.gguf is a GGUF file; only"):
         read_model_facts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("a.gguf", "a GGUF file; only"), ("pytorch_model.bin", "a file of PyTorch; only")],
+)
+def test_weights_in_other_formats_are_one_sentence(tmp_path, name, words):
+    write(tmp_path, "config.json", V3)
+    (tmp_path / name).write_bytes(b"GGUF\xff" * 100_000)
+
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_weight_files(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=words):
+        load_config(tmp_path / name)
+
+
+def test_a_file_of_weights_is_no_configuration(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\xff")
+
+    with pytest.raises(ConfigError, match=f"give its directory, {tmp_path}"):
+        load_config(tmp_path / "model.safetensors")
+
+
+def test_only_the_beginning_of_a_large_file_is_read(tmp_path):
+    path = tmp_path / "large.yaml"
+    path.write_bytes(b"a" * (2 * MAX_YAML_CHARS) + b"\xff")
+
+    with pytest.raises(ConfigError, match=f"at most {MAX_YAML_CHARS} characters"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(
