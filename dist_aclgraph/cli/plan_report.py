@@ -93,6 +93,7 @@ def plan_report(config: Config) -> dict[str, Any]:
             "bytes": num_blocks * spec.bytes_per_block,
             "num_shards": spec.num_shards,
             "tokens": (num_blocks - 1) * spec.tokens_per_block,
+            "all_tokens": config.parallel.dp * (num_blocks - 1) * spec.tokens_per_block,
             "max_model_len": longest,
             "requests": _requests_that_fit(deployment, num_blocks, longest),
         },
@@ -103,7 +104,7 @@ def plan_report(config: Config) -> dict[str, Any]:
 
 def render_plan(report: dict[str, Any], console: Console) -> None:
     """Print a report as tables."""
-    model, layout, graph, kv = (report[key] for key in ("model", "layout", "graph", "kv"))
+    model, layout, graph = (report[key] for key in ("model", "layout", "graph"))
     console.print(
         f"[bold]{model['name']}[/bold]: {model['architecture']}, {model['num_layers']} layers; "
         f"{layout['world_size']} NPUs ({layout_in_words(layout)}) in "
@@ -112,6 +113,7 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
     )
     for sentence in report["assumptions"]:
         console.print(f"  assumed: {sentence}")
+    _print_memory(report, console)
     for reason in graph["mode_reasons"]:
         console.print(reason)
     console.print(f"Graphs: {graph['mode']}, priced by {graph['budget_model']}")
@@ -142,12 +144,23 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
         for reason in plan["reasons"]:
             console.print(f"  {reason}")
     console.print(_rank_table(report["ranks"]))
-    console.print(_memory_table(report["memory"]))
+
+
+def _print_memory(report: dict[str, Any], console: Console) -> None:
+    """Print the use of memory, and the requests for which there is room."""
+    layout, memory, kv = report["layout"], report["memory"], report["kv"]
+    console.print(_memory_table(memory))
+    console.print(
+        f"Weights: {memory['weight_bytes'] / GIB:.2f} GiB on each NPU, "
+        f"{layout['world_size'] * memory['weight_bytes'] / GIB:.2f} GiB on all "
+        f"{layout['world_size']} NPUs"
+    )
     shards = f" of {kv['num_shards']} shards" if kv["num_shards"] > 1 else ""
     console.print(
         f"KV cache per NPU: {kv['num_blocks']} blocks of {kv['block_size']} tokens{shards}, "
         f"{kv['bytes_per_block']} bytes each, {kv['bytes'] / GIB:.2f} GiB in all; "
         f"{kv['tokens']} tokens, the longest request {kv['max_model_len']}"
+        + (f"; {kv['all_tokens']} tokens on all data parallel ranks" if layout["dp"] > 1 else "")
     )
     if (states := report["states"]) is not None:
         console.print(
@@ -226,6 +239,7 @@ def _memory_entry(deployment: AssumedDeployment, pool: int, num_blocks: int) -> 
     left = memory.device_bytes - sum(part.bytes for part in parts)
     return {
         "device_bytes": memory.device_bytes,
+        "weight_bytes": memory.weight_bytes,
         "parts": [part._asdict() for part in parts if part.bytes],
         "left_bytes": left,
     }

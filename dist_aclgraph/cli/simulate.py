@@ -14,6 +14,7 @@ from dist_aclgraph.simulate.simulation import LoadOptions, simulate
 from dist_aclgraph.simulate.times import StepTimes
 
 SHOWN_VERSIONS = 8
+MUCH_EAGER = 0.1  # share of tokens that run eagerly, above which a comparison is suggested
 
 
 def simulate_with_progress(
@@ -56,6 +57,8 @@ def render_simulation(report: dict[str, Any], console: Console) -> None:
     if report["compare"] is not None:
         console.print("The same batches with other graphs:")
         console.print(_comparison(report["compare"]))
+    elif (share := report["overall"]["eager_token_share"]) > MUCH_EAGER:
+        console.print(f"{share:.1%} of tokens run eagerly: --compare shows them with other graphs")
     console.print(
         f"{speed['steps']:,} steps in {speed['seconds']:.2f} s of this machine: "
         f"{speed['steps_per_s']:,.0f} steps/s, after {speed['plan_seconds']:.2f} s of planning",

@@ -63,6 +63,12 @@ def test_the_report_has_nodes_and_the_requests_that_fit(checkpoint: Path) -> Non
     shown = console.file.getvalue()
     assert "in 5 lockstep groups, on at least 2 nodes of 8 NPUs" in shown
     assert "20 of 1024 tokens; 10 of 2048 tokens" in shown
+    assert report["kv"]["all_tokens"] == 5 * 32 * 128
+    assert "20480 tokens on all data parallel ranks" in shown
+    assert report["memory"]["weight_bytes"] == 500  # half of the file, because tp is 2
+    assert "0.00 GiB on all 10 NPUs" in shown
+    # Memory decides whether a model fits, so the report begins with memory.
+    assert shown.index("memory of each NPU") < shown.index("Graphs: ")
 
 
 def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:

@@ -265,6 +265,16 @@ def test_without_graphs_all_runs_eagerly(checkpoint: Path) -> None:
     assert report["groups"][0]["streams"]["at_most"]["all"] == 0
 
 
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_a_report_with_many_eager_tokens_names_the_comparison(checkpoint: Path, mode: str) -> None:
+    out = io.StringIO()
+
+    report = simulate(make(checkpoint, graph={"mode": mode}), POISSON, StepTimes())
+    render_simulation(report, Console(file=out, width=160))
+
+    assert ("100.0% of tokens run eagerly: --compare" in out.getvalue()) == (mode == "NONE")
+
+
 def test_the_report_renders_as_text_and_as_a_picture(checkpoint: Path, tmp_path: Path) -> None:
     config = make(checkpoint, parallel={"dp": 2}, graph={"scope": "group"})
     report = simulate(config, POISSON, StepTimes(), with_comparison=True)
