@@ -13,6 +13,7 @@ PAGES = sorted(
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 MENTION = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|png)")
+TEST = re.compile(r"`(\w[\w/]*\.py)`:\s+`(test_\w+)`")
 # Files whose comments and docstrings name pages of docs/.
 NAMING = ("*.md", "*.py", "*.h", "*.cpp", "*.sh", "*.yaml", "*.toml")
 MAX_COLUMNS = 120
@@ -51,6 +52,18 @@ def test_every_page_that_is_named_in_the_tree_exists() -> None:
     }
 
     assert not missing
+
+
+def test_every_test_that_the_page_of_tests_names_exists() -> None:
+    page = (ROOT / "docs" / "develop" / "tests.md").read_text(encoding="utf-8")
+    named = TEST.findall(page)
+    missing = [
+        f"{file}::{test}"
+        for file, test in named
+        if f"\ndef {test}(" not in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    ]
+
+    assert len(named) > 30 and not missing
 
 
 def test_the_index_has_every_page_of_the_documentation() -> None:
