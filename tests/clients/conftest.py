@@ -108,6 +108,20 @@ def service(tmp_path_factory) -> Iterator[Service]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory) -> Iterator[Service]:
+    """A service whose model calls tools and writes JSON."""
+    keys = f"model={ROOT / 'models' / 'tiny-agent'}", "served_model_name=tiny-agent"
+    with serving(tmp_path_factory.mktemp("agent"), *keys) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def embedder(tmp_path_factory) -> Iterator[Service]:
+    with serving(tmp_path_factory.mktemp("embedder"), "task=embed") as found:
+        yield found
+
+
 def program(name: str) -> str:
     """Return the path of a program of this machine; skip the test if it is missing."""
     path = shutil.which(name)

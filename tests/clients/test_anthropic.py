@@ -22,6 +22,36 @@ print(json.dumps(dict(
     counts=[counted.input_tokens, whole.usage.input_tokens + whole.usage.cache_read_input_tokens],
 )))
 """
+TOOLED = """
+import json, os, anthropic
+client = anthropic.Anthropic(base_url=os.environ["URL"], api_key="none", max_retries=0)
+schema = dict(type="object", properties=dict(city=dict(type="string")), required=["city"])
+common = dict(model="tiny-agent", max_tokens=200, extra_body=dict(temperature=0),
+              tools=[dict(name="get_weather", input_schema=schema)])
+messages = [dict(role="user", content="What is the weather in Tokyo?")]
+first = client.messages.create(messages=messages, **common)
+with client.messages.stream(messages=messages, **common) as stream:
+    streamed = stream.get_final_message()
+use = first.content[-1]
+result = dict(type="tool_result", tool_use_id=use.id, content="sunny, 21 degrees")
+messages += [dict(role="assistant", content=first.content), dict(role="user", content=[result])]
+last = client.messages.create(messages=messages, **common)
+thinking = client.messages.create(
+    messages=messages, thinking=dict(type="enabled", budget_tokens=1024), **common)
+print(json.dumps(dict(
+    calls=[(each.content[-1].name, each.content[-1].input) for each in (first, streamed)],
+    reasons=[first.stop_reason, streamed.stop_reason, last.stop_reason],
+    texts=[each.content[-1].text for each in (last, thinking)],
+)))
+"""
+
+
+def test_tools_and_their_results(agent):
+    found = run_python("anthropic", TOOLED, URL=agent.url)
+
+    assert found["calls"] == [["get_weather", {"city": "Tokyo"}]] * 2
+    assert found["reasons"] == ["tool_use", "tool_use", "end_turn"]
+    assert found["texts"] == ["It is sunny in Tokyo, 21 degrees."] * 2
 
 
 def test_messages_whole_and_streamed(service):

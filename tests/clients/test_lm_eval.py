@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.clients.conftest import CHECKPOINT, COUNTED, client_program, run
+from tests.clients.conftest import CHECKPOINT, client_program, run
 
 DOCUMENTS = [
     {"question": "1 2 3", "choices": [" 4 5", " 9 1", " hello"], "answer": 0},
@@ -30,6 +30,8 @@ doc_to_choice: choices
 doc_to_target: answer
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
+QUESTIONS = ["Count from 3 to 9.", "Hello!", "Count from 1 to 4.", "Once upon", "1 2 3", "What?"]
+MAX_TOKENS = 32
 GENERATE = """
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["zzz"], max_gen_toks: 32, do_sample: false, temperature: 0}
@@ -65,10 +67,7 @@ def test_a_multiple_choice_has_the_log_probabilities_of_transformers(
         tmp_path, service, "multiple_choice", DOCUMENTS, CHOICE, "local-completions"
     )
 
-    # transformers would import torch_npu, which needs CANN in this process.
-    monkeypatch.setitem(sys.modules, "torch_npu", None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    model, tokenizer = read_reference(monkeypatch)
     assert len(samples) == len(DOCUMENTS)
     for sample in samples:
         document = DOCUMENTS[sample["doc_id"]]
@@ -82,18 +81,37 @@ def test_a_multiple_choice_has_the_log_probabilities_of_transformers(
     assert results["acc,none"] == 1.0
 
 
-@pytest.mark.parametrize("options", [("--apply_chat_template",)])
-def test_a_task_that_generates(service, tmp_path, options):
-    documents = [{"question": "Count from 3 to 9.", "answer": COUNTED}] * 6
+@pytest.mark.parametrize("model_type", ["local-completions", "local-chat-completions"])
+def test_a_task_generates_the_texts_of_transformers(service, tmp_path, monkeypatch, model_type):
+    model, tokenizer = read_reference(monkeypatch)
+    is_chat = "chat" in model_type
+    documents = []
+    for question in QUESTIONS:
+        prompt = question
+        if is_chat:
+            message = [{"role": "user", "content": question}]
+            prompt = tokenizer.apply_chat_template(
+                message, tokenize=False, add_generation_prompt=True
+            )
+        ids = tokenizer(prompt, add_special_tokens=not is_chat, return_tensors="pt").input_ids
+        made = model.generate(ids, max_new_tokens=MAX_TOKENS, do_sample=False)[0, ids.shape[1] :]
+        answer = tokenizer.decode(made, skip_special_tokens=True)
+        documents.append({"question": question, "answer": answer})
 
-    results, _ = evaluate(
-        tmp_path,
-        service,
-        "generate_until",
-        documents,
-        GENERATE,
-        "local-chat-completions",
-        *options,
+    options = ["--apply_chat_template"] if is_chat else []
+    results, samples = evaluate(
+        tmp_path, service, "generate_until", documents, GENERATE, model_type, *options
     )
 
+    assert len({document["answer"] for document in documents}) > 2
+    for sample in samples:
+        assert sample["resps"] == [[documents[sample["doc_id"]]["answer"]]]
     assert results["exact_match,none"] == 1.0
+
+
+def read_reference(monkeypatch):
+    """Return the model and the tokenizer of transformers."""
+    # transformers would import torch_npu, which needs CANN in this process.
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT)

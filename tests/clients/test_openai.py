@@ -43,7 +43,7 @@ alone = [text.create(**common, prompt=p, max_tokens=4).choices[0].text for p in 
 parts = list(text.create(**common, prompt=prompts, max_tokens=4, stream=True))
 streamed = ["".join(p.choices[0].text for p in parts if p.choices[0].index == i) for i in (0, 1)]
 wrong = {}
-for name, changes in {"model": {"model": "other"}, "max_tokens": {"max_tokens": -1}}.items():
+for name, changes in {"model": {"model": "other"}, "max_tokens": {"max_tokens": -2}}.items():
     try:
         text.create(**{**common, "prompt": "x", **changes})
     except openai.APIStatusError as e:
@@ -54,6 +54,49 @@ print(json.dumps({
     "wrong": wrong,
     "models": [m.id for m in client.models.list()],
 }))
+"""
+TOKENS = """
+ids = json.loads(os.environ["IDS"])
+common |= dict(max_tokens=4)
+made = text.create(**common, prompt=ids, logit_bias={str(ids[-1]): 100}, extra_body={
+    "return_token_ids": True})
+several = text.create(**common, prompt=[ids, ids[:1]])
+alone = [text.create(**common, prompt=p).choices[0].text for p in (ids, ids[:1])]
+print(json.dumps({
+    "biased": made.choices[0].token_ids, "prompt": made.choices[0].prompt_token_ids,
+    "several": [c.text for c in several.choices], "alone": alone,
+}))
+"""
+CANCELS = """
+import time
+def running():
+    lines = httpx.get(os.environ["METRICS"]).text.splitlines()
+    found = [line for line in lines if line.startswith("dist_aclgraph_num_requests_running")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+import httpx
+endless = dict(model="tiny-qwen3", prompt="1", max_tokens=1900, stream=True,
+               extra_body={"ignore_eos": True})
+async def main():
+    async with openai.AsyncOpenAI(base_url=os.environ["API"], max_retries=0) as client:
+        async def begin():
+            stream = await client.completions.create(**endless)
+            async for chunk in stream:
+                if leaves:
+                    return await stream.close()
+        leaves = True
+        await asyncio.gather(*(begin() for _ in range(8)))
+        leaves = False
+        tasks = [asyncio.create_task(begin()) for _ in range(8)]
+        await asyncio.sleep(0.2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+asyncio.run(main())
+for _ in range(600):
+    if not running():
+        break
+    time.sleep(0.05)
+print(json.dumps(running()))
 """
 STREAMS = """
 async def one(client, i):
@@ -92,6 +135,19 @@ def test_completions(service):
         "max_tokens": ["BadRequestError", "max_tokens"],
     }
     assert found["models"] == ["tiny-qwen3"]
+
+
+def test_token_ids_and_a_bias(service):
+    found = run_python("openai", BEGIN + TOKENS, API=service.api, IDS="[70, 71, 72]")
+
+    assert found["prompt"] == [70, 71, 72]
+    assert found["biased"] == [72] * 4
+    assert found["several"] == found["alone"]
+
+
+def test_cancelled_requests_do_not_run_on(service):
+    code = BEGIN + CANCELS
+    assert run_python("openai", code, API=service.api, METRICS=f"{service.url}/metrics") == 0
 
 
 def test_256_streams_at_once(service):

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from tests.clients.conftest import COUNT, COUNTED, MODEL, free_port, program, running
+from tests.clients.conftest import COUNT, COUNTED, MODEL, free_port, program, running, serving
 
 NGINX = """
 daemon off; pid {folder}/pid; error_log stderr; worker_processes 1;
@@ -37,15 +37,48 @@ CADDY = """
   admin off
   auto_https off
 }}
-http://127.0.0.1:{port} {{
+http://:{port} {{
+  bind 127.0.0.1
   reverse_proxy 127.0.0.1:{service}
 }}
 """
+KEY = "a-key-for-this-test"
 PROXIES = {
     "nginx": (NGINX, ["-c"]),
     "haproxy": (HAPROXY, ["-f"]),
     "caddy": (CADDY, ["run", "--adapter", "caddyfile", "--config"]),
 }
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A service that wants a key."""
+    folder = tmp_path_factory.mktemp("guarded")
+    keys = folder / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(f"{KEY}\n")
+    with serving(folder, f"serve.api_keys_file={keys}") as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", ["haproxy", "caddy"])  # nginx sends another Host
+def test_a_public_name_behind_a_proxy_needs_a_key(service, guarded, tmp_path, name):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": COUNT}], "temperature": 0}
+    host, found = {"Host": "api.example.com"}, []
+    for place, (each, key) in enumerate(((service, None), (guarded, None), (guarded, KEY))):
+        text, options = PROXIES[name]
+        config, port = tmp_path / f"config{place}", free_port()
+        config.write_text(text.format(folder=tmp_path, port=port, service=each.port))
+        url = f"http://127.0.0.1:{port}"
+        headers = host if key is None else host | {"Authorization": f"Bearer {key}"}
+        with running([program(name), *options, str(config)], f"{url}/ready", tmp_path / "log"):
+            reply = httpx.post(
+                f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60.0
+            )
+            found.append(reply.status_code)
+
+    assert found == [403, 401, 200]
+    assert reply.json()["choices"][0]["message"]["content"] == COUNTED
 
 
 @pytest.mark.parametrize("name", PROXIES)

@@ -33,12 +33,6 @@ print(json.dumps([[each["index"], each["relevance_score"], each["document"]["tex
 """
 
 
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("embedder"), "task=embed") as found:
-        yield found
-
-
 def test_langchain_embeds(embedder):
     found = run_python("langchain_openai", EMBEDDINGS, API=embedder.api)
 

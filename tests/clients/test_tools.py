@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.clients.conftest import ROOT, run_python, serving
+from tests.clients.conftest import run_python
 
 SHARED = """
 import json, os
@@ -66,6 +64,27 @@ answer = client.responses.parse(model=MODEL, temperature=0, input=ASK, text_form
 print(json.dumps([chat.choices[0].message.parsed.model_dump(), answer.output_parsed.model_dump()]))
 """
 )
+ROUND = (
+    SHARED
+    + """
+import openai
+client = openai.OpenAI(base_url=API, api_key="none", max_retries=0)
+parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+messages = [{"role": "user", "content": WEATHER}]
+common = dict(model=MODEL, temperature=0, tools=tools)
+first = client.chat.completions.create(messages=messages, **common).choices[0]
+calls = first.message.tool_calls
+result = dict(role="tool", tool_call_id=calls[0].id, content="sunny, 21 degrees")
+messages += [first.message, result]
+last = client.chat.completions.create(messages=messages, **common).choices[0]
+print(json.dumps({
+    "reasons": [first.finish_reason, last.finish_reason],
+    "calls": [(c.function.name, json.loads(c.function.arguments)) for c in calls],
+    "text": last.message.content,
+}))
+"""
+)
 INSTRUCTOR = (
     SHARED
     + """
@@ -118,13 +137,6 @@ print(json.dumps([call.function.name, call.function.arguments]))
 IDA = {"name": "Ida", "age": 40}
 
 
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory):
-    keys = f"model={ROOT / 'models' / 'tiny-agent'}", "served_model_name=tiny-agent"
-    with serving(tmp_path_factory.mktemp("agent"), *keys) as service:
-        yield service
-
-
 def test_langchain_binds_tools_and_gets_objects(agent):
     found = run_python("langchain_openai", LANGCHAIN, API=agent.api)
 
@@ -141,6 +153,14 @@ def test_litellm_passes_tools_and_schemas(agent):
 
 def test_openai_parses(agent):
     assert run_python("openai", OPENAI, API=agent.api) == [IDA, IDA]
+
+
+def test_openai_sends_the_result_of_a_call(agent):
+    assert run_python("openai", ROUND, API=agent.api) == {
+        "reasons": ["tool_calls", "stop"],
+        "calls": [["get_weather", {"city": "Tokyo"}]],
+        "text": "It is sunny in Tokyo, 21 degrees.",
+    }
 
 
 def test_instructor_gets_objects_by_schema_and_by_tool(agent):
