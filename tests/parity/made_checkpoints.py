@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dist_aclgraph.device import emulator
 from tests.checkpoints import make_reference
+from tests.int4_checkpoints import compressed_config, packed_ints, rewrite
 
 SEED, COUNT, REFUSED_EACH = 29, 64, 8
 MADE = (
@@ -34,7 +35,8 @@ MADE = (
     "DeepseekV3ForCausalLM",
     "DeepseekV2ForCausalLM",
 )
-CONTEXT, ORIGINAL = 256, 64
+CONTEXT, ORIGINAL, LONGER = 256, 64, 300
+NUM_TOKENS = 6
 # Suffixes of the names of layers' matrices; MiniMax numbers the matrices of an expert.
 MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 BLOCK = 128  # rows and columns of a matrix that share an FP8 scale
@@ -59,7 +61,7 @@ class Made:
         sizes: settings of the model in transformers, which determine the shapes of its weights.
         keys: keys of config.json, which replace the keys that transformers writes.
             rope_parameters is removed.
-        scales: type of the scales of FP8 weights; None means float weights.
+        quantised: type of the scales of FP8 weights, or INT4; None means float weights.
         deployment: keys of the deployment's configuration.
         refusal: a part of the error's message; None means that the tokens must equal those of
             transformers.
@@ -72,7 +74,7 @@ class Made:
     lengths: tuple[int, ...]
     dtype: torch.dtype
     shard_size: str
-    scales: torch.dtype | None
+    quantised: torch.dtype | str | None
     deployment: Keys
     refusal: str | None = None
 
@@ -115,6 +117,11 @@ ROPES = {
     "yarn, mscale": Rope(lambda dim: yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=16)),
     "yarn, not truncated": Rope(lambda dim: yarn(truncate=False)),
     "dynamic": Rope(lambda dim: DYNAMIC, max_len=CONTEXT),
+    # transformers computes the embedding for the length of a request, and the service for max_len,
+    # so the prompt and NUM_TOKENS tokens have this length.
+    "dynamic, beyond the context": Rope(
+        lambda dim: DYNAMIC, lengths=(LONGER - NUM_TOKENS,), max_len=LONGER
+    ),
     "longrope, short": Rope(longrope, lengths=(3, 20, 41)),
     "longrope, long": Rope(longrope, lengths=(70, 90, 120), max_len=CONTEXT),
 }
@@ -150,7 +157,9 @@ EXPERTS: tuple[Keys, ...] = (
 )
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SCALES = (None, None, torch.float8_e8m0fnu, torch.float32, None, torch.bfloat16)
+INT4 = "int4"  # attention in groups of four bits, as compressed-tensors stores them
+QUANTISED = (None, None, torch.float8_e8m0fnu, torch.float32, INT4, torch.bfloat16, None)
+GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -187,7 +196,7 @@ def make_all(seed: int = SEED) -> list[Made]:
     architectures = [MADE[i % len(MADE)] for i in range(COUNT)]
     axes = zip(
         architectures, deal(list(ROPES)), deal(HEADS), deal(WINDOWS), deal(LATENT_EXPERTS),
-        deal(EXPERTS), deal(MODES), deal(DTYPES), deal(SCALES), deal(("1MB", "90KB")),
+        deal(EXPERTS), deal(MODES), deal(DTYPES), deal(QUANTISED), deal(("1MB", "90KB")),
         deal((503, 512, 97)), deal((True, False)), deal((True, False)), deal((1, 2)),
         strict=False,
     )  # fmt: skip
@@ -197,7 +206,7 @@ def make_all(seed: int = SEED) -> list[Made]:
         made[index] = replace(
             one,
             keys={**one.keys, **refusal.keys},
-            scales=None,
+            quantised=None,
             deployment={**one.deployment, **refusal.deployment},
             refusal=refusal.says,
         )
@@ -214,7 +223,7 @@ def _make(
     experts: Keys,
     mode: str,
     dtype: torch.dtype,
-    scales: torch.dtype | None,
+    quantised: torch.dtype | str | None,
     shard_size: str,
     vocab_size: int,
     ties: bool,
@@ -234,6 +243,7 @@ def _make(
     keys: Keys = {}
     if architecture.startswith("Deepseek"):
         head_dim, num_heads = 64, 4
+        quantised = None if quantised == INT4 else quantised
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 48}
         if architecture == "DeepseekV3ForCausalLM":
             sizes |= latent_experts
@@ -263,10 +273,11 @@ def _make(
         sizes=sizes,
         keys={**keys, **scheme.keys(head_dim)},
         lengths=scheme.lengths,
-        dtype=torch.float32 if scales else dtype,
+        dtype=torch.float32 if quantised else dtype,
         shard_size=shard_size,
-        scales=scales,
+        quantised=quantised,
         deployment={
+            "dtype": "bfloat16" if quantised == INT4 else "float32",
             "parallel": {"tp": tp},
             "max_model_len": scheme.max_len,
             "graph": {"mode": mode},
@@ -274,28 +285,37 @@ def _make(
     )
 
 
-def write(made: Made, directory: Path) -> Path:
-    """Write a checkpoint; return the directory of the same model that transformers can read."""
+def write(made: Made, directory: Path) -> tuple[Path, Path]:
+    """Write a checkpoint; return its directory, and that of the same model for transformers."""
     model = make_reference(made.architecture, **made.sizes).to(made.dtype)
-    model.save_pretrained(directory, max_shard_size=made.shard_size if not made.scales else "1GB")
+    shard_size = "1GB" if made.quantised else made.shard_size
+    model.save_pretrained(directory, max_shard_size=shard_size)
     path = directory / "config.json"
     written = json.loads(path.read_text())
     del written["rope_parameters"]
     config = {**written, **made.keys}
     path.write_text(json.dumps(config))
-    if made.scales is None:
-        return directory
+    if made.quantised is None:
+        return directory, directory
+    if isinstance(made.quantised, str):
+        keys = compressed_config(GROUP) | {"ignore": ["lm_head", "re:.*mlp.*"]}
+        return rewrite(
+            directory,
+            directory,
+            lambda module: (GROUP, packed_ints) if "self_attn" in module else None,
+            config={"quantization_config": keys},
+        )
     reference = directory / "reference"
     reference.mkdir()
     (reference / "config.json").write_text(json.dumps(config))
-    write_fp8(directory, reference, made.scales)
+    write_fp8(directory, reference, made.quantised)
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     }
     path.write_text(json.dumps(config))
-    return reference
+    return directory, reference
 
 
 def write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
