@@ -92,5 +92,5 @@ def last_change_s(path: Path) -> float:
 
 
 def file_name(text: str) -> str:
-    """Return a text as a part of a file name."""
+    """Return the text in a form that may be part of a file name; `-` replaces other characters."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:MAX_NAME_CHARS] or "model"

@@ -1,9 +1,9 @@
 """Read calls back from prompts: ``python -m tools.calls_of_templates DIR...``.
 
 A DIR is a checkpoint with a tokenizer_config.json, or a folder of templates (*.jinja). Each
-template renders conversations in which the assistant has called tools. The reader of the format
-that the service chooses for the template must read the same calls from the assistant's turn,
-because a model writes its calls as its template does.
+template renders conversations in which the assistant has called tools. For each template the
+service chooses a format. The parser of this format must find the same calls in the assistant's
+turn, because a model writes its calls as its template does.
 """
 
 from __future__ import annotations

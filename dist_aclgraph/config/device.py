@@ -53,9 +53,9 @@ class FaultConfig(Section):
     )
     file: str = Field(
         "",
-        description="path of a file that starts a fault in running workers. The file contains "
-        "words such as fault_op=aclnnMm fault_kind=stall (see emulator/README.md). "
-        "The worker with the fault removes the file",
+        description="path of a file. If you create this file, the fault that it describes happens "
+        "in a worker that already runs. The file contains words such as fault_op=aclnnMm "
+        "fault_kind=stall (see emulator/README.md). The worker with the fault removes the file",
     )
 
 

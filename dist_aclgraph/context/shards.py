@@ -40,7 +40,7 @@ class Shards:
 
     @property
     def tokens_per_block(self) -> int:
-        """Number of a request's tokens in the blocks of one block id, all shards together."""
+        """How many tokens of a request one block id holds, on all shards together."""
         return self.block_size * self.count
 
     def owners(self, positions: IntArray) -> IntArray:

@@ -76,7 +76,7 @@ class Lark:
         self._rules.append(f"// {name}")
 
     def json(self, schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
-        """Return an expression for JSON that matches a schema.
+        """Return a grammar expression that accepts the JSON texts that fit a schema.
 
         Args:
             options: see ``StructuredOutputs.json_options``.

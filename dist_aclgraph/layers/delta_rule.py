@@ -76,8 +76,9 @@ class DeltaRule(Protocol):
 class FusedDeltaRule:
     """CANN's operators. All inputs, results and states except ``g`` are bfloat16.
 
-    ``g`` has one number for each head. torch_npu 2.13 documents that decays of channels (``gk``)
-    are not supported yet; for prompts, it has no operator with such decays.
+    ``g`` has one number for each head. torch_npu 2.13 has no support for one decay per channel: for
+    direct requests, its documentation says that the argument ``gk`` is not supported yet; for
+    prompts, the operator has no such argument.
     """
 
     state_dtype = torch.bfloat16

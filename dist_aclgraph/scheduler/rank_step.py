@@ -66,7 +66,7 @@ class NewTokens(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each sampled request has one token and nothing else."""
+        """Whether each sampled request gets one token, and no other result such as an embedding."""
         return (
             self.counts is None
             and not len(self.non_finite)

@@ -19,7 +19,8 @@ class PromptShare:
     Attributes:
         rank: the rank that uses this share.
         written: [ranks * num_tokens], slots in this rank's cache for the new KV of the tokens of
-            all ranks. A token that all ranks run has a slot only in this rank's part of the array.
+            all ranks. The array has one part for each rank. If all ranks run a token, only this
+            rank's part has a slot for it.
         positions: [ranks * num_tokens], positions of the same tokens.
         owners: [num_places], the rank that runs the token at each place.
         landings: [num_places], index of the token at each place among the owner's tokens.

@@ -19,7 +19,12 @@ ASLEEP_S = 60.0
 
 
 class SilentWorker:
-    """Answers no commands. Reports its status, unless ``waits`` is None."""
+    """A worker that carries out no command. It answers a ping with its status.
+
+    Args:
+        waits: whether the status says that the worker waits for its device; None if the worker does
+            not answer pings in time either.
+    """
 
     def __init__(self, waits: bool | None) -> None:
         self._waits = waits

@@ -107,7 +107,10 @@ except httpx.HTTPError as e:
 
 
 class Hosts:
-    """A head without NPUs, and two hosts with two NPUs each. On all three, Ray is restarted."""
+    """A head without NPUs, and two hosts with two NPUs each.
+
+    On each of the three, a shell loop starts Ray again whenever Ray ends.
+    """
 
     def __init__(self, made: list[Node], logs: Path) -> None:
         self.head, *self.others = made

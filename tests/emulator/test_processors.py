@@ -1,5 +1,7 @@
-"""The emulator on aarch64. With a compiler for aarch64, the code for processors is compiled. With a
-user-mode QEMU, the program also runs.
+"""The part of the emulator that differs between CPU types also works on aarch64.
+
+If a compiler for aarch64 is installed, the tests compile this part. If a user-mode QEMU is
+installed, the tests also run the compiled program.
 """
 
 import shutil

@@ -163,7 +163,13 @@ class Direct:
 
 @dataclass
 class Prompt:
-    """A part of a prompt, which begins in slot ``source`` (None: without a state)."""
+    """A part of a prompt.
+
+    Attributes:
+        slot: where the state after the last token is stored.
+        source: the slot with the state before the first token; None for a part that begins without
+            a state.
+    """
 
     rows: Tensor
     slot: int

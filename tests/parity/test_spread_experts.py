@@ -1,4 +1,4 @@
-"""With layouts of models with experts, tokens equal those of transformers.
+"""In each tested parallel layout, models with experts give the same tokens as transformers.
 
 Not every combination is tried, but each pair of values of two axes occurs in some layout.
 """

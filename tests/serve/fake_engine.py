@@ -156,7 +156,7 @@ class FakeEngine:
         self._told: GroupList | None = None
         self.others_tokens = 0
         self.last_beat = Beat()
-        self._numbers: dict[bytes, int] = {}  # number of the last deltas, by client
+        self._numbers: dict[bytes, int] = {}  # of the last ``Deltas``, by client
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
         self._context = zmq.Context()

@@ -20,7 +20,7 @@ NAME = "dist_aclgraph"
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 TOP, CONFIG = "(top)", "config"  # the files beside the folders, and the configuration
 ROOT = PACKAGE.parent
-BESIDE = ("benchmarks", "tools")  # folders beside the package, which is shipped without them
+BESIDE = ("benchmarks", "tools")  # folders next to the package; they are not shipped with it
 
 
 @dataclass(frozen=True)

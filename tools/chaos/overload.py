@@ -32,7 +32,7 @@ from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 
 PATH = "/v1/completions"
-# Tokens of an answer: of a usual request, of a stalled client's request, of a reader's request.
+# Length of an answer in tokens: to a usual request, to a client that stalls, and to a reader.
 TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600
 NUM_PLACES, NUM_WAITING = 72, 8
 NUM_READERS, NUM_STALLED = 8, 64

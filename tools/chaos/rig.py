@@ -268,7 +268,7 @@ class Rig:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
             return []
-        with contextlib.suppress(ProcessLookupError):  # the process has ended with its group
+        with contextlib.suppress(ProcessLookupError):  # the whole group has already ended
             os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
         return [victim] if kind in STOPS else []
 

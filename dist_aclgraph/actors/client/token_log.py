@@ -62,7 +62,10 @@ class OpenRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request may be the cause of a death: it got no token after the death."""
+        """Whether this request may have ended its engine.
+
+        A request is a suspect from the death of its engine until it gets a new token.
+        """
         return self.num_deaths > 0
 
     def see_death(self, now_s: float, *, is_proof: bool) -> None:

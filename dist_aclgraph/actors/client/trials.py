@@ -58,7 +58,7 @@ class Trials:
         self._running.update(request_ids)
 
     def begin_turn(self, has_engine: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Remove and return the requests of the next turn; empty while a turn is running.
+        """Remove and return the requests of the next turn; return no requests while a turn runs.
 
         The order is: requests that lost one engine; then requests that lost several engines, one
         request in each turn; then all requests that lost no engine.

@@ -127,7 +127,7 @@ class ConnectedRay:
 
 
 class LocalRay(ConnectedRay):
-    """A Ray that this process has started. Owns its processes, and the starter of its workers.
+    """A Ray that this process has started. Owns Ray's processes, and the starter of Ray's workers.
 
     Args:
         daemons: names of Ray's daemons, by process id.

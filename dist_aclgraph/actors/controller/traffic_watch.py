@@ -32,10 +32,10 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 
 
 class TrafficWatch:
-    """Owns the traffic of the groups that share one plan, and asks these groups to change the plan.
+    """Records the traffic of the groups that share one plan, and lets them change to a better plan.
 
-    A watch never waits for a group: one call of ``look`` asks the groups, and a later call collects
-    the answers.
+    A watch never waits for a group: one call of ``look`` asks the groups for their traffic, and a
+    later call collects the answers.
     """
 
     def __init__(self, planner: Planner, groups: Sequence[LockstepGroup]) -> None:

@@ -175,8 +175,8 @@ class EngineLoop:
     def drain(self, version: int, timeout_s: float) -> bool:
         """Wait until all requests have ended, and all clients use this version of the group list.
 
-        Clients that use this version send no requests to this engine. Returns False after
-        ``timeout_s``.
+        The list of this version says that this engine's group drains, so clients that use the list
+        send no requests to this engine. Returns False after ``timeout_s``.
         """
         self._drains_from = version
         return self._drained.wait(timeout_s)

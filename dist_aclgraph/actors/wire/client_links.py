@@ -182,7 +182,8 @@ class ClientLinks:
     def have_confirmed(self, version: int) -> bool:
         """Return whether all clients use this version of the list or a later version. Any thread.
 
-        If so, the events for the loop contain all requests that were routed by earlier versions.
+        If so, the queue of events for the loop already contains every request that a client sent
+        while it used an earlier version.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 

@@ -49,8 +49,8 @@ class RemotePeers:
         self.num_workers = 0
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
-        # Several workers subscribe to the same topic. Only VERBOSER reports each subscription, and
-        # each end of a subscription.
+        # Several workers subscribe to the same topic. Only the option XPUB_VERBOSER reports every
+        # subscribe and every unsubscribe.
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
         self._plans.setsockopt(zmq.LINGER, 0)

@@ -13,7 +13,7 @@ from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 
 MAX_STRINGS = 1 << 14
-# Fields of chats and completions that ask for a form.
+# Fields of chats and completions that demand an output format, e.g. a JSON schema or a pattern.
 FIELDS = (
     "response_format",
     "structured_outputs",
@@ -134,7 +134,7 @@ def _check_size(data: bytes, param: str) -> None:
 
 
 def field_of_form(body: Body) -> str:
-    """Return the name of the field that asks for a form, for errors."""
+    """Return the name of the field that demands an output format, for error messages."""
     for name in FIELDS:
         value = getattr(body, name)
         if value and (isinstance(value, str) or bytes(value) not in _NOTHING):

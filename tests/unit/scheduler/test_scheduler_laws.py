@@ -349,7 +349,8 @@ class World:
             assert logits == sorted(logits, reverse=True), "a graph samples its first rows"
         assert len(kinds) == 1
         is_small = max(len(batch.scheduled) for batch in plan.batches) <= 4 * 16
-        if plan.exchange != "all_gather":  # the step is not a repetition of a void step
+        # A void step is repeated with all_gather, and without a graph.
+        if plan.exchange != "all_gather":
             assert (plan.graph is not None) == (kinds == {False} and is_small)
 
     def check_end(self, arrived: dict[int, Arrival]) -> None:
