@@ -1,4 +1,4 @@
-"""Packages that only some commands need."""
+"""Checks that packages are installed that only some commands need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of this process: its lines, and the files to which they are written.
+"""The log of this process: the format of its lines, and the files to which they are written.
 
 Modules write with ``logging.getLogger(__name__)``. An event is a line that programs can read: it
 has a stable name, and values with names. ``docs/operate/logs.md`` lists the events.

@@ -27,7 +27,7 @@ JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The form that an answer must have. Exactly one of the first six fields is set.
+    """The output format that a request demands. Exactly one of the first six fields is set.
 
     The fields have the names of vLLM's ``StructuredOutputsParams``.
 
@@ -42,7 +42,7 @@ class StructuredOutputs:
             blanks or newlines in a row.
         disable_any_whitespace: whether the grammar of JSON fixes all white space.
         has_free_text: whether the answer may contain any text beside calls. Stop strings end only
-            such text, because an answer that ends by "stop" must have its form.
+            such text, because an answer that ends by "stop" must have its format.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -106,7 +106,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """The form that an output must have, in tokens of the model's vocabulary.
+    """The output format of a request, in tokens of the model's vocabulary.
 
     Attributes:
         grammar: a grammar of llguidance; empty allows every text.
@@ -170,10 +170,10 @@ class SamplingParams:
         output_kind: has no effect, because `LLM` returns whole outputs only.
         truncate_prompt_tokens: `LLM` uses this number of tokens from the end of the prompt; -1
             uses as many as fit in the context together with the output.
-        structured_outputs: the form that the answer must have.
+        structured_outputs: the format that the answer must have.
         thinking_tokens: maximum number of tokens of reasoning. After this number, the reasoning
             ends.
-        structure: the form of the output, made from other parameters (``text/structure.py``).
+        structure: the output format, made from other parameters (``text/structure.py``).
         returns_embedding: whether the answer is the hidden state after the prompt's last token, in
             place of text. ``LLM.embed`` sets this.
     """

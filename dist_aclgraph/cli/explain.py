@@ -1,4 +1,4 @@
-"""``dist-aclgraph explain``: which rank of a group stopped, and which ranks waited for it."""
+"""``dist-aclgraph explain`` shows which rank of a group stopped, and which ranks waited for it."""
 
 from __future__ import annotations
 

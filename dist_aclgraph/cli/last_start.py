@@ -1,4 +1,4 @@
-"""Stores the report of the last start. ``doctor`` shows its facts, which only a start reveals."""
+"""Stores the report of the last start, because ``doctor`` shows facts that only a start finds."""
 
 from __future__ import annotations
 

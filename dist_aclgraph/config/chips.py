@@ -1,6 +1,7 @@
 """The chips that plans support, by CANN's names, and the order of CANN's versions.
 
-The memory of a chip is the total that torch reports. Driver and firmware use the other memory.
+The memory of a chip is the total that torch reports. Driver and firmware use the rest of the chip's
+memory.
 Source: logs in public issues of vllm-ascend. The logs show 65,452,113,920 bytes or some MiB more
 for dies of 64 GB, and 29.50 GiB for an Ascend910B4.
 """

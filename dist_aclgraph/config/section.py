@@ -6,7 +6,7 @@ import pydantic
 
 
 class Section(pydantic.BaseModel):
-    """A part of the configuration: frozen, and closed to unknown keys."""
+    """A part of the configuration. It is immutable, and refuses unknown keys."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False

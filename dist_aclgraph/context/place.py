@@ -1,4 +1,4 @@
-"""The place of a rank among the ranks that share the context of the same requests."""
+"""The indices of a rank in context parallelism: its shard of KV caches, its share of prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dist_aclgraph.context.shards import Shards
 
 @dataclass(frozen=True)
 class ContextPlace:
-    """A rank's place.
+    """The indices of one rank in context parallelism.
 
     Attributes:
         shards: how the caches of requests are divided.

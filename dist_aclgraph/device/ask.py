@@ -1,5 +1,5 @@
-"""The properties of an NPU of this machine. A short-lived child process reads the properties, so
-that neither a plan nor Ray's driver process opens a device.
+"""Reads the properties of an NPU of this machine in a short-lived child process, so that neither
+a plan nor Ray's driver process opens a device.
 """
 
 from __future__ import annotations

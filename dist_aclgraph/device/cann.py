@@ -1,4 +1,4 @@
-"""Whether CANN's libraries can be loaded, and the remedy if they cannot. This module does not
+"""Finds out whether CANN's libraries can be loaded; if not, names the remedy. This module does not
 import torch.
 """
 

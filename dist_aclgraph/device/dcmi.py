@@ -1,4 +1,4 @@
-"""PCI addresses of this machine's NPUs, from the driver's management library (DCMI).
+"""Reads the PCI addresses of this machine's NPUs from the driver's management library (DCMI).
 
 The library is loaded in this process, and no device is opened. torch_npu reads the addresses in the
 same way (NPUInterruptAffinity.cpp).

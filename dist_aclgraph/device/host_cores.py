@@ -1,4 +1,4 @@
-"""Cores of the host for the rank of each NPU, near the NPU's PCI function.
+"""Chooses the host's cores on which each NPU's rank runs; the cores are near the NPU.
 
 Every rank computes the shares of all NPUs of its host from the same files, so that shares are
 disjoint without communication, also between containers: in a container, the kernel's files show the

@@ -1,4 +1,4 @@
-"""The device of this machine, and the emulator's settings; this module does not import torch."""
+"""Finds this machine's device, and makes the emulator's settings. Does not import torch."""
 
 from __future__ import annotations
 

@@ -19,9 +19,11 @@ ALIGNED_BYTES = 64
 
 
 class _Part:
-    """Attributes:
-    is_left: whether copies of this part may still run. If so, ``sent`` was recorded after these
-        copies.
+    """A part of the pinned memory.
+
+    Attributes:
+        is_left: whether copies of this part may still run. If so, ``sent`` was recorded after these
+            copies.
     """
 
     def __init__(self, sent: Any) -> None:

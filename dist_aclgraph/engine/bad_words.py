@@ -24,8 +24,7 @@ class Forbidden(NamedTuple):
     Attributes:
         places: index of the place; tokens: the forbidden token.
         before: the token after which ``tokens`` is forbidden; -1 if the host has already found it.
-        coming: for the actual token before ``tokens``, its index among the tokens that a step in
-            flight samples.
+        coming: index of the actual previous token among the tokens that a step in flight samples.
     """
 
     places: IntArray

@@ -1,4 +1,4 @@
-"""Copies drafts to the host, where the masks of the next step depend on them."""
+"""Copies drafts to the host, which needs them to compute the masks of the next step."""
 
 from __future__ import annotations
 

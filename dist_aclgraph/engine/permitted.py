@@ -1,4 +1,4 @@
-"""Finds out whether a request's token lists permit any token that the form of its answer allows.
+"""Finds out whether a request's token lists permit any token that its output format allows.
 
 The device applies the lists ``allowed_token_ids`` and ``bad_words``. If the lists and the form
 together forbid every token, a sampled token is meaningless.

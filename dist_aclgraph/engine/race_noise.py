@@ -1,4 +1,6 @@
-"""Random numbers of a race between tokens, as a function of (seed, position, token).
+"""Random numbers for the exponential race that draws a token (ADR 13).
+
+Each number is a function of (seed, position, token).
 
 The numbers are the same on every rank, in any batch and after a retry. The host sends one key per
 place; the device computes the numbers of all tokens from it.

@@ -1,4 +1,4 @@
-"""Grammars of calls, in the language of Lark as llguidance extends it.
+"""Builds grammars for calls of tools, in llguidance's extension of the language of Lark.
 
 A grammar makes the model call tools, and makes the arguments match a schema. Markers that are
 tokens are named by their ids, because no text can match them.

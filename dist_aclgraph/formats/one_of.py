@@ -1,4 +1,4 @@
-"""``oneOf`` in JSON schemas: whether at most one branch can match, so that it means ``anyOf``.
+"""Finds out whether ``oneOf`` in a JSON schema may be read as ``anyOf``.
 
 llguidance supports only ``anyOf``. A value that matches two branches of ``oneOf`` is invalid, so
 ``oneOf`` may be read as ``anyOf`` only where no value matches two branches.

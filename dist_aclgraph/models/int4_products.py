@@ -1,4 +1,4 @@
-"""Puts matrices of four bits into the form that the operators need, and makes their products."""
+"""Converts matrices of four bits to the layout of the operators, and makes products with them."""
 
 from __future__ import annotations
 

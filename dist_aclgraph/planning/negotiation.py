@@ -39,7 +39,7 @@ NAMED_RANKS = 8  # An error message names at most 8 ranks, and counts the others
 
 @dataclass(frozen=True)
 class RankLimit:
-    """The smallest of all ranks' limits on one resource; its owner is a rank or the group."""
+    """The smallest limit of any rank on one resource. ``owner`` is that rank, or the group."""
 
     limit: Limit
     owner: str

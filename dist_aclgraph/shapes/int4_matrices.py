@@ -1,4 +1,4 @@
-"""Which matrices of a decoder have four bits, and in how many of its layers."""
+"""Finds out which matrices of a decoder have four bits, and in how many layers."""
 
 from __future__ import annotations
 

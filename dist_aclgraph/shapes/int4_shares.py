@@ -1,4 +1,4 @@
-"""Whether the ranks of a layout can share a model's matrices of four bits."""
+"""Checks whether the ranks of a layout can share a model's matrices of four bits."""
 
 from __future__ import annotations
 

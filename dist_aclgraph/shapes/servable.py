@@ -1,4 +1,4 @@
-"""Whether a deployment of a supported decoder can be served with its configuration."""
+"""Checks whether a supported decoder can be served with a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint, and whether they are complete.
+"""Finds the safetensors files of a checkpoint, and checks that they are complete.
 
 Only headers are read, so a missing or truncated file is found before anything is started.
 """

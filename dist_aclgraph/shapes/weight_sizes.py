@@ -37,8 +37,11 @@ class WeightPart(NamedTuple):
 
 
 class _Others(NamedTuple):
-    """Numbers of elements that are in no matrix of ``matrices_of``: of the usual type, and in
-    float32.
+    """Numbers of elements outside the matrices of ``matrices_of``.
+
+    Attributes:
+        usual: elements of the usual type.
+        floats: elements in float32.
     """
 
     usual: int = 0

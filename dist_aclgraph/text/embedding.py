@@ -1,4 +1,4 @@
-"""Embeddings of a model's hidden states."""
+"""Makes embeddings from a model's hidden states."""
 
 from __future__ import annotations
 

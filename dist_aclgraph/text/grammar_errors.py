@@ -1,4 +1,4 @@
-"""The errors of llguidance as sentences for clients."""
+"""Turns errors of llguidance into sentences for clients."""
 
 from __future__ import annotations
 

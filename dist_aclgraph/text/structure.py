@@ -1,5 +1,5 @@
-"""Converts a request's schema, pattern or grammar to a checked grammar, which determines the form
-of the answer.
+"""Converts a request's schema, pattern or grammar to a checked grammar, which determines the output
+format.
 """
 
 from __future__ import annotations

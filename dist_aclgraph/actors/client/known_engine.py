@@ -1,4 +1,4 @@
-"""A client's view of the deployment's engines and of their capacity."""
+"""What a client knows about the deployment's engines and their capacity."""
 
 from __future__ import annotations
 

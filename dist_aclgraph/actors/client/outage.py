@@ -49,7 +49,7 @@ class Recovery:
     """How a client waits for a group.
 
     Attributes:
-        ask: returns an outlook; may take long. If it raises, the outage ends as a failure.
+        ask: returns an outlook; may take long. If it raises an error, all waiting requests fail.
         wait_s: how long a request waits for a group.
     """
 

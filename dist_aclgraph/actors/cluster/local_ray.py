@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConnectedRay:
-    """The Ray to which this process is connected, and whose death it notices.
+    """The Ray to which this process is connected. This object notices when Ray dies.
 
     The death of a daemon is noticed at once. A daemon that hangs is noticed after ``silent_s``.
 

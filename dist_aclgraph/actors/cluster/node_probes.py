@@ -34,7 +34,7 @@ class OpenPorts:
 
 
 class NodeProbe:
-    """The actor on one node."""
+    """The actor that answers the questions on one node."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []

@@ -39,7 +39,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Handover:
-    """The values for the next controller, if this controller died now."""
+    """The values that the next controller would take over if this controller died now."""
 
     config: Config
     num_groups: int

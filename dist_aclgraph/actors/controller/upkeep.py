@@ -34,7 +34,7 @@ SWEEP_S = 10.0
 
 
 class Change(Protocol):
-    """A change of the groups that was started."""
+    """A change of the groups that runs now, or that has ended."""
 
     def is_alive(self) -> bool:
         """Whether the change is still running."""
@@ -48,7 +48,7 @@ def begin_thread(change: Callable[[], None]) -> Change:
 
 
 class Upkeep:
-    """Owns the times of the last tries, and the restart budget.
+    """Does the regular work. Owns the thread, the running change, and the restart budget.
 
     Args:
         on_service: called by every ``look``; the argument says whether a group serves.
@@ -58,7 +58,7 @@ class Upkeep:
             asked.
 
     Attributes:
-        trouble: why the last try to replace a missing group failed; "" if no group is missing.
+        trouble: why the last attempt to replace a missing group failed; "" if no group is missing.
     """
 
     def __init__(

@@ -134,16 +134,16 @@ class SharedHeartbeat:
 
 
 class Lease:
-    """Says whether this process (the holder) may act in its place. All methods: any thread.
+    """Says whether this process (the holder) may act, e.g. as a group's engine. Any thread.
 
-    The process that gave the place (the giver) renews the lease with numbered questions. The giver
+    The process that gave the lease (the giver) renews the lease with numbered questions. The giver
     sends a question after the previous question was answered. The lease begins with the first
     question. After ``limit_s`` without a question, the lease is not held, and the holder does
     nothing. After ``2 * limit_s``, the lease is over.
 
-    If the holder was stopped, the giver may have given the place to another process in that time.
-    The first question after the stop may have been sent before that. So only the second question
-    after the stop renews the lease.
+    While the holder is stopped, the giver may replace the holder by another process. The first
+    question after the stop may have been sent before that. So only the second question after the
+    stop renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
@@ -180,7 +180,7 @@ class Lease:
             return self._renewed_s is None or now_s - self._renewed_s <= self._limit_s
 
     def give_back(self) -> None:
-        """Give up the place and the lease. ``leave_with`` then does not end the process."""
+        """Give the lease back. ``leave_with`` then does not end the process."""
         self.is_given_back = True
 
     def look(self) -> bool:

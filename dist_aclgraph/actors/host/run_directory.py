@@ -1,4 +1,4 @@
-"""A private directory for socket files, which has a short path. Only this user may enter it.
+"""A directory for socket files. Only this user may enter it. Paths of sockets must be short.
 
 The owner holds a lock in the directory until the owner ends. A process id would not show whether
 the owner is alive, because several containers may share one temporary folder, and each container

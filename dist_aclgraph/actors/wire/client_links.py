@@ -49,7 +49,7 @@ UNHELD_S = 0.01  # seconds between two checks of the lease, while clients may no
 
 
 class LoopAnswers(Protocol):
-    """The loop's state for the I/O thread. All methods may be called at any time, on any thread."""
+    """The state of the loop, which the I/O thread reads. Any thread may call all methods."""
 
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""

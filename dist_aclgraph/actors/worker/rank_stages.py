@@ -2,8 +2,8 @@
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
-``LoadedRank``, which may join another group. Heavy imports are inside the functions, because
-torch_npu reads the environment once, during its import, and Ray must set the environment before.
+``LoadedRank``, which may join another group. torch_npu reads the environment once, during its
+import. Ray must set the environment before that, so heavy imports are inside the functions.
 """
 
 from __future__ import annotations

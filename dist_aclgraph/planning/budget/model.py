@@ -1,4 +1,4 @@
-"""The interface of a budget model: itemised prices, and limits of the numbers of buckets."""
+"""The interface of a budget model, which itemises prices and limits the numbers of buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares products with 4-bit weights with the host. Hidden size and groups are Kimi K2's."""
+"""Compares products of 4-bit weights to the host's. Hidden size and groups are Kimi K2's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the layers' operator calls, with shapes of published models, with the host.
+"""Compares operators with the host, at the shapes of published models.
 
 The operators are called with ``torch.ops.npu``, as in the layers.
 """

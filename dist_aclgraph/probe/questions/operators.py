@@ -1,4 +1,4 @@
-"""Compares operators of layers and sampler, with shapes of published models, with the host."""
+"""Compares operators of layers and sampler with the host, at the shapes of published models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about rules of other operators: calls that CANN's documents exclude, with zeros."""
+"""Questions about operators other than attention: calls that CANN's documents exclude."""
 
 from __future__ import annotations
 

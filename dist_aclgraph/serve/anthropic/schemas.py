@@ -1,4 +1,4 @@
-"""JSON schemas of request fields that are counted before they are decoded, for OpenAPI."""
+"""JSON schemas, for OpenAPI, of request fields whose items are counted before decoding."""
 
 from __future__ import annotations
 

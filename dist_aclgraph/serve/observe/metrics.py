@@ -246,7 +246,7 @@ class Metrics:
 
 
 class _Collected(CollectorRegistry):
-    """Metrics that were collected earlier, as a collector for the library's text format."""
+    """Gives the library, which writes the text format, metrics that were collected earlier."""
 
     def __init__(self, found: list[Metric]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reads the form of an answer from requests in the style of OpenAI, vLLM and SGLang."""
+"""Reads the output format from requests in the style of OpenAI, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _JsonSchema(Body, kw_only=True):
 
 
 class ResponseFormat(Body, kw_only=True):
-    """The form of an answer, in the fields of OpenAI's API."""
+    """The output format, in the fields of OpenAI's API."""
 
     PARTS: ClassVar = {"json_schema": _JsonSchema}
 
@@ -45,7 +45,7 @@ class ResponseFormat(Body, kw_only=True):
 
 
 class TextFormat(Body, kw_only=True):
-    """The form of an answer, in the fields of the Responses API."""
+    """The output format, in the fields of the Responses API."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema: Raw = Raw()
@@ -55,7 +55,7 @@ class TextFormat(Body, kw_only=True):
 
 
 class Structured(Body, kw_only=True):
-    """The form of an answer, in vLLM's fields."""
+    """The output format, in vLLM's fields."""
 
     json: Raw = Raw(b"")
     regex: str | None = None

@@ -1,4 +1,4 @@
-"""Lets two processes hold each connection and its journal, so that both outlive one process.
+"""Two processes hold each connection and its journal, so that both outlive the ingress.
 
 The supervisor (``ConnectionHolder``) starts the process that serves HTTP. The serving process
 (``HolderLink``) sends the supervisor two descriptors for each connection: of the connection and of
