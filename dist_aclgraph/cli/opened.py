@@ -1,7 +1,7 @@
 """The files that ``dist-aclgraph serve`` reads, and the sockets that it opens, before it starts.
 
-The sockets stay open until the service ends, so that each next owner and each next ingress uses the
-same sockets.
+The sockets stay open until the service ends, so that every later owner and ingress uses the same
+sockets.
 """
 
 from __future__ import annotations

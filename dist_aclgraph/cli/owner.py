@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
 SILENT_S = 30.0  # time limit of a check of the deployment
 FAILED_S = 2.0  # after the deployment has failed, requests get their errors within this time
-LEAVE_S = 5.0  # after it has drained, an ingress must end within this time
+LEAVE_S = 5.0  # an ingress that has drained must end within this time
 
 Start = Callable[..., Deployment]
 
@@ -133,7 +133,7 @@ def _started(
                 stop()
 
             def report(progress: Any) -> None:
-                signals.take_over()  # again, because Ray has replaced the handlers
+                signals.take_over()  # a second time, because Ray has replaced the handlers
                 if signals.received:
                     raise _Stopping
                 answers.progress = f"the deployment is being started: {progress}"

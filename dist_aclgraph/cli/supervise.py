@@ -196,8 +196,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
-                # The backoff counts a pause from the previous end, so after a long run no pause is
-                # left.
+                # The backoff's pause begins at the previous end, so it is over after a long run.
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None

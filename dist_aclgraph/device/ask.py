@@ -14,7 +14,7 @@ from dist_aclgraph.config import Config
 from dist_aclgraph.environment import python_environment
 from dist_aclgraph.errors import DeviceError, DistAclGraphError
 
-ASK_S = 90.0  # limit of importing torch_npu and opening a device
+ASK_S = 90.0  # time limit for importing torch_npu and opening a device
 FIRST = "the first NPU of this machine"
 
 

@@ -318,7 +318,7 @@ def _make(progress: OnProgress | None) -> None:
         quoted = "\n".join(lines[-_QUOTED_LINES:])
         raise EmulatorBuildError(f"building the emulator failed ({' '.join(command)}):\n{quoted}")
     if is_installed():
-        # 265 MB, needed only after a change of the sources
+        # The compiled header has 265 MB, and is needed only after a change of the sources.
         (BUILD / "aten.h.gch").unlink(missing_ok=True)
 
 

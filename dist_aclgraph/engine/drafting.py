@@ -50,7 +50,8 @@ class DraftPass(NamedTuple):
 
 
 RunModule = Callable[[DraftPass], Tensor]  # returns [n, hidden]
-# Returns the rows of [n, hidden] at places, also at places that another rank runs.
+# Arguments: rows [n, hidden], and places. Returns the rows at these places, even if another rank
+# runs the tokens there.
 Collect = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -53,7 +53,7 @@ class Row:
         self._answer: int | None = None  # number of tokens before the answer
         self.complaint = ""
         self._spent_s = 0.0
-        self._num_charged = 0  # number of tokens that ``_spent_s`` is for
+        self._num_charged = 0  # number of tokens whose masks took ``_spent_s``
         self._rewind_phase()
 
     @property

@@ -156,8 +156,8 @@ class ModelRunner:
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
-        # For the decoder and for drafts: number of tokens that experts computed, and number of
-        # tokens without room.
+        # Four counts: the tokens that experts computed, and the tokens without room, both for the
+        # decoder and for drafts.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
         self._num_unplaced = 0  # number of tokens without room, in all steps until now
@@ -564,7 +564,8 @@ class ModelRunner:
         span = self._replays.begin(captured, inputs)
         self._replays.replay(decoder)
         if drafts and self._flights:
-            # Meanwhile the device runs up to the first attention, which waits for lengths.
+            # While the host waits here, the device runs up to the first attention, which waits for
+            # lengths.
             inputs = replace(inputs, kv_lens=inputs.kv_lens + land())
             self._replays.correct(inputs)
         between = partial(answer, "update")

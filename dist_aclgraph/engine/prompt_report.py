@@ -76,7 +76,7 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows
             continue
-        start = query_end - kv_len  # place of the request's position 0 among the step's tokens
+        start = query_end - kv_len  # index that position 0 of the request would have in the step
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())
         reports = [

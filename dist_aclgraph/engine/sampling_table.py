@@ -99,7 +99,8 @@ class SamplingTable:
         self.has_penalties[row] = sampling.has_penalties
         structure = sampling.structure
         may_forbid_all = structure is not None and (sampling.allowed or sampling.biased)
-        is_slow = structure is not None and structure.is_slow  # only the first place has a mask
+        # If the structure is slow, only the first place gets a mask.
+        is_slow = structure is not None and structure.is_slow
         self.may_draft[row] = not (
             sampling.has_penalties or sampling.bad_words or may_forbid_all or is_slow
         )

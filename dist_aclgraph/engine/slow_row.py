@@ -115,6 +115,6 @@ class SlowRow(Row):
         return words, super().error or NO_MATCH
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        if matcher.is_stopped():  # then only the end can follow
+        if matcher.is_stopped():  # then only an end token can follow
             return super()._consume(matcher, token)
         return self._grammars.consume(matcher, token)

@@ -146,7 +146,7 @@ class StepOutput:
         ]
         self._exponent = EXPONENT_OF[dtype]
         self._num_queued = 0
-        # Rows with bad words whose last token is sampled by a step in flight; and these tokens.
+        # The rows with bad words whose latest tokens a step in flight samples; and these tokens.
         self._coming_rows = NO_INTS
         self._coming: Tensor | None = None
         self._stream = runtime().current_stream()

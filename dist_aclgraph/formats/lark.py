@@ -21,7 +21,7 @@ JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
 SPACE = r"[\s\x1c-\x1f]"  # as Python's ``\s``
-ANY_NAME = r"/[\w.$-]+/"  # of a parameter that no schema names
+ANY_NAME = r"/[\w.$-]+/"  # name of a parameter that the schema does not list
 # Keywords of a schema that restrict an object as a whole, and not one of its properties.
 _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
@@ -118,7 +118,7 @@ class Lark:
         inner = f"/{_escaped(pattern)}/"
         if texts := self._spelled(excluded):
             inner = f"({inner} & ~/(.|\\n)*({_any_of(texts)})(.|\\n)*/)"
-        # The pattern matches as much as possible, so the text after it must be a part of it.
+        # The pattern matches as much as possible, so the pattern must include the text after it.
         name = self._terminal(f"{inner} {_quoted(first)}" if first else inner)
         return f"{name} {self.text(rest)}" if rest else name
 

@@ -28,7 +28,7 @@ from dist_aclgraph.formats.events import (
 )
 
 T = TypeVar("T")
-Scan: TypeAlias = Generator[None, None, T]  # the result of a part of an answer
+Scan: TypeAlias = Generator[None, None, T]  # describes a part of an answer, and returns its result
 Emit: TypeAlias = Callable[[str], None]
 
 FIRST_CODE = 0xD800
@@ -61,11 +61,11 @@ class Scanner:
         self._holds_space = holds_space
         self._text = ""
         self._at = 0
-        self._kept: int | None = None  # begin of the text that ``give_back`` returns
+        self._kept: int | None = None  # where the text begins that ``give_back`` returns
         self.is_closed = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space of content, held back
-        self._newlines: list[str] = []  # at the end of reasoning, held back
+        self._newlines: list[str] = []  # newlines at the end of reasoning, held back
         self._is_after_reasoning = False
         self._has_content = False
         self.in_thought = False

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from dist_aclgraph.layers.state_metadata import DirectStates, PromptStates, store
 
 CHUNK_TOKENS = 64  # number of tokens whose updates are computed together; a power of two
-PASS_TOKENS = 1024  # number of tokens per pass: a larger one saves launches but needs memory
+PASS_TOKENS = 1024  # number of tokens per pass; larger passes need fewer launches, but more memory
 
 
 @dataclass(frozen=True)

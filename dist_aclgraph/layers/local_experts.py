@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# An entry of a group list: the end of an expert's rows (CUMULATIVE), or the number of rows
-# (COUNTS).
+# The meaning of an entry of a group list: with CUMULATIVE, the index after an expert's last row;
+# with COUNTS, the expert's number of rows.
 CUMULATIVE, COUNTS = 0, 1
 
 

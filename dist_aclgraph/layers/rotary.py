@@ -144,7 +144,7 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    smooth = smooth.clamp(0.0, 1.0)  # 0: divided by the factor (long waves); 1: unchanged (short)
+    smooth = smooth.clamp(0.0, 1.0)  # 0: long waves, divided by the factor; 1: short waves
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 

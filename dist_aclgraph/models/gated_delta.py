@@ -63,7 +63,8 @@ class GatedDeltaKind(DeltaKind):
         qkvz, gates = (self._grouped if grouped else self._separate)(slices, prefix)
         return GatedDeltaAttention(
             qkvz=slices.product(qkvz),
-            # A separate product, because quantised checkpoints may keep its matrices in floats.
+            # This product is separate, because quantised checkpoints may store its matrices in
+            # floats.
             gates=slices.product(gates),
             decay=slices.place(-read(f"{prefix}.A_log", shape)[mine].exp()),
             dt_bias=slices.place(read(f"{prefix}.dt_bias", shape)[mine]),

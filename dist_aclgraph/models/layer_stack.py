@@ -27,7 +27,8 @@ from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 MakeRope = Callable[[Tensor], Rope]  # from positions to rotary rows
-Embed = Callable[..., Tensor]  # from tensors with one row per token to [num_tokens, hidden]
+# Arguments: tensors with one row per token. Returns [num_tokens, hidden].
+Embed = Callable[..., Tensor]
 
 
 class FeedForward(Protocol):

@@ -22,7 +22,7 @@ from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 # all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
 # times were not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-MIN_CAPACITY = 16  # rows for one rank; few tokens are distributed less evenly than many
+MIN_CAPACITY = 16  # rows per rank; few tokens are spread less evenly than many
 
 
 def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:

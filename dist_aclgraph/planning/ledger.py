@@ -10,7 +10,7 @@ import msgspec
 from dist_aclgraph.planning.budget import BudgetModel, Price, StreamOffer, total
 from dist_aclgraph.planning.plan import GraphPlan
 
-TOLERANCE = 0.10  # relative difference of prediction and measurement that causes no warning
+TOLERANCE = 0.10  # a prediction with a smaller relative error causes no warning
 
 
 class LedgerEntry(msgspec.Struct, kw_only=True):

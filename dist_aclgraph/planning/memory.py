@@ -55,7 +55,7 @@ class MemoryPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one device: what is used, and what is left for graphs and KV blocks.
+    """The memory of one device: the used part, and the part for graphs and KV blocks.
 
     Attributes:
         device_bytes: all bytes of the device, or its free bytes before the model is loaded.

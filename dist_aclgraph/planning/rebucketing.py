@@ -124,7 +124,7 @@ def propose(
             version=plan.version + 1,
             max_num_seqs=plan.max_num_seqs,
         )
-    except StreamBudgetError:  # The budget model allows less than the ranks have captured.
+    except StreamBudgetError:  # The ranks have captured more than the budget model allows.
         return None
     if not _keeps_reach(plan, new):
         return None

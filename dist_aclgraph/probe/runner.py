@@ -87,7 +87,7 @@ class Runner:
                     if outcome.chip:
                         report.set_device(outcome.chip, outcome.cann)
                 except (KeyboardInterrupt, ConfigError):
-                    report.running = None  # because the question has not ended the run
+                    report.running = None  # The question did not end the run.
                     save(report)
                     raise
             row = judged(probe, self._expected(probe, report), outcome)

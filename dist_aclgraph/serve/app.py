@@ -38,8 +38,8 @@ from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
-MAX_ONGOING_REQUESTS = 4096  # high, because the scheduler's queue has a limit
-OUTLOOK_S = 20.0  # longer than the deployment's own time limit
+MAX_ONGOING_REQUESTS = 4096  # high: the limit of the scheduler's queue should apply first
+OUTLOOK_S = 20.0  # longer than the deployment's time limit
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 

@@ -52,7 +52,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # own part, all parts, all parts in order
+    logits = part + 2 * tp * part  # the rank's part; the parts of all ranks, twice
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged

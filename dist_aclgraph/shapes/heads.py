@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from dist_aclgraph.errors import ConfigError
 
-MAX_LATENT_HEADS = 128  # heads of one rank, a power of two: limits of latent attention's operator
+MAX_LATENT_HEADS = 128  # heads of a rank; latent attention's operator needs a power of two
 MAX_LINEAR_VALUE_HEADS = 64  # value heads of one rank: limit of npu_chunk_gated_delta_rule
 MAX_SHARDS = 16  # npu_attention_update merges the results of at most this number of shards
 

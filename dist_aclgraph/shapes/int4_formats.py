@@ -19,7 +19,7 @@ from dist_aclgraph.shapes.model_config import ModelConfig
 DESCRIPTION = "quant_model_description.json"  # from ModelSlim: types of all tensors
 # With int8 rows, the operators accept only groups of this size (document aclnnGroupedMatmulV5).
 INT8_GROUP = 256
-SMALLEST_GROUP = 32  # of npu_weight_quant_batchmatmul; larger groups are multiples of 32
+SMALLEST_GROUP = 32  # npu_weight_quant_batchmatmul accepts groups of 32, 64, 96, ... inputs
 EXPERT_INPUTS = 64  # with int8 rows, npu_grouped_matmul needs a multiple of this number of inputs
 W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
 EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression

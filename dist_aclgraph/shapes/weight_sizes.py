@@ -24,7 +24,7 @@ from dist_aclgraph.shapes.matrices import (
 )
 from dist_aclgraph.shapes.model_spec import ExpertSpec, LatentSpec, ModelSpec
 
-NORMS_OF_NEXT_TOKEN = 3  # for the token's embedding, the hidden state and the head
+NORMS_OF_NEXT_TOKEN = 3  # norms of the token's embedding, of the hidden state, and before the head
 FLOAT32_BYTES = 4
 NO_MATRICES: Elements = {}
 

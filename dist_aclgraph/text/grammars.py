@@ -14,7 +14,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 PARSER_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,
-    "max_items_in_row": 1 << 13,  # a choice of n texts: n items; an object of n keys: about 4n
+    "max_items_in_row": 1 << 13,  # a choice of n texts has n items, an object of n keys about 4n
     "verbose_errors": False,  # errors do not contain the grammar
 }
 

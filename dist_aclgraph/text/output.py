@@ -27,8 +27,8 @@ class TextPiece(msgspec.Struct, frozen=True):
         token_ids: the output's new tokens, end token included; no tokens after a stop string.
         logprobs: one report for each token whose text became certain since the last piece; empty if
             log-probabilities were not requested.
-        token_texts: the texts of these tokens. Joined, the token texts of all pieces are the text
-            before a stop string cuts it.
+        token_texts: the text of each token that ``logprobs`` reports. Joined, the token texts of
+            all pieces are the text before a stop string cuts it.
         finish_reason: "stop" or "length" in the last piece.
         has_end_token: whether the last of the tokens is an end token, which has no text.
         events: the text as events if there is a reader; then ``text`` is empty.
@@ -70,7 +70,7 @@ class OutputText:
         self._matcher = StopMatcher(stops, includes_stop=includes_stop)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._rows: list[RowLogprobs] = []  # for tokens whose text is not certain yet
+        self._rows: list[RowLogprobs] = []  # reports of tokens whose text is not certain yet
         self._reader = reader
         self._max_calls = max_calls
         self._unread: deque[int] = deque()  # tokens that the reader gets when their text is certain

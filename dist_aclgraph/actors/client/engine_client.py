@@ -407,7 +407,7 @@ class EngineClient:
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
-        engine.link.is_lost = True  # so that commands in this engine's queue are not sent
+        engine.link.is_lost = True  # Then commands in its queue are not sent.
         for future in queries.values():
             future.cancel()
         return True

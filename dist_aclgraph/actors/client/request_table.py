@@ -250,8 +250,8 @@ class RequestTable:
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed
-        # Under the lock: a request that was routed by one version of the group list is sent before
-        # the client confirms the next version.
+        # This happens under the lock, so a request that was routed by one version of the group list
+        # is sent before the client confirms the next version.
         self._send(engine, request.submit(number))
         return True
 
@@ -279,7 +279,7 @@ class RequestTable:
                 self._give(OpenRequest.probe(request_id), [url])
             return
 
-        # If only links were lost, and no engine, no group is replaced, so no newer engine comes.
+        # If links were lost but no engine, no group is replaced, so no newer engine will start.
         is_any_lost = any(engine.dead_because for engine in self.engines.values())
 
         def suitable(request: OpenRequest) -> list[str]:

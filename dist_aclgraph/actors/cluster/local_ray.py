@@ -200,7 +200,8 @@ def start_ray(
             raylet = _raylet_of_this_node()
             return ConnectedRay(JOINED_SILENT_S, {raylet: RAYLET} if raylet else {})
         is_emulated = resolve_kind(config.device.kind) == "emulated"
-        # A node has more NPUs than most deployments need, so this process can start a second one.
+        # The node gets more NPUs than most deployments need, so that this process can start a
+        # second deployment.
         num_npus = max(NPUS_OF_A_NODE, config.parallel.world_size)
         acl = _emulated_acl() if is_emulated else nullcontext()
         starter = starter or choose_starter(config)

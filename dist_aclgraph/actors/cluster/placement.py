@@ -138,7 +138,7 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # First try the request of the whole deployment, because its lost group was placed by it.
+    # First try the request of the whole deployment, because the lost group was placed in this way.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):

@@ -64,7 +64,7 @@ class ServingGroups:
         deployment: name of the deployment; the names of placement groups begin with it.
         term: the values that this controller takes over from previous controllers.
         planner: planner of the first groups.
-        spares: reserved places, for groups that lose their own places.
+        spares: reserved NPUs, for groups that lose their NPUs.
         starter: starts the processes of groups.
         start_limit: how long these processes may take to start.
         on_phase, on_graph: called with the progress of a change; see ``Startup``.

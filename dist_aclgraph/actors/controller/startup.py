@@ -50,7 +50,7 @@ from dist_aclgraph.topology import GroupRank, Ranks
 # The first epoch of a group. The epoch grows by 1 each time that the group resumes in place.
 EPOCH = 1
 MIB = 1 << 20
-TRIAL_BLOCKS = 2  # enough for trials, in which only padding rows use the cache
+TRIAL_BLOCKS = 2  # In trials, only padding rows use the cache.
 
 T = TypeVar("T")
 Job = TypeVar("Job")

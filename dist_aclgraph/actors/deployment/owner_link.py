@@ -77,7 +77,7 @@ def listen_for_ingress(path: str) -> socket.socket:
 
 
 class OwnerLink:
-    """The owner's end of the link, as a context manager. Each connection has a thread.
+    """The owner's side of the link, as a context manager. Each connection has a thread.
 
     Args:
         listener: a socket from ``listen_for_ingress``; the caller closes it.
@@ -146,7 +146,7 @@ class OwnerLink:
 
 
 class OwnerClient:
-    """The ingress's end of the link, for one thread. Connects again after the owner's death."""
+    """The ingress's side of the link, for one thread. Connects again after the owner's death."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -331,7 +331,8 @@ class EngineLoop:
         worker_us = sum(result.timings_us.values())
         stages = {
             "schedule": sent.schedule_s * 1e6,
-            # Can be negative, because a worker begins a step before it sends the previous result.
+            # The difference can be negative: a worker begins a step before it sends the previous
+            # result.
             "message": max(0.0, (sent.send_s + took_s) * 1e6 - worker_us),
             "result": update_s * 1e6,
             **result.timings_us,

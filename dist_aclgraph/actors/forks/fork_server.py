@@ -163,7 +163,7 @@ def load() -> None:
     load_torch_npu("emulated")
     for name in MODULES:
         importlib.import_module(name)
-    build()  # now, so that forked processes run the code of this moment
+    build()  # Forked processes then run the sources as they are now.
 
 
 def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, list[int]] | None:

@@ -49,8 +49,8 @@ class ForkingStarter(ProcessStarter):
         self._named = self._find_server(config)
         if self._named is not None:
             return self._named.command
-        # Not None, because Ray would then start a forked process's children with the command of the
-        # forked process.
+        # With None, Ray would start the children of a forked process with the command of the forked
+        # process.
         return shlex.quote(sys.executable)
 
     def _find_server(self, config: Config) -> ForkAddress | None:

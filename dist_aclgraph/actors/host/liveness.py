@@ -42,7 +42,7 @@ class Silence:
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
-        self._turn_s = 2 * beat_s(limit_s)  # most seconds that one call of ``listen`` counts
+        self._turn_s = 2 * beat_s(limit_s)  # limit of the time that one call of ``listen`` counts
         self._clock = clock
         self.heard()
 
@@ -162,7 +162,7 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Counts only time in which the holder ran. After a stop, the giver decides about the lease.
+        # Counts only time in which the holder ran. After a stop, the giver may renew the lease.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:

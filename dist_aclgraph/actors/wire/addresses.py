@@ -83,7 +83,7 @@ class Address:
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """Where clients reach a deployment now, and the facts that clients need.
+    """The addresses at which clients reach a deployment now, and other facts that clients need.
 
     Attributes:
         addresses: addresses of the engines of all groups.
@@ -108,7 +108,7 @@ def reached_here_alone(engines: str, other: str) -> PlacementError:
 
 @dataclass(frozen=True)
 class Place:
-    """The place at which an engine's sockets listen.
+    """Where an engine's sockets listen.
 
     Attributes:
         node_id: Ray's id of the engine's node.

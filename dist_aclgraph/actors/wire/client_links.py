@@ -1,4 +1,4 @@
-"""The engine's end of the links to its clients, on one I/O thread that never runs a step.
+"""The engine's side of the links to its clients, on one I/O thread that never runs a step.
 
 The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
 numbers the messages to clients. A link ends in five cases: its client sends ``Goodbye``, connects

@@ -1,4 +1,4 @@
-"""A client's end of the link to one engine. For the client's I/O thread only."""
+"""A client's side of the link to one engine. For the client's I/O thread only."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _Peer:
 
 
 class LocalPeers:
-    """The engine's end of the channel. Owns the socket file and all connections; for one thread.
+    """The engine's side of the channel. Owns the socket file and all connections; for one thread.
 
     Attributes:
         num_workers: number of workers that have connected.
@@ -254,7 +254,7 @@ class LocalPeers:
 
 
 class LocalEngine:
-    """A worker's end of the channel. Owns its connection; for one thread."""
+    """A worker's side of the channel. Owns its connection; for one thread."""
 
     def __init__(self, address: SocketFile) -> None:
         """Connect.

@@ -36,7 +36,7 @@ class Endpoints:
 
 
 class RemotePeers:
-    """The engine's end of the channel. Owns both sockets; for one thread.
+    """The engine's side of the channel. Owns both sockets; for one thread.
 
     Attributes:
         num_workers: number of connected workers.
@@ -99,7 +99,7 @@ class RemotePeers:
 
 
 class RemoteEngine:
-    """A worker's end of the channel. Owns both sockets; for one thread."""
+    """A worker's side of the channel. Owns both sockets; for one thread."""
 
     def __init__(self, address: Endpoints) -> None:
         self._is_over = threading.Event()

@@ -68,7 +68,7 @@ def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
 
 
 class StepSender:
-    """The engine's end of the channel. Owns the sockets for workers on all nodes."""
+    """The engine's side of the channel. Owns the sockets for workers on all nodes."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class StepSender:
 
 
 class StepReceiver:
-    """A worker's end of the channel. Owns its connection."""
+    """A worker's side of the channel. Owns its connection."""
 
     def __init__(self, address: ChannelAddress) -> None:
         """Connect to the engine.

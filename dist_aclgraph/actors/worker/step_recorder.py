@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
 MAGIC = b"STEPS001"
 NUM_STEPS = 256
-KEPT_FILES = 64  # per node; a new file removes the oldest other files of ranks that have ended
+KEPT_FILES = 64  # per node; beyond it, a new file removes the oldest files of ended ranks
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
-# States of the host. The name of a stage: this stage has ended. BEGUN: a step has begun, and no
-# stage has ended. IDLE: the host waits for a plan. WAITS: the host waits for the device. COMMAND:
-# the host carries out a command for graphs. ENDED: the host was told to stop. FAILED: an error has
-# ended the steps.
+# States of the host. The name of a stage means that this stage has ended. BEGUN: a step has begun,
+# and no stage has ended. IDLE: the host waits for a plan. WAITS: the host waits for the device.
+# COMMAND: the host carries out a command for graphs. ENDED: the host was told to stop. FAILED: an
+# error has ended the steps.
 BEGUN, IDLE, WAITS, COMMAND, ENDED, FAILED = "begun", "idle", "waits", "command", "ended", "failed"
 STATES = (*STAGES, BEGUN, IDLE, WAITS, COMMAND, ENDED, FAILED)
 _NUMBER_OF = {name: number for number, name in enumerate(STATES)}
@@ -65,7 +65,7 @@ SIZE = STEPS_AT + NUM_STEPS * STEP_BYTES
 
 
 class StepRecorder:
-    """Records nothing. The recorder of a worker that has no file."""
+    """The recorder of a worker without a file; it records nothing."""
 
     def join(self, group: int | None) -> None:
         """Record the number of the rank's group."""

@@ -173,7 +173,7 @@ class Worker:
         """
         self._meet_neighbours(pids)
         if self._stage is not None:
-            return  # the worker was in a group before, so it is prepared
+            return  # A previous group has prepared the worker.
         self._neighbour = neighbour
         if self._config.weights != "dummy":
             read_ahead(weight_files(self._config.model), neighbour)

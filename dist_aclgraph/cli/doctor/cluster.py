@@ -16,7 +16,7 @@ from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.config import Config
 
-TIMEOUT_S = 120.0  # long, because a busy node starts a process and loads CANN slowly
+TIMEOUT_S = 120.0  # A busy node starts a process and loads CANN slowly.
 PORTS_OF_A_GROUP = 4
 MAX_PORTS = 128  # maximum number of tried ports in a range of ports
 

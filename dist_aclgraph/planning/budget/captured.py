@@ -32,20 +32,21 @@ INDEXER = 7
 # replace the two products and the activation of a dense layer (DENSE). Gathering tokens adds ten
 # operators; an all-to-all with its indices adds thirty-nine.
 EXPERTS, GATHER, ALL_TO_ALL, DENSE = 23, 10, 39, 3
-SHARED = 5  # on the lane of shared experts: a wait, two products, the activation, a record
+SHARED = 5  # entries on the shared experts' lane: wait, two products, activation, record
 # The cache write and attention need one entry each; the wait for attention's parameters and the
 # reset of its event need four entries each.
 ATTENTION = 10
 # Upper limit of the additional operators if the cache is sharded: queries are joined; results are
-# converted to float32, masked, sent and merged. Latent attention with copies of heads needs all.
+# converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
+# sixteen.
 SHARDED = 16
-EMBEDDING = 3  # gathers rows of the embedding, and of the cos and sin tables
+EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
 HEAD = 3  # product, argmax, copy to the static buffer
 # Additional operators with TP: token ids of other ranks are masked, and parts are joined.
 SPLIT_EMBEDDING, SPLIT_HEAD = 8, 2
-COLLECTIVE_MAIN = 2  # on the lane that waits for the collective: a record and a wait
-COLLECTIVE = 4  # on HCCL's lane: a wait, the collective, two records
+COLLECTIVE_MAIN = 2  # entries on the lane that waits for the collective: a record and a wait
+COLLECTIVE = 4  # entries on HCCL's lane: a wait, the collective, two records
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dist_aclgraph.probe.question import (
 )
 from dist_aclgraph.probe.questions.graphs import captured
 
-COUNT = 300_000  # elements: more than one chunk of a buffer
+COUNT = 300_000  # number of elements; they need more than one chunk of a buffer
 NUM_REPEATS = 20
 TOLERANCE = 3e-2  # limit for bfloat16
 
@@ -67,7 +67,7 @@ def _same_bits(bench: Bench) -> Answer:
     first = x.clone()
     _dist(bench).all_reduce(first)
     different = []
-    for i in range(NUM_REPEATS):  # without an early exit, because each sum needs both ranks
+    for i in range(NUM_REPEATS):  # no early exit: each sum needs both ranks
         again = x.clone()
         _dist(bench).all_reduce(again)
         if not torch.equal(first.cpu(), again.cpu()):

@@ -117,7 +117,7 @@ def _accounting(bench: Bench) -> str:
 
 def _streams_of_a_graph(bench: Bench) -> float:
     x = bench.torch.ones(4, device="npu")
-    captured(bench, lambda: x + 1)[0].reset()  # first, so that torch_npu creates its own streams
+    captured(bench, lambda: x + 1)[0].reset()  # torch_npu creates its own streams here
     before = bench.npu.available_streams()
     graphs = [captured(bench, lambda: x + 1)[0] for _ in range(NUM_CAPTURES)]
     taken = before - bench.npu.available_streams()

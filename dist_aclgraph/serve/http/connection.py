@@ -215,7 +215,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # not HTTP, but the request before these bytes is still answered
+            pass  # These bytes are not HTTP. The request before them is still answered.
         except httptools.HttpParserError:
             if self._has_answered_all:
                 self.write(self.server.malformed.with_headers(self.server.headers))
@@ -224,7 +224,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._num_header_bytes = 0 if self._has_begun else self._num_header_bytes + len(data)
         if self._num_header_bytes > self._limits.max_header_bytes:
             self.transport.close()  # there is no complete request to answer
-        if self._is_quiet:  # other bytes than a request must not keep the connection open
+        if self._is_quiet:  # Only a request may keep the connection open.
             self._deadline.shorten(self._limits.header_s)
         self._settle()
 

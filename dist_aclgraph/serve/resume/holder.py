@@ -57,7 +57,7 @@ class HeldConnection(NamedTuple):
 
 @dataclass
 class HolderLink:
-    """The end of the link in the process that answers requests; for one thread.
+    """The side of the link in the process that answers requests; for one thread.
 
     Attributes:
         left: connections that the previous process has left, by number.
@@ -114,7 +114,7 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The end of the link in the supervisor. Owns the descriptors that it holds."""
+    """The side of the link in the supervisor. Owns the descriptors that it holds."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}
