@@ -1,7 +1,7 @@
 """Finds out whether a request's token lists permit any token that its output format allows.
 
-The device applies the lists ``allowed_token_ids`` and ``bad_words``. If the lists and the form
-together forbid every token, a sampled token is meaningless.
+The device applies the lists ``allowed_token_ids`` and ``bad_words``. If the lists and the output
+format together forbid every token, a sampled token is meaningless.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class SamplingTable:
     Attributes:
         is_plain: [max_rows], whether a row needs only its most probable token.
         may_draft: [max_rows], whether drafts of a row may be accepted; false for rows with
-            penalties or with bad words of several tokens, and if a form and biases together may
-            forbid every token after a draft.
+            penalties or with bad words of several tokens, and if an output format and biases
+            together may forbid every token after a draft.
         has_penalties: [max_rows].
         reports_prompts: whether any row wants log-probabilities of its prompt.
         has_embeddings: whether any row wants its hidden state.

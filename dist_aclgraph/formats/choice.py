@@ -78,17 +78,17 @@ class AnswerFormat:
         is_required: bool = False,
         is_parallel: bool = True,
     ) -> StructuredOutputs | None:
-        """Return the form that the answer must have: content in a form, or calls; None for any
-        answer.
+        """Return the output format of the whole answer: content in ``form``, or calls. None allows
+        any answer.
 
         Args:
-            form: the form of the content; None for any text.
+            form: the output format of the content; None for any text.
             tools: the tools that may be called; None if no tool may be called.
             strict: names of tools whose arguments must match their schemas.
             is_required: whether the answer must consist of calls.
 
         Raises:
-            InvalidParameterError: the form cannot be combined with calls.
+            InvalidParameterError: the output format cannot be combined with calls.
         """
         lark = Lark(self.token_ids)
         if tools is None or self.name is None:

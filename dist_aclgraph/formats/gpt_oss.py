@@ -76,5 +76,5 @@ def lark_thought(lark: Lark) -> str:
 
 
 def lark_final(lark: Lark, form: str) -> str:
-    """Return an expression for an answer whose last message has a required form."""
+    """Return an expression for an answer whose last message has the output format ``form``."""
     return f"{lark_thought(lark)} {lark.text(f'{CHANNEL}final{MESSAGE}')} {form}"

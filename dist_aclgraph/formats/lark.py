@@ -90,10 +90,10 @@ class Lark:
         return self.json(ANY_OBJECT if schema is None else schema)
 
     def form(self, form: StructuredOutputs) -> str:
-        """Return an expression for a text of the required form.
+        """Return an expression for a text in the given output format.
 
         Raises:
-            InvalidParameterError: the form is itself a grammar, or its pattern is no regular
+            InvalidParameterError: the format is itself a grammar, or its pattern is no regular
                 expression.
         """
         if form.kind == "json":

@@ -206,7 +206,7 @@ def with_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> SamplingPara
 def end_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[int, ...]:
     """Return every token id that ends a request's output: the model's ids and the requested ids.
 
-    If the output must have a form, only an end token of the model ends it.
+    If the request demands an output format, only an end token of the model ends the output.
 
     Raises:
         InvalidParameterError: a requested id lies outside the vocabulary.

@@ -2,8 +2,8 @@
 
 The thread reads the clients' messages, answers the clients' heartbeats even while a step runs, and
 numbers the messages to clients. A link ends in five cases: its client sends ``Goodbye``, connects
-again, sends junk, is silent for too long, or stops reading. The loop gets an event for the end of a
-link, and aborts the client's requests.
+again, sends invalid frames, is silent for too long, or stops reading. The loop gets an event when a
+link ends, and aborts the client's requests.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class LocalEngine:
         """Return the next frame.
 
         Raises:
-            EngineDeadError: the engine's process has ended, or has sent junk.
+            EngineDeadError: the engine's process has ended, or has sent invalid frames.
         """
         try:
             while not self._arrived:

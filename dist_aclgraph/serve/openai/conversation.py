@@ -149,7 +149,7 @@ async def _with_form(
     the tool is not strict and its schema cannot be used.
 
     Raises:
-        InvalidParameterError: a form, or the schema of a strict tool, cannot be used.
+        InvalidParameterError: the output format, or a strict tool's schema, cannot be used.
     """
     tools = asked.tools
     is_asked = params.structured_outputs is not None

@@ -185,7 +185,7 @@ class ApiState:
         Args:
             thinking: the tokens that begin and end the answer's reasoning.
             salt: the request's ``cache_salt``.
-            param: the request's field for the form of the answer, for errors.
+            param: the request's field for the output format, for errors.
 
         Raises:
             InvalidParameterError: a token lies outside the vocabulary, or a grammar is wrong.

@@ -75,7 +75,7 @@ def read_structured(
     texts: Mapping[str, str | None],
     whitespace: str | None,
 ) -> StructuredOutputs | None:
-    """Return the form that a request asks for; None for any text.
+    """Return the output format that a request demands; None for any text.
 
     Args:
         body: the request, whose class decides whether unknown fields of parts are refused.
@@ -84,7 +84,7 @@ def read_structured(
         whitespace: the pattern of white space in JSON.
 
     Raises:
-        InvalidParameterError: several fields ask for a form, or one of them is wrong.
+        InvalidParameterError: several fields demand an output format, or one of them is wrong.
     """
     forms: dict[str, StructuredOutputs] = {}
     for name, raw in objects.items():
@@ -110,10 +110,10 @@ def read_structured(
 
 
 def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
-    """Return the form of an answer; None for any text.
+    """Return the output format; None for any text.
 
     Args:
-        param: the field that contains the form, for errors.
+        param: the field that contains the format, for errors.
     """
     if found.type == "text":
         return None

@@ -165,10 +165,10 @@ class GenerateRequest(Body, kw_only=True):
         return first_given(self, *BUDGETS)
 
     def structured(self) -> StructuredOutputs | None:
-        """Return the form that the answer must have; None if any text is allowed.
+        """Return the output format that the request demands; None if any text is allowed.
 
         Raises:
-            InvalidParameterError: several fields ask for a form, or one of them is wrong.
+            InvalidParameterError: several fields demand an output format, or one of them is wrong.
         """
         return read_structured(
             self,

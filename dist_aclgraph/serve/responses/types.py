@@ -198,7 +198,7 @@ class ResponsesRequest(Body, kw_only=True):
 
     @property
     def text_format(self) -> Raw:
-        """The form of the text, as the client sent it; empty if the request has no form."""
+        """The output format, as the client sent it; empty if the request demands no format."""
         if bytes(self.text) in _NOTHING:
             return Raw()
         found: _Text = decode(self.text, _Text, "text")
