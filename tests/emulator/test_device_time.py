@@ -499,3 +499,21 @@ def test_argmax_takes_any_of_so_many_indices_and_every_device_the_same(told):
     assert sum(counts) == 20 * 64
     assert min(counts) > 20 * 64 / 4
     assert told(code)["chosen"] == [[0] * 64] * 20
+
+
+def test_bits_of_masks_take_modelled_time_and_are_not_computed(told):
+    t = told("""
+        def masks(dtype):
+            ones = torch.ones(64, 1000, 1, dtype=dtype, device="npu")
+            out = torch.zeros(64, 1000, 16, dtype=dtype, device="npu")
+            first, last = events(2)
+            close_gate()
+            first.record()
+            torch.bitwise_and(ones, torch.ones(16, dtype=dtype, device="npu"), out=out)
+            last.record()
+            open_gate()
+            return bool(out.any()), first.elapsed_time(last)
+        print_json(bits=masks(torch.int16), integers=masks(torch.int32))
+    """)
+    assert t["integers"][0] and not t["bits"][0]
+    assert 0 < t["bits"][1] < t["integers"][1]

@@ -4,8 +4,14 @@
 using namespace emu;
 
 #define BINARY_OF(SECOND, NAME, F)                                                                 \
-  OP(aclnn##NAME, [](Tensor a, SECOND b, Tensor out) { out.copy_(at::F(a, b)); })                  \
-  OP(aclnnInplace##NAME, [](Tensor a, SECOND b) { a.copy_(at::F(a, b)); })
+  OP(aclnn##NAME, [](Tensor a, SECOND b, Tensor out) {                                             \
+    if (!are_mask_bits(a))                                                                         \
+      out.copy_(at::F(a, b));                                                                      \
+  })                                                                                               \
+  OP(aclnnInplace##NAME, [](Tensor a, SECOND b) {                                                  \
+    if (!are_mask_bits(a))                                                                         \
+      a.copy_(at::F(a, b));                                                                        \
+  })
 #define COMPARISON(NAME, F) BINARY_OF(Tensor, NAME##Tensor, F) BINARY_OF(Scalar, NAME##Scalar, F)
 
 COMPARISON(Eq, eq)

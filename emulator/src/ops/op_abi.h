@@ -142,6 +142,12 @@ inline bool idles(const Tensor &out) {
   return settings().timed && (out.is_floating_point() || out.scalar_type() == at::kChar);
 }
 
+// With modelled time, int16 values are bits of masks, which only change floats, and no floats are
+// computed.
+inline bool are_mask_bits(const Tensor &t) {
+  return settings().timed && t.scalar_type() == at::kShort;
+}
+
 // A task, and its modelled time.
 struct TimedTask {
   Task task;
