@@ -30,6 +30,10 @@ MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
 # names of the number of next-token modules, by the family that uses it
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+# objects with the rotary embedding, and values that config.json has in them or beside them
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
+ROPE_VALUES = ("rope_theta", "partial_rotary_factor")
+ROPE_ORIGINAL = "original_max_position_embeddings"
 # families whose published checkpoints have one next-token module, but no such key in config.json
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
 # families that use other names for usual keys, and the usual names
@@ -179,6 +183,14 @@ class ModelConfig:
     def empty_part(self) -> ModelConfig:
         return ModelConfig(self.path, {}, {})
 
+    @property
+    def rope(self) -> ModelConfig:
+        """The object of the rotary embedding. As in transformers, the older ``rope_scaling`` takes
+        precedence over ``rope_parameters``, because users add it to files that were published long
+        ago.
+        """
+        return self.part("rope_scaling") or self.part("rope_parameters") or self.empty_part()
+
     def has(self, key: str) -> bool:
         """Return whether the key exists and its value is not null, zero or false."""
         return bool(self.raw.get(key))
@@ -225,7 +237,7 @@ def read_model_config(
             f"model is {str(directory)!r}: no such directory; give the path of a Hugging Face "
             "checkpoint (a folder with config.json)"
         )
-    shape = _joined(read_json_object(path)) | _joined(overrides or {})
+    shape = _overridden(path, _joined(read_json_object(path)), _joined(overrides or {}))
     config = ModelConfig(path, shape, read_json_object(generation) if generation.exists() else {})
     names = KEY_NAMES.get(config.architecture, {})
     return replace(config, raw={names.get(key, key): value for key, value in shape.items()})
@@ -236,6 +248,27 @@ def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
     text = raw.get("text_config")
     inner = text.items() if isinstance(text, dict) else ()
     return {**raw, **{key: value for key, value in inner if key != "architectures"}}
+
+
+def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object of config.json with its overrides.
+
+    The place of an override of the rotary embedding may rank below the place of the value in the
+    file. So these values are at the highest place of the result, in ``rope_scaling``.
+    """
+    shape = {**raw, **overrides}
+    values = {key: overrides[key] for key in ROPE_VALUES if key in overrides}
+    has_object = not overrides.keys().isdisjoint(ROPE_OBJECTS)
+    if not values and not has_object:
+        return shape
+    found, given = (ModelConfig(path, each, {}).rope.raw for each in (raw, overrides))
+    if has_object:  # other values of the file belong to the scaling that the override replaces
+        found = {key: found[key] for key in ROPE_VALUES if key in found}
+    shape["rope_scaling"] = {**found, **values, **given}
+    shape.pop("rope_parameters", None)
+    if ROPE_ORIGINAL in given and ROPE_ORIGINAL not in overrides:
+        shape.pop(ROPE_ORIGINAL, None)
+    return shape
 
 
 def _is_integer(value: object) -> bool:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_aclgraph.errors import ModelError
-from dist_aclgraph.shapes.model_config import MAX_CONTEXT, ModelConfig
+from dist_aclgraph.shapes.model_config import MAX_CONTEXT, ROPE_ORIGINAL, ModelConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 UNROTATED = "none"  # kind of an embedding that rotates nothing
-ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ def read_rope_spec(config: ModelConfig, rope_dim: int, *, rotates_part: bool = F
         ModelError: a key is missing, or has an impossible value.
         UnsupportedModelError: the scaling is not implemented.
     """
-    scaling = _scaling(config)
+    scaling = config.rope
     kind = _kind(scaling)
     if kind not in ROPE_TYPES:
         raise config.unsupported(
@@ -103,7 +102,7 @@ def read_rope_spec(config: ModelConfig, rope_dim: int, *, rotates_part: bool = F
         factor=_factor(config, scaling),
         original_max_position_embeddings=(
             _original_len(config, scaling)
-            if config.has(ORIGINAL) or scaling.has(ORIGINAL)
+            if config.has(ROPE_ORIGINAL) or scaling.has(ROPE_ORIGINAL)
             else None
         ),
         truncate=scaling.flag("truncate", True),
@@ -138,7 +137,7 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
     Raises:
         ModelError: a key is missing, or has an impossible value.
     """
-    scaling, length = _scaling(config), config.max_position_embeddings
+    scaling, length = config.rope, config.max_position_embeddings
     kind = _kind(scaling)
     if kind == "longrope":
         return ContextLengths(length, min(length, _original_len(config, scaling)))
@@ -157,14 +156,7 @@ def read_context_lengths(config: ModelConfig) -> ContextLengths:
 
 def _rotated_part(config: ModelConfig, usual: float) -> float:
     beside = config.number("partial_rotary_factor", usual)
-    return _scaling(config).number("partial_rotary_factor", beside)
-
-
-def _scaling(config: ModelConfig) -> ModelConfig:
-    """Return the object of the scaling. As in transformers, the older ``rope_scaling`` takes
-    precedence over ``rope_parameters``, because users add it to files that were published long ago.
-    """
-    return config.part("rope_scaling") or config.part("rope_parameters") or config.empty_part()
+    return config.rope.number("partial_rotary_factor", beside)
 
 
 def _kind(scaling: ModelConfig) -> str:
@@ -175,8 +167,8 @@ def _original_len(config: ModelConfig, scaling: ModelConfig) -> int:
     """Return the context length before the scaling. A key of config.json takes precedence over the
     key of the scaling's object.
     """
-    holder = config if config.has(ORIGINAL) else scaling
-    return holder.integer(ORIGINAL, config.max_position_embeddings, least=2, most=MAX_CONTEXT)
+    holder = config if config.has(ROPE_ORIGINAL) else scaling
+    return holder.integer(ROPE_ORIGINAL, config.max_position_embeddings, least=2, most=MAX_CONTEXT)
 
 
 def _factor(config: ModelConfig, scaling: ModelConfig) -> float:

@@ -12,11 +12,15 @@ from dist_aclgraph.config import Config, load_config, load_with_options, make_co
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.planner import Planner
 from dist_aclgraph.shapes.model_config import read_model_config
+from dist_aclgraph.shapes.rope_spec import read_rope_spec, read_rotary_dim
 from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MODEL = "models/tiny-qwen3"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+SHAPE = {"architectures": ["A"], "max_position_embeddings": 4096}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+PARAMETERS = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 
 
 def read(config: Config) -> dict[str, Any]:
@@ -76,3 +80,51 @@ def test_an_override_replaces_a_value_of_the_text_part(tmp_path: Path) -> None:
 def test_an_override_that_is_no_json_object_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="model_overrides"):
         make_config({"model": "m", "model_overrides": value})
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "rope"),
+    [
+        ({"rope_parameters": PARAMETERS}, {"rope_theta": 5e6}, (5e6, "default", 4096, 8)),
+        ({"rope_parameters": PARAMETERS}, {"rope_scaling": YARN}, (1e6, "yarn", 2048, 8)),
+        ({"rope_parameters": PARAMETERS}, {"rope_scaling": None}, (1e6, "default", 4096, 8)),
+        (
+            {"rope_parameters": PARAMETERS},
+            {"rope_scaling": YARN, "rope_theta": 5e6},
+            (5e6, "yarn", 2048, 8),
+        ),
+        (
+            {"rope_parameters": PARAMETERS},
+            {"partial_rotary_factor": 0.25},
+            (1e6, "default", 4096, 4),
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": LINEAR},
+            {"rope_parameters": {**YARN, "rope_theta": 5e6}},
+            (5e6, "yarn", 2048, 16),
+        ),
+        ({"rope_theta": 1e6, "rope_scaling": LINEAR}, {"rope_theta": 5}, (5, "linear", 4096, 16)),
+        ({"rope_theta": 1e6, "rope_scaling": LINEAR}, {"a": 1}, (1e6, "linear", 4096, 16)),
+        ({"rope_theta": 1e6}, {"rope_scaling": YARN}, (1e6, "yarn", 2048, 16)),
+        (
+            {"original_max_position_embeddings": 8},
+            {"rope_scaling": YARN},
+            (10000.0, "yarn", 2048, 16),
+        ),
+        (
+            {"text_config": {"rope_parameters": PARAMETERS}},
+            {"text_config": {"rope_theta": 5e6}},
+            (5e6, "default", 4096, 8),
+        ),
+    ],
+)
+def test_an_override_of_the_rotary_embedding_precedes_all_places_of_the_file(
+    tmp_path: Path, file: dict[str, Any], overrides: dict[str, Any], rope: tuple[Any, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **file}))
+
+    config = read_model_config(tmp_path, overrides)
+
+    spec = read_rope_spec(config, 16, rotates_part=True)
+    dim = read_rotary_dim(config, 16, usual_part=1.0)
+    assert (spec.theta, spec.kind, spec.original_len, dim) == rope
