@@ -28,6 +28,7 @@ MAX_EXPERTS = 1 << 16
 MAX_SIZE = 1 << 24  # limit of a vocabulary and of any width
 MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
+EOS = "eos_token_id"
 # names of the number of next-token modules, by the family that uses it
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # objects with the rotary embedding, and values that config.json has in them or beside them
@@ -96,12 +97,12 @@ class ModelConfig:
         """
         ends: list[int] = []
         for content in (self.generation, self.raw):
-            value = content.get("eos_token_id")
-            ids = value if isinstance(value, list) else [-1 if value is None else value]
+            value = content.get(EOS)
+            ids = _listed(value)
             if len(ids) > MAX_EOS_IDS or not all(
                 _is_integer(i) and -1 <= i < MAX_SIZE for i in ids
             ):
-                raise self._wrong("eos_token_id", value, "a token id, or a list of them")
+                raise self._wrong(EOS, value, "a token id, or a list of them")
             ends += ids
         return tuple(i for i in dict.fromkeys(ends) if i >= 0)
 
@@ -244,10 +245,22 @@ def read_model_config(
 
 
 def _joined(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all keys of an object; keys of its text part replace keys beside this part."""
+    """Return all keys of an object. Keys of its text part replace keys beside this part, but the
+    end tokens are those of both.
+    """
     text = raw.get("text_config")
-    inner = text.items() if isinstance(text, dict) else ()
-    return {**raw, **{key: value for key, value in inner if key != "architectures"}}
+    if not isinstance(text, dict):
+        return {**raw}
+    joined = {**raw, **{key: value for key, value in text.items() if key != "architectures"}}
+    if ends := [*_listed(text.get(EOS)), *_listed(raw.get(EOS))]:
+        joined[EOS] = ends
+    return joined
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
 
 
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,6 +156,24 @@ def test_ends_of_both_files_are_united(tmp_path, generation, config, ends):
     assert Tokenizer(tmp_path).eos_ids == ends
 
 
+@pytest.mark.parametrize(
+    ("text", "beside", "ends"),
+    [
+        (1, [1, 106], (1, 106)),
+        ([2], 3, (2, 3)),
+        (None, 3, (3,)),
+        (1, None, (1,)),
+        (None, None, ()),
+    ],
+)
+def test_ends_of_the_text_part_and_beside_it_are_united(tmp_path, text, beside, ends):
+    shape = {"vocab_size": 200, "text_config": {"eos_token_id": text}, "eos_token_id": beside}
+    write(tmp_path, "config.json", shape)
+
+    assert Tokenizer(tmp_path).eos_ids == ends
+    assert Tokenizer(tmp_path, {"eos_token_id": 5}).eos_ids == (5,)
+
+
 def test_an_architecture_without_these_keys_is_named(tmp_path):
     write(tmp_path, "config.json", {"architectures": ["GPT2LMHeadModel"], "n_head": 12})
 
