@@ -48,6 +48,9 @@ PROXIES = {
     "haproxy": (HAPROXY, ["-f"]),
     "caddy": (CADDY, ["run", "--adapter", "caddyfile", "--config"]),
 }
+# By default, nginx sends the upstream's name as Host.
+PUBLIC_NGINX = NGINX.replace("location / {{", "location / {{ proxy_set_header Host $host;")
+WITH_PUBLIC_NAME = PROXIES | {"nginx": (PUBLIC_NGINX, ["-c"])}
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +64,12 @@ def guarded(tmp_path_factory):
         yield found
 
 
-@pytest.mark.parametrize("name", ["haproxy", "caddy"])  # nginx sends another Host
+@pytest.mark.parametrize("name", WITH_PUBLIC_NAME)
 def test_a_public_name_behind_a_proxy_needs_a_key(service, guarded, tmp_path, name):
     body = {"model": MODEL, "messages": [{"role": "user", "content": COUNT}], "temperature": 0}
     host, found = {"Host": "api.example.com"}, []
     for place, (each, key) in enumerate(((service, None), (guarded, None), (guarded, KEY))):
-        text, options = PROXIES[name]
+        text, options = WITH_PUBLIC_NAME[name]
         config, port = tmp_path / f"config{place}", free_port()
         config.write_text(text.format(folder=tmp_path, port=port, service=each.port))
         url = f"http://127.0.0.1:{port}"
