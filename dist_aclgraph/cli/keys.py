@@ -18,8 +18,8 @@ INTRODUCTION = """\
 # Configuration
 
 One YAML file describes one deployment. This page lists every key; other keys are refused. On the
-command line, `key=value` replaces the value of the file: `parallel.tp=2`. The command
-`dist-aclgraph keys > docs/use/configuration.md` makes this page.
+command line, `key=value` replaces the value of the file: `parallel.tp=2`. Such a value is JSON or
+YAML. The command `dist-aclgraph keys > docs/use/configuration.md` makes this page.
 """
 OF_VLLM = """\
 ## Options of vLLM

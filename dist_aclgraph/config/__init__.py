@@ -12,6 +12,7 @@ from dist_aclgraph.config.loading import (
     load_with_options,
     make_config,
     parse_overrides,
+    read_value,
     to_yaml,
 )
 from dist_aclgraph.config.logs import LoggingConfig
@@ -58,5 +59,6 @@ __all__ = [
     "load_with_options",
     "make_config",
     "parse_overrides",
+    "read_value",
     "to_yaml",
 ]

@@ -8,6 +8,7 @@ the value and the allowed values. Overrides are dotted keys: ``{"parallel.tp": 2
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def make_config(raw: Mapping[str, Any]) -> Config:
 
 
 def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
-    """Turn ``key=value`` arguments into overrides; values are read as YAML (``4``, ``[1, 2]``).
+    """Turn ``key=value`` arguments into overrides; see ``read_value``.
 
     Raises:
         ConfigError: an argument has no ``=``, or its value is not YAML.
@@ -118,11 +119,26 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not equals or not key:
             raise ConfigError(f"{argument!r} is not of the form key=value")
-        try:
-            overrides[key] = _read_yaml(value)
-        except ValueError as e:
-            raise ConfigError(f"the value of {key} is not YAML: {value!r:.200}") from e
+        overrides[key] = read_value(key, value)
     return overrides
+
+
+def read_value(key: str, text: str) -> Any:
+    """Return the value of a text that is JSON or YAML (``4``, ``1e6``, ``[1, 2]``).
+
+    For YAML 1.1, ``1e6`` is no number, but a text.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return _read_yaml(text)
+    except ValueError as e:
+        raise ConfigError(f"the value of {key} is not YAML: {text!r:.200}") from e
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -181,6 +197,10 @@ def _read_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _lists_to_tuples(value: Any) -> Any:

@@ -14,7 +14,6 @@ import click
 import msgspec
 import pydantic
 import ray
-import yaml
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
@@ -26,7 +25,7 @@ from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.actors.deployment.deployment_protocol import StartDeployment
 from dist_aclgraph.actors.deployment.llm import start_on_ray
 from dist_aclgraph.actors.wire.addresses import Reach
-from dist_aclgraph.config import Config, load_config
+from dist_aclgraph.config import Config, load_config, read_value
 from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.hub import with_local_model
 from dist_aclgraph.log_folder import file_name, with_log_folder
@@ -59,7 +58,7 @@ class AppArgs(pydantic.BaseModel):
 
     def load(self) -> Config:
         overrides = {
-            key: yaml.safe_load(value) if isinstance(value, str) else value
+            key: read_value(key, value) if isinstance(value, str) else value
             for key, value in (self.model_extra or {}).items()
         }
         return with_local_model(load_config(self.config, overrides))

@@ -117,7 +117,7 @@ def test_a_model_and_options_are_printed_and_saved_as_a_configuration(tmp_path):
     model, saved = Path(CONFIG).parents[1] / "models" / "tiny-qwen3", tmp_path / "x.yaml"
     options = ("--tp", "3", "--cudagraph-capture-sizes", "2,1", "--enforce-eager")
     without_effect = ("--pp", "1", "--enable-chunked-prefill", "--kv-cache-dtype=auto")
-    overrides = ("--hf-overrides", '{"rope_scaling": {"factor": [4.0]}}', "--rope-theta", "5")
+    overrides = ("--hf-overrides", '{"rope_scaling": {"factor": [4e0]}}', "--rope-theta", "5")
     options += (*without_effect, *overrides, "--served-model-name", "a", "b")
 
     result = call("serve", str(model), *options, "--save", str(saved))

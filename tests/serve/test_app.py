@@ -21,11 +21,13 @@ def test_serve_can_see_the_class_of_the_builders_argument():
 
 
 def test_arguments_of_serve_run_override_the_file():
-    args = AppArgs.model_validate({"config": str(CONFIG), "parallel.tp": "1", "dtype": "float32"})
+    given = {"parallel.tp": "1", "dtype": "float32", "model_overrides": '{"rope_theta": 1e6}'}
+    args = AppArgs.model_validate({"config": str(CONFIG), **given})
 
     config = args.load()
 
     assert (config.parallel.tp, config.dtype) == (1, "float32")
+    assert config.model_overrides == {"rope_theta": 1e6}
 
 
 def test_the_default_configuration_is_the_demo(monkeypatch):
@@ -34,12 +36,13 @@ def test_the_default_configuration_is_the_demo(monkeypatch):
     assert AppArgs().load().name == "tiny-qwen3"
 
 
-def test_a_wrong_argument_is_the_error_that_serve_shows():
-    args = AppArgs.model_validate({"config": str(CONFIG), "nonsense": "1"})
+@pytest.mark.parametrize(("key", "value"), [("nonsense", "1"), ("dtype", "[")])
+def test_a_wrong_argument_is_the_error_that_serve_shows(key, value):
+    args = AppArgs.model_validate({"config": str(CONFIG), key: value})
 
-    with pytest.raises(ConfigError, match="nonsense"):
+    with pytest.raises(ConfigError, match=key):
         args.load()
-    with pytest.raises(RefusedError, match="nonsense"):
+    with pytest.raises(RefusedError, match=key):
         app(args)
 
 

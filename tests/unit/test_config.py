@@ -131,13 +131,24 @@ def test_an_override_cannot_enter_a_value(tmp_path: Path) -> None:
         load_config(write(tmp_path, "model: m"), {"model.name": 1})
 
 
-def test_overrides_are_read_as_yaml() -> None:
-    assert parse_overrides(["a.b=4", "c=[1, 2]", "d=x=y", "e="]) == {
-        "a.b": 4,
-        "c": [1, 2],
-        "d": "x=y",
-        "e": None,
-    }
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4),
+        ("[1, 2]", [1, 2]),
+        ("x=y", "x=y"),
+        ("", None),
+        ("{a: on}", {"a": True}),
+        ("1e6", 1e6),
+        ('{"a": 1e-6,\t"b": [5E6, "1e6"]}', {"a": 1e-6, "b": [5e6, "1e6"]}),
+        ('"\\ud83e\\udd8a\\/"', "🦊/"),
+        ("NaN", "NaN"),
+    ],
+)
+def test_overrides_are_read_as_json_or_as_yaml(text: str, value: object) -> None:
+    found = parse_overrides([f"a.b={text}"])
+
+    assert found == {"a.b": value} and type(found["a.b"]) is type(value)
 
 
 @pytest.mark.parametrize("argument", ["a", "=1", "a=["])
