@@ -81,7 +81,7 @@ def test_all_choices_of_all_prompts_are_counted_together(
 @pytest.mark.parametrize(
     ("body", "status", "outcome"),
     [
-        (BODY | {"max_tokens": -1}, 400, "InvalidParameterError"),
+        (BODY | {"max_tokens": -2}, 400, "InvalidParameterError"),
         (BODY | {"model": "other"}, 404, "UnknownModelError"),
     ],
 )

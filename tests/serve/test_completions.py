@@ -203,6 +203,7 @@ def test_too_many_log_probabilities_of_a_prompt_are_refused(service, monkeypatch
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_minus_one_is_as_many_tokens_as_the_context_allows(own_service, path, name):
     prompt = {"prompt": [5] * 2000} if path == "completions" else {"messages": HI}
+    own_service.state.sampling_defaults = {"max_tokens": 7}
     own_service.engine.reply = lambda submit: [own_service.state.tokenizer.eos_ids[0]]
 
     reply = own_service.http.post(f"/v1/{path}", json={"model": MODEL, **prompt, name: -1})

@@ -38,6 +38,8 @@ class Conversation:
     Attributes:
         messages: the messages, in the form that chat templates need.
         params: sampling parameters; ``max_tokens`` is None if the request gives no limit.
+        is_unlimited: whether the request asks for as many tokens as the context allows, and not for
+            the model's recommended maximum.
         options: how the messages become a prompt; contains the definitions of ``tools``.
         tools: the tools that the answer may call; None if it may not call tools.
         is_limit_soft: whether ``max_tokens`` may be larger than the remaining context, and the
@@ -55,6 +57,7 @@ class Conversation:
     tools: ToolUse | None = None
     num_choices: int = 1
     cache_salt: str = ""
+    is_unlimited: bool = False
     is_limit_soft: bool = False
     form_param: str = "response_format"
     limit_param: str = "messages"
@@ -111,7 +114,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         )
     prompt_ids = await encode(state, asked)
     state.check_prompt_logprobs(asked.params.prompt_logprobs, [prompt_ids], asked.num_choices)
-    most = state.sampling_defaults.get("max_tokens")
+    most = None if asked.is_unlimited else state.sampling_defaults.get("max_tokens")
     wanted = asked.params.max_tokens
     if asked.is_limit_soft:
         wanted, most = None, wanted or most

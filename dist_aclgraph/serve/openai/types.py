@@ -307,6 +307,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
             tools=None if tools is None or tools.mode == "none" else tools,
             num_choices=self.num_choices,
             cache_salt=self.cache_salt or "",
+            is_unlimited=self.is_unlimited,
             form_param=field_of_form(self),
             most_prompt_tokens=self.most_prompt_tokens(context_len),
             truncated=partial(self.truncated, context_len=context_len),
