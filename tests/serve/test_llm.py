@@ -186,6 +186,18 @@ def test_a_recommended_maximum_is_cut_to_the_context(llm, deployment, monkeypatc
         llm.generate([5] * 2000, SamplingParams(max_tokens=4999))
 
 
+def test_a_prompt_is_not_truncated_for_a_recommended_maximum(llm, deployment, monkeypatch):
+    monkeypatch.setattr(llm, "_sampling_defaults", {"max_tokens": 5000})
+    params = llm.get_default_sampling_params()
+    params.truncate_prompt_tokens = -1
+
+    found = only(llm.generate([5] * 2000, params))
+    long = only(llm.generate([5] * 3000, params))
+
+    assert (len(found.prompt_token_ids), len(long.prompt_token_ids)) == (2000, 2047)
+    assert [submit.max_tokens for submit in deployment.engine.submitted] == [48, 1]
+
+
 @pytest.mark.parametrize(
     "changed",
     [

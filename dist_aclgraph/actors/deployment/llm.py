@@ -386,12 +386,12 @@ class LLM:
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")
-        most = params.truncate_prompt_tokens
-        ids = truncated(ids, most, self._context_len, params.max_tokens)
+        # The user has not asked for the number of tokens that the model recommends.
+        is_recommended = params.max_tokens == self._sampling_defaults.get("max_tokens")
+        asked = None if is_recommended else params.max_tokens
+        ids = truncated(ids, params.truncate_prompt_tokens, self._context_len, asked)
         room = self._context_len - len(ids)
-        wanted = params.max_tokens or room
-        if params.max_tokens in (None, self._sampling_defaults.get("max_tokens")):
-            wanted = max(1, min(wanted, room))  # the user has asked for no number of tokens
+        wanted = asked or max(1, min(params.max_tokens or room, room))
         if wanted > room:
             raise RequestTooLongError(
                 f"the maximum context length is {self._context_len} tokens; the prompt has "
