@@ -59,7 +59,7 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
             yield argument
         elif base in REFUSED:
             if is_switch(base):
-                value = str(not is_off)
+                value = value.capitalize() if value else str(not is_off)
             elif not value and left:
                 value = left.popleft()
             if not is_harmless(base, value):

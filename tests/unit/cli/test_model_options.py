@@ -1,0 +1,65 @@
+"""Options of vLLM on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dist_aclgraph.cli.model_options import ModelCommand, load_model, with_model_options
+from dist_aclgraph.config import Config
+from dist_aclgraph.errors import ConfigError
+
+MODEL = "models/tiny-qwen3"
+cli = typer.Typer()
+loaded: list[Config] = []
+
+
+@cli.command(cls=ModelCommand)
+@with_model_options(serves=True)
+def command(
+    source: Path,
+    options: dict[str, Any],
+    overrides: Annotated[list[str] | None, typer.Argument()] = None,
+) -> None:
+    loaded.append(load_model(source, overrides, options))
+
+
+def load(*arguments: str) -> Config:
+    """Return the configuration that arguments describe, or raise ConfigError."""
+    result = CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
+    if result.exit_code:
+        raise ConfigError(result.stderr)
+    return loaded.pop()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--enable-chunked-prefill",),
+        ("--enable-chunked-prefill=True",),
+        ("--enable-chunked-prefill=true",),
+        ("--no-enable-lora",),
+        ("--enable-lora=False",),
+    ],
+)
+def test_an_option_that_asks_for_what_happens_has_no_effect(arguments: tuple[str, ...]) -> None:
+    assert load(MODEL, *arguments) == load(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--enable-chunked-prefill=False",), "enable_chunked_prefill has no counterpart"),
+        (("--no-enable-chunked-prefill",), "enable_chunked_prefill has no counterpart"),
+        (("--enable-lora=true",), "enable_lora has no counterpart"),
+    ],
+)
+def test_an_option_that_asks_for_something_else_is_refused(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(MODEL, *arguments)
