@@ -18,6 +18,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.vllm_options import (
     OPTIONS,
     REFUSED,
+    REFUSED_SHORT,
     Option,
     is_harmless,
     is_switch,
@@ -53,9 +54,10 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
     while left:
         argument = left.popleft()
         dashed, _, value = argument.partition("=")
-        name = dashed.removeprefix("--").replace("-", "_")
+        name = dashed.lstrip("-").replace("-", "_")
         is_off, base = name.startswith("no_"), name.removeprefix("no_")
-        if not argument.startswith("--") or base not in REFUSED | OPTIONS:
+        is_option = argument.startswith("--") or dashed in REFUSED_SHORT
+        if not is_option or base not in REFUSED | OPTIONS:
             yield argument
         elif base in REFUSED:
             if is_switch(base):

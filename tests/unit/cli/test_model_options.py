@@ -44,10 +44,20 @@ def load(*arguments: str) -> Config:
         ("--enable-chunked-prefill=true",),
         ("--no-enable-lora",),
         ("--enable-lora=False",),
+        ("-pp", "1"),
+        ("-pp=1",),
+        ("--pp", "1"),
     ],
 )
 def test_an_option_that_asks_for_what_happens_has_no_effect(arguments: tuple[str, ...]) -> None:
     assert load(MODEL, *arguments) == load(MODEL)
+
+
+@pytest.mark.parametrize("arguments", [("-tp", "2", "-dp=3"), ("-tp=2", "--dp", "3")])
+def test_short_names_have_one_dash_or_two(arguments: tuple[str, ...]) -> None:
+    parallel = load(MODEL, *arguments).parallel
+
+    assert (parallel.tp, parallel.dp) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +66,8 @@ def test_an_option_that_asks_for_what_happens_has_no_effect(arguments: tuple[str
         (("--enable-chunked-prefill=False",), "enable_chunked_prefill has no counterpart"),
         (("--no-enable-chunked-prefill",), "enable_chunked_prefill has no counterpart"),
         (("--enable-lora=true",), "enable_lora has no counterpart"),
+        (("-pp", "2"), "use --tensor-parallel-size"),
+        (("-pp=2",), "use --tensor-parallel-size"),
     ],
 )
 def test_an_option_that_asks_for_something_else_is_refused(
