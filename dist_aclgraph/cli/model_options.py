@@ -108,12 +108,19 @@ def load_model(
     """
     from dist_aclgraph.config import load_with_options, parse_overrides
 
+    overrides = list(overrides or ())
+    extra = [argument for argument in overrides if "=" not in argument]
+    if extra and (options or {}).get("served_model_name"):
+        raise ConfigError(
+            f"{extra[0]!r} is not of the form key=value; if --served-model-name has several names, "
+            "write the model before all options"
+        )
     values = {
         name: _value(name, value)
         for name, value in (options or {}).items()
         if value is not None and value != []
     }
-    return load_with_options(source, values, parse_overrides(overrides or []))
+    return load_with_options(source, values, parse_overrides(overrides))
 
 
 def load_local_model(

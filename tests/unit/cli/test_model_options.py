@@ -75,3 +75,12 @@ def test_an_option_that_asks_for_something_else_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load(MODEL, *arguments)
+
+
+def test_several_names_need_the_model_first() -> None:
+    names = ("--served-model-name", "a", "b")
+
+    assert load(MODEL, "--tp", "2", *names).names == ("a", "b")
+    assert load("--tp", "2", MODEL, *names[:2]).names == ("a",)
+    with pytest.raises(ConfigError, match=r"'b' is not .* write the model before all options"):
+        load("--tp", "2", MODEL, *names)
