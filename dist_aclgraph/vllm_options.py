@@ -197,7 +197,7 @@ PARTS = {
     },
     "speculative_config": {"num_speculative_tokens": OPTIONS["speculative_config"].key},
 }
-METHODS = ("mtp", "deepseek_mtp")  # methods of drafting
+METHOD = "mtp"  # method of drafting; vLLM has further names for it, such as qwen3_next_mtp
 
 
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,11 +271,11 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r:.200}; it must be a mapping")
     known = PARTS[name]
-    given = dict(value)
-    if name == "speculative_config" and given.pop("method", METHODS[0]) not in METHODS:
+    given = {part: item for part, item in value.items() if item is not None}
+    if name == "speculative_config" and not str(given.pop("method", METHOD)).endswith(METHOD):
         raise ConfigError(
             f"{name} has method {value['method']!r}; drafts are made by the model's own MTP layer: "
-            f"{METHODS[0]}"
+            f"{METHOD}"
         )
     if unknown := given.keys() - known.keys():
         raise ConfigError(
@@ -284,4 +284,4 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
     sizes = "cudagraph_capture_sizes"
     if sizes in given:
         given[sizes] = _value(sizes, OPTIONS[sizes], given[sizes])
-    return {known[part]: item for part, item in given.items() if item is not None}
+    return {known[part]: item for part, item in given.items()}

@@ -37,6 +37,15 @@ class TorchType:
             {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
             {"speculative.num_tokens": 2},
         ),
+        (
+            {"speculative_config": {"method": "qwen3_next_mtp", "num_speculative_tokens": 1}},
+            {"speculative.num_tokens": 1},
+        ),
+        (
+            {"speculative_config": {"method": None, "model": None, "num_speculative_tokens": 1}},
+            {"speculative.num_tokens": 1},
+        ),
+        ({"compilation_config": {"level": None, "cudagraph_mode": None}}, {}),
         ({"generation_config": "vllm"}, {"sampling_defaults": "none"}),
         ({"cudagraph_capture_sizes": [8, 1, 8, 4]}, {"graph.sizes": [1, 4, 8]}),
         ({"compilation_config": {"cudagraph_capture_sizes": (4, 2)}}, {"graph.sizes": [2, 4]}),
@@ -72,6 +81,8 @@ def test_an_option_becomes_a_key(options, keys):
         ({"compilation_config": {"level": 3}}, "compilation_config has level"),
         ({"compilation_config": 3}, "must be a mapping"),
         ({"speculative_config": {"method": "eagle"}}, "has method 'eagle'"),
+        ({"speculative_config": {"method": 3}}, "has method 3"),
+        ({"speculative_config": {"model": "x"}}, "speculative_config has model"),
     ],
 )
 def test_an_option_without_a_counterpart_is_refused_with_the_nearest(options, words):
