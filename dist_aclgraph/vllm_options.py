@@ -167,7 +167,7 @@ HARMLESS: dict[str, Collection[Any]] = {
     "device": ("auto", "npu"),
     "disable_custom_all_reduce": (True, False),
     "disable_log_requests": (True,),
-    "disable_log_stats": (True,),
+    "disable_log_stats": (True, False),
     "disable_sliding_window": (False,),
     "distributed_executor_backend": ("ray",),
     "enable_chunked_prefill": (True,),
@@ -191,6 +191,7 @@ HARMLESS: dict[str, Collection[Any]] = {
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (False,),
 }
+EMPTY: tuple[Any, ...] = ("", {}, [], ())
 PARTS = {
     "compilation_config": {
         name: OPTIONS[name].key for name in ("cudagraph_mode", "cudagraph_capture_sizes")
@@ -201,7 +202,9 @@ METHOD = "mtp"  # method of drafting; vLLM has further names for it, such as qwe
 
 
 def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys with the values of the options. Options with the value None are left out.
+    """Return our keys with the values of the options. Options without a value (None, "", {} or [])
+    are left out. Options that the table does not contain may be off (False or 0), because vLLM's
+    ``EngineArgs`` has a value for each option.
 
     ``enable_expert_parallel`` adds no key here, because the key's value depends on the whole
     configuration.
@@ -211,12 +214,13 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in sorted(given.items()):
-        if name not in OPTIONS and not is_harmless(name, value):
+        is_off = name not in HARMLESS and not value  # such as enable_eplb=False
+        if name not in OPTIONS and not is_off and not is_harmless(name, value):
             raise ConfigError(refusal(name))
     keys: dict[str, Any] = {}
     for name, option in OPTIONS.items():  # in this order, because enforce_eager precedes the mode
         value = given.get(name)
-        if value is None or name == EXPERT_PARALLEL:
+        if value is None or value in EMPTY or name == EXPERT_PARALLEL:
             continue
         if name in PARTS:
             keys |= _parts(name, value)
@@ -261,8 +265,6 @@ def _value(name: str, option: Option, value: Any) -> Any:
 
 
 def _names(names: Sequence[str]) -> dict[str, Any]:
-    if not names:
-        return {}
     first, *others = names
     return {"served_model_name": first, "served_model_aliases": others}
 

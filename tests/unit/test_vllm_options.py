@@ -61,6 +61,12 @@ class TorchType:
         ({"served_model_name": []}, {}),
         (dict.fromkeys((*REFUSED, "of_a_later_vllm")), {}),
         ({name: next(iter(values)) for name, values in HARMLESS.items()}, {}),
+        (
+            {"enable_eplb": False, "num_redundant_experts": 0, "worker_cls": "", "ssl_keyfile": ""},
+            {},
+        ),
+        ({"disable_log_stats": False, "rope_scaling": {}, "reasoning_parser": ""}, {}),
+        ({"enable_prefix_caching": False, "seed": 0}, {"scheduler.prefix_cache": False, "seed": 0}),
         ({"max_logprobs": 20, "pipeline_parallel_size": 1, "cpu_offload_gb": 0.0}, {}),
     ],
 )
@@ -77,6 +83,8 @@ def test_an_option_becomes_a_key(options, keys):
         ({"download_dir": "/x"}, "set HF_HOME"),
         ({"ssl_keyfile": "/x"}, "put a proxy with TLS"),
         ({"cudagraph_capture_sizes": "x", "additional_config": {"a": 1}}, "additional_config has"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill has no counterpart"),
+        ({"enable_eplb": True}, "enable_eplb is no option"),
         ({"nonsense": 1}, "nonsense is no option; known are tensor_parallel_size"),
         ({"compilation_config": {"level": 3}}, "compilation_config has level"),
         ({"compilation_config": 3}, "must be a mapping"),
