@@ -191,6 +191,8 @@ HARMLESS: dict[str, Collection[Any]] = {
     "tokenizer_mode": ("auto", "fast", "hf"),
     "trust_remote_code": (False,),
 }
+# Options that have no effect if they have the value of one of our keys.
+SAME = {"kv_cache_dtype": "dtype", "tokenizer": "model", "tokenizer_revision": "revision"}
 EMPTY: tuple[Any, ...] = ("", {}, [], ())
 PARTS = {
     "compilation_config": {
@@ -206,8 +208,8 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     are left out. Options that the table does not contain may be off (False or 0), because vLLM's
     ``EngineArgs`` has a value for each option.
 
-    ``enable_expert_parallel`` adds no key here, because the key's value depends on the whole
-    configuration.
+    ``enable_expert_parallel`` adds no key here, and the options of ``SAME`` are not checked here,
+    because that needs the whole configuration.
 
     Raises:
         ConfigError: our configuration has no such option.
@@ -215,7 +217,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in sorted(given.items()):
         is_off = name not in HARMLESS and not value  # such as enable_eplb=False
-        if name not in OPTIONS and not is_off and not is_harmless(name, value):
+        if name not in OPTIONS | SAME and not is_off and not is_harmless(name, value):
             raise ConfigError(refusal(name))
     keys: dict[str, Any] = {}
     for name, option in OPTIONS.items():  # in this order, because enforce_eager precedes the mode

@@ -12,7 +12,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from dist_aclgraph.config import Config, Section
-from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED
+from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED, SAME
 
 INTRODUCTION = """\
 # Configuration
@@ -72,7 +72,8 @@ def _harmless(name: str) -> str:
     values = HARMLESS.get(name, ())
     if isinstance(values, range):
         return f"{values[0]} to {values[-1]}"
-    return ", ".join(sorted({f"`{_literal(value)}`".replace(".0", "") for value in values}))
+    shown = sorted({f"`{_literal(value)}`".replace(".0", "") for value in values})
+    return ", ".join([*shown, *([f"that of `{SAME[name]}`"] if name in SAME else [])])
 
 
 def _flag(name: str) -> str:

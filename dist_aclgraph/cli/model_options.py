@@ -19,6 +19,7 @@ from dist_aclgraph.vllm_options import (
     OPTIONS,
     REFUSED,
     REFUSED_SHORT,
+    SAME,
     Option,
     is_harmless,
     is_switch,
@@ -57,7 +58,7 @@ def _known_arguments(args: Sequence[str]) -> Iterator[str]:
         name = dashed.lstrip("-").replace("-", "_")
         is_off, base = name.startswith("no_"), name.removeprefix("no_")
         is_option = argument.startswith("--") or dashed in REFUSED_SHORT
-        if not is_option or base not in REFUSED | OPTIONS:
+        if not is_option or base in SAME or base not in REFUSED | OPTIONS:
             yield argument
         elif base in REFUSED:
             if is_switch(base):
@@ -81,7 +82,7 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
     Args:
         serves: whether to add also the options of an HTTP service.
     """
-    names = [name for name in OPTIONS if serves or name not in OF_SERVICE]
+    names = [name for name in (*OPTIONS, *SAME) if serves or name not in OF_SERVICE]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -91,7 +92,7 @@ def with_model_options(*, serves: bool) -> Callable[[Callable[..., None]], Calla
 
         own = inspect.signature(command, eval_str=True)
         kept = [each for name, each in own.parameters.items() if name != "options"]
-        added = [_parameter(name, OPTIONS[name]) for name in names]
+        added = [_parameter(name, OPTIONS.get(name)) for name in names]
         wrapped.__signature__ = own.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
         return wrapped
 
@@ -159,7 +160,10 @@ def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | N
         sys.stderr.write(f"It is saved as {save}.\n")
 
 
-def _parameter(name: str, option: Option) -> inspect.Parameter:
+def _parameter(name: str, option: Option | None) -> inspect.Parameter:
+    """Return a command's parameter; a hidden one for an option of ``SAME``."""
+    is_hidden = option is None
+    option = option or Option(SAME[name], str)
     dashed = name.replace("_", "-")
     names = [f"--{dashed}", *(f"{dash}{each}" for each in option.short for dash in ("--", "-"))]
     kind: Any = option.kind
@@ -170,7 +174,7 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=typer.Option(None, *names, help=words, metavar=metavar),
+        default=typer.Option(None, *names, help=words, metavar=metavar, hidden=is_hidden),
         annotation=(list[str] if kind is tuple else str if metavar else kind) | None,
     )
 
@@ -179,7 +183,7 @@ def _value(name: str, given: Any) -> Any:
     """Return the value of an option that the command line gives as text."""
     from dist_aclgraph.config import parse_overrides
 
-    kind = OPTIONS[name].kind
+    kind = str if name in SAME else OPTIONS[name].kind
     if kind is list:
         given = f"[{given.strip('[]')}]"
     return parse_overrides([f"{name}={given}"])[name] if kind in (list, dict) else given

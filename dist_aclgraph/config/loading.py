@@ -24,7 +24,13 @@ from dist_aclgraph.errors import (
     UnsupportedModelError,
 )
 from dist_aclgraph.shipped import shipped
-from dist_aclgraph.vllm_options import EXPERT_PARALLEL, as_overrides
+from dist_aclgraph.vllm_options import (
+    EXPERT_PARALLEL,
+    SAME,
+    as_overrides,
+    is_harmless,
+    refusal,
+)
 
 MAX_YAML_CHARS, MAX_YAML_VALUES = 64 << 10, 100_000  # PyYAML takes seconds for larger texts
 MAX_SHOWN_ERRORS = 5
@@ -84,6 +90,8 @@ def load_with_options(
     config = load_config(source, keys)
     if options.get(EXPERT_PARALLEL):
         config = load_config(source, {"parallel.ep": config.parallel.world_size} | keys)
+    for name, key in SAME.items():
+        _check_same(name, options.get(name), getattr(config, key))
     return config
 
 
@@ -231,6 +239,14 @@ def _known_keys(location: tuple[Any, ...]) -> str:
         section = section.model_fields[part].annotation
     where = ".".join(str(part) for part in location[:-1]) or "the top level"
     return f"known in {where}: {', '.join(section.model_fields)}"
+
+
+def _check_same(name: str, value: Any, ours: str | None) -> None:
+    """Refuse an option of ``SAME`` whose value is not that of our key."""
+    if value and not is_harmless(name, value):
+        given = _find_model(str(value), shipped("")) if name == "tokenizer" else str(value)
+        if given != ours:
+            raise ConfigError(refusal(name))
 
 
 def _find_config(given: Path) -> Path:

@@ -6,7 +6,7 @@ import pytest
 
 from dist_aclgraph.config import load_config, load_with_options, to_yaml
 from dist_aclgraph.errors import ConfigError
-from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED, as_overrides
+from dist_aclgraph.vllm_options import HARMLESS, OPTIONS, REFUSED, SAME, as_overrides
 
 MODEL = "models/tiny-qwen3"
 
@@ -100,7 +100,35 @@ def test_an_option_without_a_counterpart_is_refused_with_the_nearest(options, wo
 
 def test_no_option_is_both_known_and_refused():
     assert not OPTIONS.keys() & REFUSED.keys()
-    assert HARMLESS.keys() <= REFUSED.keys()
+    assert HARMLESS.keys() | SAME.keys() <= REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokenizer": MODEL, "tokenizer_revision": None, "kv_cache_dtype": "bfloat16"},
+        {"tokenizer": f"{MODEL}/", "kv_cache_dtype": "float16", "dtype": "half"},
+        {"tokenizer": "", "tokenizer_revision": "v1", "revision": "v1", "kv_cache_dtype": "auto"},
+    ],
+)
+def test_an_option_with_the_value_of_a_key_has_no_effect(options):
+    others = {name: value for name, value in options.items() if name not in SAME}
+
+    assert load_with_options(MODEL, options) == load_with_options(MODEL, others)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokenizer": "models/tiny-deepseek"},
+        {"tokenizer_revision": "v2", "revision": "v1"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "float16"},
+    ],
+)
+def test_an_option_with_another_value_than_the_key_is_refused(options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} has no counterpart"):
+        load_with_options(MODEL, options)
 
 
 def test_expert_parallel_spreads_experts_over_all_ranks():

@@ -47,6 +47,8 @@ def load(*arguments: str) -> Config:
         ("-pp", "1"),
         ("-pp=1",),
         ("--pp", "1"),
+        ("--tokenizer", MODEL, "--kv-cache-dtype=bfloat16"),
+        ("--kv-cache-dtype=auto",),
     ],
 )
 def test_an_option_that_asks_for_what_happens_has_no_effect(arguments: tuple[str, ...]) -> None:
@@ -68,6 +70,8 @@ def test_short_names_have_one_dash_or_two(arguments: tuple[str, ...]) -> None:
         (("--enable-lora=true",), "enable_lora has no counterpart"),
         (("-pp", "2"), "use --tensor-parallel-size"),
         (("-pp=2",), "use --tensor-parallel-size"),
+        (("--tokenizer", "models/tiny-deepseek"), "the tokenizer of the checkpoint is used"),
+        (("--kv-cache-dtype=fp8",), "the KV cache has the type of --dtype"),
     ],
 )
 def test_an_option_that_asks_for_something_else_is_refused(
