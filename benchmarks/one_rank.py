@@ -77,7 +77,7 @@ class OneRank:
             else Checkpoint(
                 config.model,
                 TORCH_DTYPES[config.dtype],
-                quantises=config.quantization == "w8a8",
+                quantises=config.makes_int8,
             ),
             device=self.npu.device,
             max_len=self._max_len,

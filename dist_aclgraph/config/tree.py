@@ -423,10 +423,11 @@ class Config(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="type of weights, activations and KV cache"
     )
-    quantization: Literal["w8a8"] | None = Field(
+    quantization: Literal["w8a8", "compressed-tensors", "fp8"] | None = Field(
         None,
         description="w8a8 converts the matrices of layers to int8 while loading; null keeps the "
-        "checkpoint's weights, int8 weights included",
+        "checkpoint's weights, int8 weights included. compressed-tensors and fp8 are the same as "
+        "null, but refuse a checkpoint with another quant_method",
     )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint",
@@ -477,6 +478,11 @@ class Config(Section):
     def names(self) -> tuple[str, ...]:
         """All names of the model in the API. Replies contain the first name."""
         return (self.name, *self.served_model_aliases)
+
+    @property
+    def makes_int8(self) -> bool:
+        """Whether weights are converted to int8 while they are loaded."""
+        return self.quantization == "w8a8"
 
     @property
     def shares_prefixes(self) -> bool:

@@ -33,7 +33,7 @@ def elements_per_token(facts: ModelFacts, tp: int) -> int:
 def how_to_shrink_weights(config: Config) -> str:
     """Return how to make the weights of one rank smaller, as the end of an error message."""
     more = "parallel.tp or parallel.ep" if config.parallel.ep > 1 else "parallel.tp"
-    return f"raise {more}" + ("" if config.quantization else ", or set quantization=w8a8")
+    return f"raise {more}" + ("" if config.makes_int8 else ", or set quantization=w8a8")
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class RankMemory:
             ep=parallel.ep,
             redundant_experts=parallel.redundant_experts,
             element_bytes=element_bytes,
-            matrix_bytes=1 if config.quantization or model.holds_int8 else None,
+            matrix_bytes=1 if config.makes_int8 or model.holds_int8 else None,
             drafts=k > 0,
         )
         largest = _largest_graphs(config)

@@ -81,6 +81,7 @@ class ModelFacts:
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         holds_int4: whether the checkpoint has matrices of four bits.
+        quant_method: name of the format of quantised weights in config.json; "" without a name.
         vocab_size: rows of the embedding; all token ids are smaller.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. Else, norms of q and k, if the
@@ -105,6 +106,7 @@ class ModelFacts:
     weight_bytes: int = 0
     holds_int8: bool = False
     holds_int4: bool = False
+    quant_method: str = ""
     vocab_size: int = 0
     qk_norm_spans_heads: bool = False
 
@@ -142,12 +144,17 @@ def check_model(config: Config, facts: ModelFacts) -> None:
         ConfigError: the model has no experts for ``parallel.ep`` or no next-token module for
             ``speculative.num_tokens``; its heads cannot be split over ``parallel.tp``; its KV
             cannot be sharded over ``parallel.dcp``; ranks share contexts although the model has a
-            sliding window, linear attention or an indexer; or the dtype is float32 with int8
-            matrices.
+            sliding window, linear attention or an indexer; the dtype is float32 with int8
+            matrices; or ``quantization`` is another method than that of the checkpoint.
     """
-    if config.dtype == "float32" and (config.quantization or facts.holds_int8 or facts.holds_int4):
+    if not config.makes_int8 and config.quantization not in (None, facts.quant_method):
+        raise ConfigError(
+            f"quantization is {config.quantization}; the quant_method of the checkpoint is "
+            f"{facts.quant_method or 'null':.80}: leave quantization out"
+        )
+    if config.dtype == "float32" and (config.makes_int8 or facts.holds_int8 or facts.holds_int4):
         held = "int4" if facts.holds_int4 else "int8"
-        whose = "quantization is w8a8" if config.quantization else f"the checkpoint holds {held}"
+        whose = "quantization is w8a8" if config.makes_int8 else f"the checkpoint holds {held}"
         raise ConfigError(
             f"dtype is float32 and {whose}; products of quantised weights give float16 or "
             "bfloat16 only: set dtype=bfloat16"
@@ -227,6 +234,9 @@ def facts_of(config: ModelConfig) -> ModelFacts:
         weight_bytes=sum(file.stat().st_size for file in files),
         holds_int8=any(_has_int8(file, int4) for file in files),
         holds_int4=bool(int4),
+        quant_method=(config.part("quantization_config") or config.empty_part()).text(
+            "quant_method", ""
+        ),
         vocab_size=config.integer("vocab_size", 0, least=0),
         qk_norm_spans_heads=config.architecture in NORMS_OF_ALL_HEADS,
     )

@@ -24,7 +24,7 @@ def read_servable_spec(config: Config) -> ModelSpec:
             f"parallel.dcp is {parallel.dcp} and parallel.pcp {parallel.pcp}; contexts of heads "
             f"with sinks, which {spec.architecture} has, cannot be shared: set both to 1"
         )
-    if spec.experts is not None and spec.experts.is_stacked and config.quantization:
+    if spec.experts is not None and spec.experts.is_stacked and config.makes_int8:
         raise ConfigError(
             f"quantization is {config.quantization}; experts with biases, which "
             f"{spec.architecture} has, cannot be converted to int8: leave quantization out"

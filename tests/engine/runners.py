@@ -60,7 +60,7 @@ def make_runner(
         Checkpoint(
             directory,
             TORCH_DTYPES[config.dtype],
-            quantises=config.quantization == "w8a8",
+            quantises=config.makes_int8,
             names=spec.names,
             int4=read_int4_formats(read_model_config(directory)),
         ),

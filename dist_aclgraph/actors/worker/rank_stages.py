@@ -247,7 +247,7 @@ class JoinedRank:
 
         note(0)
         dtype, device = TORCH_DTYPES[config.dtype], self.npu.device
-        quantises = config.quantization == "w8a8"
+        quantises = config.makes_int8
         int4 = read_int4_formats(read_model_config(config.model, config.model_overrides))
         checkpoint: WeightSource
         if config.weights == "dummy":

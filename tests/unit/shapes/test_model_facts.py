@@ -28,11 +28,20 @@ def read(directory: Path, **keys: Any) -> ModelFacts:
         ({"parallel": {"ep": 2, "dp": 2}}, "parallel.ep is 2; AForCausalLM has no experts"),
         ({"speculative": {"num_tokens": 1}}, "AForCausalLM has no next-token modules"),
         ({"dtype": "float32", "quantization": "w8a8"}, "float32 and quantization is w8a8"),
+        ({"quantization": "fp8"}, "quantization is fp8; the quant_method .* is null"),
     ],
 )
 def test_what_a_model_lacks_is_refused(tmp_path: Path, sections: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_model(make_config({"model": "m", **sections}), read(tmp_path))
+
+
+def test_quantization_may_name_the_method_of_the_checkpoint(tmp_path: Path) -> None:
+    facts = read(tmp_path, quantization_config={"quant_method": "fp8"})
+
+    check_model(make_config({"model": "m", "quantization": "fp8"}), facts)
+    with pytest.raises(ConfigError, match=r"is compressed-tensors; the quant_method .* is fp8"):
+        check_model(make_config({"model": "m", "quantization": "compressed-tensors"}), facts)
 
 
 @pytest.mark.parametrize(
