@@ -257,8 +257,9 @@ def roll(
 ) -> None:
     """Replace the groups of a running deployment, one after the other, by another configuration.
 
-    No request fails, because old groups finish their requests. Model, name and seed must stay the
-    same, because ingresses have read them already. The keys of serve have no effect.
+    No request fails, because old groups finish their requests. The model, its overrides, names,
+    task and sampling defaults, and the seed must stay the same, because ingresses have read them
+    already. The keys of serve have no effect.
     """
     with _user_errors():
         from rich.console import Console

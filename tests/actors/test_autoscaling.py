@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -91,6 +91,21 @@ def test_a_roll_to_changed_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(ConfigError, match="start a new service for the new version"):
         groups.roll(groups.config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_overrides", {"rope_theta": 5e6}),
+        ("served_model_aliases", ["another"]),
+        ("task", "embed"),
+        ("sampling_defaults", "none"),
+        ("seed", 5),
+    ],
+)
+def test_a_roll_that_changes_a_key_of_ingresses_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{key} changes, which ingresses have read"):
+        CrowdedGroups().roll(load_config(CONFIG, {key: value}))
 
 
 def test_without_room_growing_is_tried_less_and_less_often_with_one_warning_each(

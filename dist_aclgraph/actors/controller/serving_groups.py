@@ -54,7 +54,16 @@ from dist_aclgraph.version import build, build_of, hash_sources
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
-OF_THE_INGRESS = ("model", "name", "seed")  # keys that ingress replicas read at their start
+# keys that ingress replicas read at their start, and that must be those of the groups
+OF_THE_INGRESS = (
+    "model",
+    "model_overrides",
+    "name",
+    "served_model_aliases",
+    "task",
+    "sampling_defaults",
+    "seed",
+)
 
 
 class ServingGroups:
