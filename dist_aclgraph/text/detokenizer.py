@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -11,6 +12,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 CONTEXT_TOKENS = 4  # a UTF-8 character has up to four bytes, and each byte may be a token
 MAX_WINDOW = 10
 REPLACEMENT = "\ufffd"
+_BLANKS = re.compile(r"\s+")
 
 
 class Detokenizer:
@@ -143,12 +145,34 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> 
     texts = detokenizer.take_token_texts()
     if given is None:
         return texts
-    shown, at = [], 0
+    shown: list[str] = []
+    at = 0
     for token_id, text in zip(ids, texts, strict=True):
-        if token_id in tokenizer.special_ids:
-            own = tokenizer.own_text(token_id)
-            # A special token that the tokenizer has added, such as the first one, has no text.
-            text = own if given.startswith(own, at) else ""
-        shown.append(text)
-        at += len(text)
+        is_special = token_id in tokenizer.special_ids
+        own = tokenizer.own_text(token_id) if is_special else text
+        blanks = _blanks_before(own, given, at)
+        if is_special and not given.startswith(own, at + len(blanks)):
+            own = blanks = ""  # the tokenizer has added the token, such as the first one
+        at += len(blanks) + len(own)
+        if shown:
+            shown[-1] += blanks
+        shown.append(own if shown else blanks + own)
+    if shown and given[at:].isspace():
+        shown[-1] += given[at:]
     return shown if "".join(shown) == given else texts
+
+
+def _blanks_before(text: str, given: str, at: int) -> str:
+    """Return white space between a position of a prompt and the text of the next token. A special
+    token may have removed it.
+    """
+    if given.startswith(text, at):
+        return ""
+    count = _num_blanks(given, at) - _num_blanks(text)
+    is_next = count > 0 and given.startswith(text, at + count)
+    return given[at : at + count] if is_next else ""
+
+
+def _num_blanks(text: str, begin: int = 0) -> int:
+    found = _BLANKS.match(text, begin)
+    return len(found[0]) if found else 0

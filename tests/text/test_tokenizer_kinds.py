@@ -204,6 +204,27 @@ def test_tokens_that_other_files_add_are_those_of_transformers(tmp_path, case, k
     assert ours.special_ids >= set(theirs.all_special_ids) - {None}
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback that strips nothing"])
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("e<|right|>  e", ["e", "<|right|>  ", "e"]),
+        ("e<|right|>\n", ["e", "<|right|>\n"]),
+        ("e \n<|left|>e", ["e \n", "<|left|>", "e"]),
+        ("  <|left|><|right|> <|left|>e", ["  <|left|>", "<|right|> ", "<|left|>", "e"]),
+    ],
+)
+def test_an_echo_has_the_white_space_beside_special_tokens(tmp_path, kind, prompt, texts):
+    added = {
+        "900": described("<|right|>", rstrip=True, special=True),
+        "901": described("<|left|>", lstrip=True, special=True),
+    }
+    write_checkpoint(tmp_path, kind, {"added_tokens_decoder": added})
+    ours = Tokenizer(tmp_path)
+
+    assert token_texts(ours, ours.encode(prompt), prompt) == texts
+
+
 def test_the_tokenizers_own_end_token_ends_an_answer(tmp_path):
     write_checkpoint(tmp_path, "byte-level", {"eos_token": "<|im_end|>"})
     rows = json.loads((tmp_path / "config.json").read_text())
