@@ -8,6 +8,7 @@ the probability of yes, if the model may answer only these two tokens.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import llguidance
@@ -47,23 +48,47 @@ class RerankPrompts:
         self.params = choice_params(self._yes, self._no)
 
     def encode(
-        self, query: str, document: str, instruction: str | None = None, *, max_tokens: int
+        self,
+        query: str,
+        document: str,
+        instruction: str | None = None,
+        *,
+        max_tokens: int,
+        most: int | None = None,
     ) -> list[int]:
         """Return the prompt of a pair.
 
         Args:
             instruction: the task for which the document must be relevant; None means a web search.
-            max_tokens: largest number of tokens of the text between the prompt's fixed parts.
+            max_tokens: largest number of tokens of the text between the prompt's fixed parts. A
+                text with ``most`` may have any number.
+            most: maximum number of tokens of the prompt, for which the end of the document is left
+                out; None leaves out nothing.
 
         Raises:
             RequestTooLongError: the text has more than ``max_tokens`` tokens.
+            InvalidParameterError: the prompt has more than ``most`` tokens without the document.
         """
-        text = BODY.format(
-            instruction=INSTRUCTION if instruction is None else instruction,
-            query=query,
-            document=document,
-        )
-        body = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+
+        def encode(document: str) -> list[int]:
+            text = BODY.format(
+                instruction=INSTRUCTION if instruction is None else instruction,
+                query=query,
+                document=document,
+            )
+            limit = max_tokens if most is None else sys.maxsize
+            return self._tokenizer.encode(text, add_special_tokens=False, max_tokens=limit)
+
+        body = encode(document)
+        if most is not None:
+            num_fixed = len(self._head) + len(self._tail)
+            if most < (least := num_fixed + len(encode(""))):
+                raise InvalidParameterError(
+                    f"truncate_prompt_tokens is {most}; the prompt without its document has "
+                    f"{least} tokens",
+                    "truncate_prompt_tokens",
+                )
+            body = body[: most - num_fixed]
         return [*self._head, *body, *self._tail]
 
     def score(self, logprobs: Mapping[int, float]) -> float:

@@ -24,6 +24,8 @@ from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 from tests.serve.rerank_model import make_reranker
 from tests.text.made_tokenizers import KINDS, write_checkpoint
 
+LONG = "x" * 300_000
+
 
 class FakeDeployment:
     """A deployment of one fake engine in this process."""
@@ -145,12 +147,27 @@ def test_a_prompt_may_be_text_ids_or_a_mapping(llm):
     params = SamplingParams(max_tokens=1)
     ids = llm.tokenizer.encode("one")
 
-    for prompts in ("one", ids, {"prompt": "one"}, {"prompt_token_ids": ids}):
+    nulls = {"prompt_token_ids": None, "multi_modal_data": None}
+    mappings = ({"prompt": "one"}, {"prompt_token_ids": ids}, {"prompt": "one", **nulls})
+    for prompts in ("one", ids, *mappings):
         for given in (prompts, [prompts]):
             assert only(llm.generate(given, params)).prompt_token_ids == ids
     with pytest.raises(InvalidParameterError, match="multi_modal_data"):
         llm.generate({"prompt": "x", "multi_modal_data": {}}, params)
+    with pytest.raises(InvalidParameterError, match="must have prompt or prompt_token_ids"):
+        llm.generate(nulls, params)
     assert llm.generate([], params) == []
+
+
+def test_a_text_of_any_length_may_be_truncated(llm):
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=3)
+
+    found = llm.generate([LONG, {"prompt": LONG}], params)
+    found += llm.chat([{"role": "user", "content": LONG}], params)
+
+    assert [len(request.prompt_token_ids) for request in found] == [3] * 3
+    with pytest.raises(RequestTooLongError, match="the maximum context length is 2048"):
+        llm.generate(LONG, SamplingParams(max_tokens=1))
 
 
 def test_n_answers_have_seeds_in_a_row(llm, deployment):
@@ -351,6 +368,17 @@ def test_embeddings_come_in_the_order_of_the_prompts(embedder, deployment):
     assert cut.outputs.embedding == pytest.approx([0.6, 0.8])
 
 
+def test_embeddings_take_the_arguments_of_vllm(embedder, deployment):
+    deployment.engine.embedding = lambda ids: [1.0, 0.0]
+    nothing = {"lora_request": None, "pooling_params": None}
+
+    (found,) = embedder.embed(LONG, truncate_prompt_tokens=3, **nothing)
+
+    assert len(found.prompt_token_ids) == 3
+    with pytest.raises(InvalidParameterError, match="pooling_params is given, but the checkpoint"):
+        embedder.embed("x", pooling_params=object())
+
+
 @pytest.mark.parametrize("dimensions", [0, 10**6])
 def test_dimensions_are_at_most_the_size_of_the_model(embedder, dimensions):
     with pytest.raises(InvalidParameterError, match=f"dimensions is {dimensions}; it must lie"):
@@ -365,7 +393,9 @@ def test_pairs_have_scores(deployment, tmp_path):
 
         found = llm.score("q", ["bad", "good"])
         (own,) = llm.score("q", "good", instruction="bad")
+        (cut,) = llm.score("q", "good " * 9000, truncate_prompt_tokens=-1, lora_request=None)
 
+    assert len(cut.prompt_token_ids) == 2047
     assert [each.outputs.score for each in found] == pytest.approx([0.25, 0.75])
     assert own.outputs.score == pytest.approx(0.25)
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from dist_aclgraph.errors import RequestTooLongError, UnsupportedModelError
-from dist_aclgraph.text.rerank import RerankPrompts
+from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError, UnsupportedModelError
+from dist_aclgraph.text.rerank import TAIL, RerankPrompts
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.serve.conftest import CONFIG
 from tests.serve.rerank_model import make_reranker
@@ -37,6 +37,21 @@ def test_the_prompt_is_that_of_the_model_card(tokenizer: Tokenizer) -> None:
 def test_a_document_that_is_too_long_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestTooLongError):
         RerankPrompts(tokenizer).encode("q", "x " * 100, max_tokens=50)
+
+
+def test_the_end_of_a_long_document_is_left_out(tokenizer: Tokenizer) -> None:
+    prompts = RerankPrompts(tokenizer)
+    least = len(prompts.encode("q", "", max_tokens=500))
+
+    ids = prompts.encode("q", "x " * 9000, max_tokens=500, most=least + 3)
+    short = prompts.encode("q", "x", max_tokens=500, most=500)
+
+    assert len(ids) == least + 3
+    assert "<Query>: q\n<Document>: x" in tokenizer.decode(ids)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith(TAIL)
+    assert short == prompts.encode("q", "x", max_tokens=500)
+    with pytest.raises(InvalidParameterError, match=f"without its document has {least} tokens"):
+        prompts.encode("q", "x", max_tokens=500, most=least - 1)
 
 
 def test_the_score_is_the_share_of_yes(tokenizer: Tokenizer) -> None:

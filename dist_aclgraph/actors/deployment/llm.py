@@ -28,6 +28,7 @@ from dist_aclgraph.actors.deployment.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from dist_aclgraph.actors.deployment.prompts import Prompt, as_prompt, check_absent, listed
 from dist_aclgraph.actors.wire.messages import error_of
 from dist_aclgraph.config import Config, load_with_options
 from dist_aclgraph.errors import (
@@ -37,7 +38,7 @@ from dist_aclgraph.errors import (
     RequestTooLongError,
 )
 from dist_aclgraph.hub import with_local_model
-from dist_aclgraph.sampling import SamplingParams, seed_of_choice, truncated
+from dist_aclgraph.sampling import SamplingParams, check_truncation, seed_of_choice, truncated
 from dist_aclgraph.shapes.model_task import Task, read_task
 from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.text.chat_template import ChatOptions
@@ -48,7 +49,6 @@ from dist_aclgraph.text.sampling_defaults import read_sampling_defaults
 from dist_aclgraph.text.structure import GrammarCompiler, with_structure
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
@@ -156,9 +156,9 @@ class LLM:
             DistAclGraphError: a request failed; the other requests are aborted.
         """
         self._check_task("generate", "generate", "rerank")
-        _check_lora(lora_request)
-        listed = [_as_prompt(prompt) for prompt in _listed(prompts)]
-        return self._run(listed, sampling_params, use_tqdm)
+        check_absent(lora_request=lora_request)
+        given = [as_prompt(prompt) for prompt in listed(prompts)]
+        return self._run(given, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -187,7 +187,7 @@ class LLM:
             InvalidParameterError: the model has no template, or its template refuses the messages.
         """
         self._check_task("chat", "generate", "rerank")
-        _check_lora(lora_request)
+        check_absent(lora_request=lora_request)
         options = ChatOptions(
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -198,7 +198,7 @@ class LLM:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         texts = [self.tokenizer.render_chat(each, options) for each in conversations]
-        prompts = [(text, self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        prompts = [(text, self._encode(text, add_special_tokens=False)) for text in texts]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def embed(
@@ -206,25 +206,32 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        pooling_params: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt, in the order of the prompts; see ``generate``.
 
         Args:
             dimensions: keep this number of elements, from the first one; None keeps all elements.
+            truncate_prompt_tokens: as in ``SamplingParams``.
+            pooling_params: must be None.
 
         Raises:
             InvalidParameterError: the model's task is not ``embed``, or ``dimensions`` is not
                 between 1 and the model's hidden size.
         """
         self._check_task("embed", "embed")
+        check_absent(lora_request=lora_request, pooling_params=pooling_params)
         size = self._task.hidden_size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidParameterError(
                 f"dimensions is {dimensions}; it must lie between 1 and {size}", "dimensions"
             )
-        listed = [_as_prompt(prompt) for prompt in _listed(prompts)]
-        found = self._run(listed, EMBEDDING, use_tqdm)
+        given = [as_prompt(prompt) for prompt in listed(prompts)]
+        params = replace(EMBEDDING, truncate_prompt_tokens=truncate_prompt_tokens)
+        found = self._run(given, params, use_tqdm)
         rows = embeddings_of(
             [request.state for request in found],
             dimensions=dimensions,
@@ -243,7 +250,10 @@ class LLM:
         text_2: str | Sequence[str],
         *,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        pooling_params: None = None,
     ) -> list[ScoringRequestOutput]:
         """Return the relevance of documents for queries, in the order of the documents.
 
@@ -251,17 +261,23 @@ class LLM:
             text_1: one query for all documents, or one query per document.
             text_2: one or more documents.
             instruction: the task for which documents are to be relevant; None means a web search.
+            truncate_prompt_tokens: maximum number of tokens of a prompt, for which the end of a
+                document is left out; -1 uses as many as the context allows.
+            pooling_params: must be None.
 
         Raises:
             InvalidParameterError: the model's task is not ``rerank``, or the number of queries is
                 neither 1 nor the number of documents.
         """
         self._check_task("score", "rerank")
+        check_absent(lora_request=lora_request, pooling_params=pooling_params)
+        check_truncation(truncate_prompt_tokens)
+        most = self._context_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         reranker = RerankPrompts(self.tokenizer)
         queries = [text_1] if isinstance(text_1, str) else text_1
         documents = [text_2] if isinstance(text_2, str) else text_2
         prompts = [
-            reranker.encode(query, document, instruction, max_tokens=self._context_len)
+            reranker.encode(query, document, instruction, max_tokens=self._context_len, most=most)
             for query, document in paired(queries, documents)
         ]
         found = self._run([(None, ids) for ids in prompts], reranker.params, use_tqdm)
@@ -376,11 +392,17 @@ class LLM:
         found = with_token_ids(self.tokenizer, checked)
         return with_structure(found, self._grammars)
 
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text of any length, because its prompt may be truncated."""
+        return self.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=sys.maxsize
+        )
+
     def _prepare(
         self, text: str | None, given: Sequence[int] | None, params: SamplingParams
     ) -> list[_Choice]:
         """Check a prompt; return its choices."""
-        ids = self.tokenizer.encode(text or "") if given is None else list(given)
+        ids = self._encode(text or "") if given is None else list(given)
         if not all(isinstance(token_id, int) for token_id in ids):
             raise InvalidParameterError("a prompt must be text or a list of token ids", "prompt")
         self.tokenizer.check_ids(ids, "prompt")
@@ -434,38 +456,6 @@ def start_on_ray(config: Config) -> Deployment:
     from dist_aclgraph.actors.deployment import deployment  # imports Ray, which takes seconds
 
     return deployment.start(config)
-
-
-def _check_lora(request: object) -> None:
-    if request is not None:
-        raise InvalidParameterError(
-            "lora_request is given, but LoRA is not offered: merge the weights into the checkpoint",
-            "lora_request",
-        )
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts, even for a single prompt."""
-    is_one = isinstance(prompts, str | Mapping) or (
-        len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
-    )
-    return cast(Sequence[Prompt], [prompts] if is_one else prompts)
-
-
-def _as_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
-    """Return text and token ids of a prompt; each is None if the prompt does not contain it."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if not isinstance(prompt, Mapping):
-        return None, prompt
-    if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
-        raise InvalidParameterError(
-            f"a prompt has {', '.join(sorted(unknown))}; it may have prompt or prompt_token_ids",
-            "prompt",
-        )
-    if not prompt:
-        raise InvalidParameterError("a prompt must have prompt or prompt_token_ids", "prompt")
-    return prompt.get("prompt"), prompt.get("prompt_token_ids")
 
 
 @contextmanager
