@@ -130,12 +130,11 @@ def _ends_in_string(text: str, *, is_string: bool = False) -> bool:
 
 
 def as_json(text: str, types: frozenset[str] | set[str]) -> str:
-    """Return a text as JSON of one of the types; as a string if it has none of these types.
+    """Return a text as JSON of one of the types; as a string if it is no JSON of these types.
 
     Args:
         types: names of JSON schema's types; empty if every type is allowed.
     """
-    others = types - {"string"} or ({"any"} if not types else set())
     stripped = text.strip()
     if others and len(text) <= MAX_HELD_CHARS:
         if stripped in _WORDS:
@@ -146,8 +145,8 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
             pass
         else:
             kind = _type_of(value)
-            is_number = kind == "integer" and "number" in others
-            if "any" in others or kind in others or is_number:
+            is_number = kind == "integer" and "number" in types
+            if not types or kind in types or is_number:
                 return stripped
     return json.dumps(text, ensure_ascii=False)
 

@@ -19,6 +19,7 @@ TOOLS = {
             "text": {"type": "string"},
             "deep": {"type": ["boolean", "null"]},
             "more": {"$ref": "#/$defs/more"},
+            "word": {"type": ["string", "null"]},
         },
         "$defs": {"more": {"type": "object"}},
     },

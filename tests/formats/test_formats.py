@@ -275,6 +275,10 @@ def test_what_is_no_call_is_content(text):
 def test_the_schema_gives_a_text_its_type(name, value, expected):
     form = make_format("qwen3_coder", has_tokens=True)
 
+        ("word", '"red"', "red"),
+        ("word", "red", "red"),
+        ("word", "7", "7"),
+        ("word", "null", None),
     found = read(
         form,
         f"<tool_call>\n<function=find>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n"
