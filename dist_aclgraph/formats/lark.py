@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dist_aclgraph.errors import InvalidParameterError
-from dist_aclgraph.formats.one_of import is_any_of
-from dist_aclgraph.formats.typed_values import resolve, types_of
+from dist_aclgraph.formats.one_of import exclude_each_other, is_any_of
+from dist_aclgraph.formats.typed_values import MAX_DEPTH, target_of, types_of
 from dist_aclgraph.sampling import StructuredOutputs
 
 ANY_OBJECT = {"type": "object"}
@@ -27,6 +27,13 @@ _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
     *("minProperties", "maxProperties", "patternProperties"),
     *("dependencies", "dependentRequired", "dependentSchemas"),
+_OF_PARAMETERS = {"properties", "required", "additionalProperties", "unevaluatedProperties"}
+# Keywords of a schema that restrict a string. A string without quotes can follow one of the groups.
+_GROUPS = ({"enum", "const"}, {"pattern"}, {"minLength", "maxLength"})
+_OF_STRINGS = set().union(
+    *_GROUPS,
+    {"type", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"},
+)
 }
 _NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # names that tags cannot contain
 _ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)  # an escaped character, "/", a line's end
@@ -168,10 +175,12 @@ class Lark:
         """Return the texts that contain no marker token, so that other tokens can spell them."""
         return [text for text in texts if not self._cut(text)[1]]
 
-    def parameter(
+    def _parameter(
         self,
         schema: Mapping[str, Any],
         root: Mapping[str, Any],
+        tool: str,
+        name: str,
         end: str,
         ends: Sequence[str],
     ) -> str:
@@ -181,23 +190,22 @@ class Lark:
             ends: the texts at which the reader ends a value that is a string.
 
         Raises:
-            InvalidParameterError: the format cannot write any of the schema's strings.
+            InvalidParameterError: the format cannot write any of the schema's strings, or cannot
+                follow the schema.
         """
-        if types_of(schema, root) == {"string"}:
-            schema = resolve(schema, root)
-            values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-            if isinstance(values, list):
-                found = self._spelled(ends)
-                kept = [str(value) for value in values if not any(e in str(value) for e in found)]
-                if not kept:
-                    raise InvalidParameterError(
-                        f"tools: the model's format of calls cannot write the string "
-                        f"{values[:1]}, because it ends at {found}",
-                        "tools",
-                    )
-                return f"{choice_of([_quoted(value) for value in kept])} {self.text(end)}"
-            return self.until(_pattern_of(schema), end, ends)
-        return f"{self.json(taken_out(schema, root))} {self.text(end)}"
+        if types_of(schema, root) != {"string"}:
+            return f"{self.json(taken_out(schema, root))} {self.text(end)}"
+        found = self._spelled(ends)
+        patterns = [_pattern_of(each, found) for each in _strings_of(tool, name, schema, root)]
+        kept = [pattern for pattern in patterns if pattern is not None]
+        if not kept:
+            raise InvalidParameterError(
+                f"tools: the model's format of calls cannot write any string that the schema of "
+                f"{tool} allows for {name!r:.40}, because a string ends at {found}",
+                "tools",
+            )
+        pattern = kept[0] if len(kept) == 1 else "|".join(f"({each})" for each in kept)
+        return self.until(pattern, end, ends)
 
     def parameters(
         self,
@@ -232,7 +240,8 @@ class Lark:
         parts = []
         for name, kept, is_required in found:
             before, after = around(types_of(kept, schema) == {"string"})
-            part = f"{self.text(before + name + after)} {self.parameter(kept, schema, end, ends)}"
+            value = self._parameter(tool, name, kept, schema, end, ends)
+            part = f"{self.text(before + name + after)} {value}"
             parts.append(part if is_required else f"({part})?")
         return " ".join(parts)
 
@@ -253,7 +262,7 @@ def parameters_of(
     Raises:
         InvalidParameterError: arguments with these parameters might not match the schema.
     """
-    schema = resolve(root, root)
+    schema = _named(tool, root, root)
     if not isinstance(schema, Mapping) or types_of(schema, root) - {"object"}:
         raise _not_by_parameters(tool, "is not the schema of an object")
     if found := sorted(_WHOLE & schema.keys()):
@@ -279,6 +288,81 @@ def parameters_of(
 
 def _not_by_parameters(tool: str, problem: str) -> InvalidParameterError:
     return InvalidParameterError(
+def _named(tool: str, schema: Any, root: Any) -> Any:
+    """Return the schema of an object that references name.
+
+    Raises:
+        InvalidParameterError: other keywords beside a reference restrict the object, too.
+    """
+    for _ in range(MAX_DEPTH):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema
+        if found := sorted((_WHOLE | _OF_PARAMETERS) & schema.keys()):
+            raise _not_by_parameters(tool, f"has {found[0]} beside a $ref")
+        schema = target_of(reference, root)
+    return None
+
+
+def _strings_of(
+    tool: str, name: str, schema: Any, root: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """Return schemas without references and branches. A string matches the schema of a parameter if
+    it matches one of these schemas.
+
+    Raises:
+        InvalidParameterError: a string without quotes cannot follow the schema.
+    """
+    found: list[Mapping[str, Any]] = []
+    left: list[Any] = [schema]
+    followed: set[str] = set()
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping):
+            raise _not_by_parameters(tool, f"has no schema for the string {name!r:.40}")
+        keys = _OF_STRINGS & part.keys()
+        if "type" in keys and part["type"] in ("string", ["string"]):
+            keys -= {"type"}
+        if any(keys <= group for group in _GROUPS):
+            found.append(part)
+        elif keys == {"$ref"} and isinstance(reference := part["$ref"], str):
+            # Another reference to the same schema allows the same strings.
+            left += [] if reference in followed else [target_of(reference, root)]
+            followed.add(reference)
+        elif (branches := _branches_of(keys, part, root)) is not None:
+            left += branches
+        else:
+            raise _not_by_parameters(
+                tool,
+                f"uses {' with '.join(sorted(keys))} for the string {name!r:.40}, which has no "
+                "quotes",
+            )
+    return found
+
+
+def _branches_of(keys: set[str], schema: Mapping[str, Any], root: Any) -> list[Any] | None:
+    """Return the branches of a schema with these keywords; None unless each value that matches one
+    branch matches the schema.
+    """
+    for key in keys & {"anyOf", "oneOf", "allOf"}:
+        found = schema[key]
+        if len(keys) > 1 or not isinstance(found, list):
+            return None
+        is_alone = len(found) == 1
+        if key == "anyOf" or is_alone or (key == "oneOf" and exclude_each_other(found, root)):
+            return found
+    return None
+
+
+def _values_of(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the only strings that a schema allows; None if the schema does not list them."""
+    values = schema.get("enum")
+    if "const" in schema:
+        value = schema["const"]
+        values = [value] if not isinstance(values, list) or value in values else []
+    return [each for each in values if isinstance(each, str)] if isinstance(values, list) else None
+
+
         f"tools: this model writes the arguments of a call one by one, by their names, and the "
         f"schema of {tool} {problem}; change the schema, or the tool cannot be strict",
         "tools",
@@ -312,8 +396,14 @@ def _moved(part: Any) -> Any:
     return [_moved(each) for each in part] if isinstance(part, list) else part
 
 
-def _pattern_of(schema: Mapping[str, Any]) -> str:
-    """Return a regular expression of the strings that a schema allows."""
+def _pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
+    """Return a regular expression of the strings that a schema of ``_strings_of`` allows; None if
+    each of them contains one of ``ends``.
+    """
+    values = _values_of(schema)
+    if values is not None:
+        kept = [re.escape(value) for value in values if not any(end in value for end in ends)]
+        return f"({'|'.join(kept)})" if kept else None
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         begin = "" if pattern.startswith("^") else r"(.|\n)*"

@@ -21,7 +21,7 @@ DATA = {"const", "enum", "default", "examples"}
 
 def is_any_of(schema: Any) -> bool:
     """Return whether each ``oneOf`` within a schema means the same as ``anyOf``."""
-    return all(_excludes(branches, schema) for branches in _one_ofs(schema))
+    return all(exclude_each_other(branches, schema) for branches in _one_ofs(schema))
 
 
 def _one_ofs(part: Any) -> Iterator[Any]:
@@ -77,8 +77,8 @@ class _Branch:
         )
 
 
-def _excludes(branches: Any, root: Any) -> bool:
-    """Return whether no value matches two of the branches."""
+def exclude_each_other(branches: Any, root: Any) -> bool:
+    """Return whether no value matches two of the branches of ``oneOf``."""
     if not isinstance(branches, list) or len(branches) > MAX_BRANCHES:
         return False
     found = [_Branch(branch, root) for branch in branches]

@@ -136,7 +136,7 @@ def as_json(text: str, types: frozenset[str] | set[str]) -> str:
         types: names of JSON schema's types; empty if every type is allowed.
     """
     stripped = text.strip()
-    if others and len(text) <= MAX_HELD_CHARS:
+    if len(text) <= MAX_HELD_CHARS:
         if stripped in _WORDS:
             stripped = json.dumps(_WORDS[stripped])
         try:
@@ -201,13 +201,19 @@ def resolve(schema: Any, root: Any) -> Any:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
             return schema
-        if not reference.startswith("#/"):
-            return None
-        schema = root
-        for part in reference[2:].split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
+        schema = target_of(reference, root)
     return None
+
+
+def target_of(reference: str, root: Any) -> Any:
+    """Return the part of ``root`` that a reference names; None if there is no such part."""
+    if not reference.startswith("#/"):
+        return None
+    found = root
+    for part in reference[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _type_of(value: Any) -> str:

@@ -180,6 +180,29 @@ ROOT_REFERENCE = {
         },
     },
 }
+UNIONS = {
+    "type": "object",
+    "properties": {
+        "a": {"enum": ["x", None]},
+        "b": {"type": ["string", "null"], "enum": ["x", None]},
+        "c": {"anyOf": [{"type": "string", "pattern": "^[xy]{2}$"}, {"type": "integer"}]},
+    },
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+STRINGS = {
+    "type": "object",
+    "$defs": {"word": {"type": "string", "pattern": "^[xy]{2}$"}},
+    "properties": {
+        "any": {"anyOf": [{"$ref": "#/$defs/word"}, {"enum": ["a", "b c"]}], "title": "any"},
+        "one": {"oneOf": [{"const": "1"}, {"enum": ["z"]}]},
+        "all": {"allOf": [{"$ref": "#/$defs/word"}], "description": "all"},
+        "both": {"type": "string", "enum": ["a", 1, "b"], "const": "b"},
+        "short": {"type": "string", "minLength": 1, "maxLength": 3, "default": "z"},
+    },
+    "required": ["any", "one", "all", "both", "short"],
+    "additionalProperties": False,
+}
 OPTIONAL = {
     "type": "object",
     "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yz"]}, "c": {"type": "null"}},
@@ -189,7 +212,9 @@ OPTIONAL = {
 
 @EACH
 @pytest.mark.parametrize(
-    "schema", [REFERENCES, ROOT_REFERENCE, OPTIONAL], ids=["parts", "root", "optional"]
+    "schema",
+    [REFERENCES, ROOT_REFERENCE, OPTIONAL, UNIONS, STRINGS],
+    ids=["parts", "root", "optional", "unions", "strings"],
 )
 def test_arguments_match_schemas_with_references(name, schema):
     tools = {"find": schema}
@@ -225,6 +250,7 @@ NAMED = {"a": {"type": "integer"}}
         ({"properties": NAMED, "required": ["b"]}, "requires 'b'"),
         ({"additionalProperties": {"type": "integer"}}, "no names"),
         ({"properties": {"a>": {}}}, "the name 'a>'"),
+        ({"$ref": "#/$defs/o", "$defs": {"o": {"properties": NAMED}}, "required": ["a"]}, "beside"),
     ],
 )
 def test_a_strict_schema_without_named_parameters_is_refused(name, schema, problem):
@@ -232,3 +258,40 @@ def test_a_strict_schema_without_named_parameters_is_refused(name, schema, probl
 
     with pytest.raises(InvalidParameterError, match=problem):
         walk.form.structured(None, {"find": schema}, {"find"}, is_required=True)
+
+
+WORD = {"type": "string", "pattern": "^[xy]+$"}
+TAGS = pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2"])
+
+
+@TAGS
+@pytest.mark.parametrize(
+    ("part", "keywords"),
+    [
+        ({**WORD, "maxLength": 3}, "maxLength with pattern"),
+        ({**WORD, "enum": ["x", "z"]}, "enum with pattern"),
+        ({"$ref": "#/$defs/word", "maxLength": 3}, r"\$ref with maxLength"),
+        ({"allOf": [WORD, {"maxLength": 3}]}, "allOf"),
+        ({"oneOf": [WORD, {"type": "string"}]}, "oneOf"),
+        ({"anyOf": [WORD], "minLength": 2}, "anyOf with minLength"),
+        ({"type": "string", "anyOf": [{"type": "integer"}]}, "type"),
+        ({"type": "string", "not": {"const": "x"}}, "not"),
+    ],
+)
+def test_a_strict_string_that_has_no_quotes_keeps_all_keywords_or_is_refused(name, part, keywords):
+    tools = {"find": {"type": "object", "properties": {"a": part}, "$defs": {"word": WORD}}}
+    walk = Walk(name, tools)
+
+    with pytest.raises(InvalidParameterError, match=f"uses {keywords} for the string 'a'"):
+        walk.form.structured(None, tools, {"find"}, is_required=True)
+
+
+@TAGS
+def test_strings_that_a_format_cannot_write_are_refused(name):
+    end = "</arg_value>" if name == "glm45" else "</parameter>"
+    part = {"const": f"a{end.replace('</', '</｜DSML｜') if name == 'deepseek_v32' else end}"}
+    tools = {"find": {"type": "object", "properties": {"a": part}}}
+    walk = Walk(name, tools, has_tokens=False)
+
+    with pytest.raises(InvalidParameterError, match="cannot write any string"):
+        walk.form.structured(None, tools, {"find"}, is_required=True)
