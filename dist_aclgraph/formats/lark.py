@@ -21,12 +21,12 @@ JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
 SPACE = r"[\s\x1c-\x1f]"  # as Python's ``\s``
-ANY_NAME = r"/[\w.$-]+/"  # name of a parameter that the schema does not list
 # Keywords of a schema that restrict an object as a whole, and not one of its properties.
 _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
     *("minProperties", "maxProperties", "patternProperties"),
     *("dependencies", "dependentRequired", "dependentSchemas"),
+}
 _OF_PARAMETERS = {"properties", "required", "additionalProperties", "unevaluatedProperties"}
 # Keywords of a schema that restrict a string. A string without quotes can follow one of the groups.
 _GROUPS = ({"enum", "const"}, {"pattern"}, {"minLength", "maxLength"})
@@ -34,8 +34,10 @@ _OF_STRINGS = set().union(
     *_GROUPS,
     {"type", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"},
 )
-}
 _NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # names that tags cannot contain
+_INNER = r'[^<>"\s\x1c-\x1f]'
+# Name of a parameter that the schema does not list: any name that tags can contain.
+ANY_NAME = rf'/{_INNER}([^<>"\n]*{_INNER})?/'
 _ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)  # an escaped character, "/", a line's end
 
 
@@ -177,10 +179,10 @@ class Lark:
 
     def _parameter(
         self,
-        schema: Mapping[str, Any],
-        root: Mapping[str, Any],
         tool: str,
         name: str,
+        schema: Mapping[str, Any],
+        root: Mapping[str, Any],
         end: str,
         ends: Sequence[str],
     ) -> str:
@@ -286,8 +288,6 @@ def parameters_of(
     ]
 
 
-def _not_by_parameters(tool: str, problem: str) -> InvalidParameterError:
-    return InvalidParameterError(
 def _named(tool: str, schema: Any, root: Any) -> Any:
     """Return the schema of an object that references name.
 
@@ -363,6 +363,8 @@ def _values_of(schema: Mapping[str, Any]) -> list[str] | None:
     return [each for each in values if isinstance(each, str)] if isinstance(values, list) else None
 
 
+def _not_by_parameters(tool: str, problem: str) -> InvalidParameterError:
+    return InvalidParameterError(
         f"tools: this model writes the arguments of a call one by one, by their names, and the "
         f"schema of {tool} {problem}; change the schema, or the tool cannot be strict",
         "tools",

@@ -21,7 +21,7 @@ MARKERS = TAGS
 BEGINS = ()  # only the first character of an answer can begin a call
 MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
-_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,99}/"  # name of a parameter that the schema does not list
+_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,99}/"  # name of a parameter that the schema does not list
 _NO_NAME = re.compile(r"^(?![A-Za-z_][\w.-]*\Z)")
 
 

@@ -295,3 +295,21 @@ def test_strings_that_a_format_cannot_write_are_refused(name):
 
     with pytest.raises(InvalidParameterError, match="cannot write any string"):
         walk.form.structured(None, tools, {"find"}, is_required=True)
+
+
+@TAGS
+def test_a_tool_that_is_not_strict_takes_every_name_that_tags_can_contain(name):
+    names = ["user id", "filter[name]", "@type", "ü", "a/b"]
+    exact = {
+        "type": "object",
+        "properties": {each: {"const": i} for i, each in enumerate(names)},
+        "required": names,
+    }
+    walk = Walk(name, {"find": exact})
+    call = walk.form.structured(None, {"find": exact}, {"find"}, is_required=True)
+    assert call is not None
+    tokens = next(found for seed in range(9) if (found := walk.answer(call, seed)) is not None)
+    free = walk.form.structured(None, {"find": exact}, is_required=True)
+    assert free is not None
+
+    assert walk.allows(free, tokens)
