@@ -20,12 +20,12 @@ class Outcome(Enum):
 def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Outcome]:
     """Read the object of a call; the arguments are passed on piece by piece.
 
-    The call begins when its name is known and its arguments begin. Other members of the object are
-    left out. A missing closing brace of the object is not an error.
+    The call begins when its name is known and its arguments begin. Before, an object with a key
+    that calls do not have is no call. Later members of the object are left out. A missing closing
+    brace of the object is not an error.
 
     Args:
-        known: names of tools; an object with another name, or with a key before the arguments that
-            calls do not have, is no call. None allows all names and keys.
+        known: names of tools; an object with another name is no call. None allows all names.
     """
     if not (yield from scanner.match("{")):
         return Outcome.NO_CALL
@@ -33,14 +33,13 @@ def copy_call(scanner: Scanner, known: Container[str] | None = None) -> Scan[Out
     held: str | None = None  # arguments that came before the name
     is_begun = False
     while not (yield from _at_end(scanner)):
-        is_checked = known is not None and not is_begun
-        most = MAX_HEAD_CHARS if is_checked else MAX_HELD_CHARS
+        most = MAX_HELD_CHARS if is_begun else MAX_HEAD_CHARS
         key = yield from scanner.read_json_string(most)
         yield from scanner.skip_space()
         if key is None or not (yield from scanner.match(":")):
             break
         yield from scanner.skip_space()
-        if is_checked and key not in KEYS:
+        if not is_begun and key not in KEYS:
             return Outcome.NO_CALL
         if key == "name" and name is None:
             name = yield from scanner.read_json_string(most)

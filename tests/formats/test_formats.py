@@ -142,7 +142,9 @@ def test_text_that_begins_like_a_call_is_held_back_no_longer_than_a_name(name, h
         "minimax_m2": "\n<invoke",
         "gpt_oss": "<|channel|>",
     }
-    begins = [*FORMATS[name].BEGINS, '{"', '{"title": "', '{"name": "', '{"type": "', "[find", "<"]
+    objects = ['{"', '{"title": "', '{"name": "', '{"type": "']
+    begins = [marker + each for marker in FORMATS[name].BEGINS for each in ["", *objects]]
+    begins += [*objects, "[find", "<"]
     long = "and more words, " * 40
     for begin in (each + inner.get(name, "") for each in begins):
         reader = form.reader(TOOLS, is_thinking=False)
