@@ -33,10 +33,13 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     ends = (end, call, returned, start)
     while (yield from scanner.peek()):
         scanner.keep()
-        head, marker = yield from scanner.read_head([message])
-        if marker is None:  # the text has no head
-            scanner.content(scanner.give_back())
-            yield from scanner.copy_until(ends, scanner.content)
+        head, marker = yield from scanner.read_head([message, *ends])
+        if marker != message:  # the text has no head
+            text = scanner.give_back(marker or "")
+            if text.strip():  # not only space between two messages
+                scanner.content(text)
+            if marker is None:
+                yield from scanner.copy_until(ends, scanner.content)
             continue
         scanner.let_go()
         shown = scanner.shown(head)

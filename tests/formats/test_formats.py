@@ -371,6 +371,14 @@ def test_every_character_of_a_name_is_read():
 def test_strings_without_an_end_are_searched_only_once(monkeypatch):
     searches, unread = [], Scanner.unread
     monkeypatch.setattr(
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("end", ["<|end|>", "<|call|>", "<|return|>", ""])
+def test_text_without_a_head_is_content_of_channels(end, has_tokens):
+    text = f"Sure.{end}<|start|>assistant<|channel|>final<|message|>Hello"
+
+    assert read(make_format("gpt_oss", has_tokens=has_tokens), text) == Message("Sure.Hello")
+
+
         Scanner, "unread", lambda scanner, text: (searches.append(text), unread(scanner, text))
     )
     tools = {"f": {"type": "object", "properties": {'a"': {"type": "object"}}}}
