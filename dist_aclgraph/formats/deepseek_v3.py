@@ -49,7 +49,8 @@ def copy_calls(scanner: Scanner, *, is_fenced: bool) -> Scan[None]:
         name, marker = yield from scanner.read_head([separator, *outside, end_call])
         if is_fenced and marker == separator:
             name, marker = yield from scanner.read_head(["\n", *outside, end_call])
-            yield from scanner.match("```json\n", "```json", FENCE)
+            if marker == "\n":
+                yield from scanner.match("```json\n", "```json", FENCE)
         if marker in outside:  # the text is no call, and another marker begins
             scanner.content(call + scanner.give_back(marker))
             continue

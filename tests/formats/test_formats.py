@@ -8,7 +8,7 @@ import random
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config.serve import ToolFormat
@@ -100,6 +100,7 @@ PARTS = st.lists(
         st.sampled_from(['{"name": "find"', ', "arguments": {', "}", "}}", '"', "\\", ":", "null"]),
         st.sampled_from(["<function=find>", "</function>", "<parameter=n>", "</parameter>", "\n"]),
         st.sampled_from(["find", "functions.find:0", '<invoke name="find">', "[find(", ")]", " "]),
+        st.sampled_from(["```json", "```json\n", "```"]),
         st.text(max_size=8),
     ),
     max_size=16,
@@ -110,6 +111,7 @@ PARTS = st.lists(
 @pytest.mark.parametrize("has_tokens", [True, False])
 @given(text=PARTS, sizes=SIZES)
 def test_a_broken_answer_ends_in_text_or_in_calls(name, has_tokens, text, sizes):
+@example(text="<｜tool▁call▁begin｜>f<｜tool▁sep｜>g<｜tool▁call▁begin｜>```json", sizes=[1])
     form = make_format(name, has_tokens=has_tokens)
 
     found = read(form, text, sizes)
