@@ -30,8 +30,8 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while True:
         scanner.keep()
         yield from scanner.skip_space()
-        yield from scanner.match(tag)
-        yield from scanner.skip_space()
+        while (yield from scanner.match(tag)):
+            yield from scanner.skip_space()
         outcome = yield from copy_call(scanner, tools)
         if outcome is Outcome.NO_CALL:
             scanner.content(scanner.give_back())

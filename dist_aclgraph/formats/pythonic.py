@@ -32,8 +32,9 @@ def fits(template: str) -> bool:
 def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     begin, end = map(scanner.coded, TAGS)
     scanner.keep()
-    yield from scanner.match(begin)
     yield from scanner.skip_space()
+    while (yield from scanner.match(begin)):
+        yield from scanner.skip_space()
     if (yield from scanner.match("[")):
         is_call = yield from _copy_call(scanner, tools)
         while is_call:

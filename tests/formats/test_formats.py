@@ -87,9 +87,10 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_a_marker_that_is_written_twice_hides_no_call(name, has_tokens):
     text, expected = ANSWERS[name]
-    for begin in FORMATS[name].BEGINS:
-        at = text.rindex(begin)
-        found = read(make_format(name, has_tokens=has_tokens), f"{text[:at]}{begin}{text[at:]}")
+    for begin in FORMATS[name].BEGINS or FORMATS[name].MARKERS[:1]:
+        whole = text if begin in text else begin + text
+        at = whole.rindex(begin)
+        found = read(make_format(name, has_tokens=has_tokens), f"{whole[:at]}{begin}{whole[at:]}")
         assert found.calls == expected.calls
         assert begin in found.content or len(found.content) == len(expected.content)
 
@@ -99,8 +100,8 @@ PARTS = st.lists(
         st.sampled_from(sorted({m for each in FORMATS.values() for m in each.MARKERS})),
         st.sampled_from(['{"name": "find"', ', "arguments": {', "}", "}}", '"', "\\", ":", "null"]),
         st.sampled_from(["<function=find>", "</function>", "<parameter=n>", "</parameter>", "\n"]),
-        st.sampled_from(["find", "functions.find:0", '<invoke name="find">', "[find(", ")]", " "]),
         st.sampled_from(["```json", "```json\n", "```"]),
+        st.sampled_from(["find", "functions.find:0", '<invoke name="find">', "[find(", ")]", " "]),
         st.text(max_size=8),
     ),
     max_size=16,
@@ -110,8 +111,8 @@ PARTS = st.lists(
 @EACH
 @pytest.mark.parametrize("has_tokens", [True, False])
 @given(text=PARTS, sizes=SIZES)
-def test_a_broken_answer_ends_in_text_or_in_calls(name, has_tokens, text, sizes):
 @example(text="<｜tool▁call▁begin｜>f<｜tool▁sep｜>g<｜tool▁call▁begin｜>```json", sizes=[1])
+def test_a_broken_answer_ends_in_text_or_in_calls(name, has_tokens, text, sizes):
     form = make_format(name, has_tokens=has_tokens)
 
     found = read(form, text, sizes)
@@ -274,15 +275,15 @@ def test_what_is_no_call_is_content(text):
         ("unknown", "[1]", [1]),
         ("unknown", "word", "word"),
         ("n", "NaN", "NaN"),
+        ("word", '"red"', "red"),
+        ("word", "red", "red"),
+        ("word", "7", "7"),
+        ("word", "null", None),
     ],
 )
 def test_the_schema_gives_a_text_its_type(name, value, expected):
     form = make_format("qwen3_coder", has_tokens=True)
 
-        ("word", '"red"', "red"),
-        ("word", "red", "red"),
-        ("word", "7", "7"),
-        ("word", "null", None),
     found = read(
         form,
         f"<tool_call>\n<function=find>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n"
@@ -370,9 +371,6 @@ def test_every_character_of_a_name_is_read():
     assert name == "a/b:c-d"
 
 
-def test_strings_without_an_end_are_searched_only_once(monkeypatch):
-    searches, unread = [], Scanner.unread
-    monkeypatch.setattr(
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("end", ["<|end|>", "<|call|>", "<|return|>", ""])
 def test_text_without_a_head_is_content_of_channels(end, has_tokens):
@@ -381,6 +379,9 @@ def test_text_without_a_head_is_content_of_channels(end, has_tokens):
     assert read(make_format("gpt_oss", has_tokens=has_tokens), text) == Message("Sure.Hello")
 
 
+def test_strings_without_an_end_are_searched_only_once(monkeypatch):
+    searches, unread = [], Scanner.unread
+    monkeypatch.setattr(
         Scanner, "unread", lambda scanner, text: (searches.append(text), unread(scanner, text))
     )
     tools = {"f": {"type": "object", "properties": {'a"': {"type": "object"}}}}
