@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import logging
 import select
-from collections.abc import Callable
 
 from dist_aclgraph.actors.deployment.owner_link import Admission, OwnerClient
+from dist_aclgraph.actors.host.liveness import Beat
 from dist_aclgraph.actors.wire.addresses import Reach
 from dist_aclgraph.cli.opened import Opened
 from dist_aclgraph.errors import EngineUnavailableError
@@ -30,22 +30,21 @@ END_S = 30.0  # after the failure of an ingress, the owner must end the service 
 OVER = Admission("the service has ended")
 
 
-def serve_http(
-    opened: Opened, life: int, beat: Callable[[], None], link: HolderLink | None = None
-) -> None:
+def serve_http(opened: Opened, life: int, beat: Beat, link: HolderLink | None = None) -> None:
     """Serve until the service is over.
 
     Args:
         life: read end of a pipe without data. The pipe is closed when the service is over.
-        beat: called every second or two, from the event loop.
+        beat: called every second or two, from the event loop. The process serves from the moment
+            when the API is open; until then, it only listens.
         link: link to the process that keeps connections open, also those of the previous ingress;
             None if no connection outlives this process.
 
     Raises:
         EngineUnavailableError: no group will ever serve again, and the owner still runs.
     """
-    server = HttpServer(opened.config.serve, opened.http, beat, link)
     front = Front("the service is starting")
+    server = HttpServer(opened.config.serve, opened.http, lambda: beat(serves=front.is_open), link)
     server.start(front)
     owner = OwnerClient(opened.owner_path)
     try:

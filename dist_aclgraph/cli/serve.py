@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from dist_aclgraph.actors.cluster.choose_starter import choose_starter
 from dist_aclgraph.actors.deployment import deployment
-from dist_aclgraph.actors.host.liveness import SharedHeartbeat
+from dist_aclgraph.actors.host.liveness import Beat, SharedHeartbeat
 from dist_aclgraph.actors.host.process_starter import ProcessStarter
 from dist_aclgraph.cli.ingress import serve_http
 from dist_aclgraph.cli.native_output import native_output_in
@@ -74,7 +74,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
                     stack.enter_context(native_output_in(path))
                 own_deployment(opened, start_owned, signals, heartbeat, has_supervisor=True)
 
-        def serve_clients(life: int, beat: Callable[[], None], link: HolderLink) -> None:
+        def serve_clients(life: int, beat: Beat, link: HolderLink) -> None:
             ProcessLog("ingress").open(config.logging, has_terminal=True)
             serve_http(opened, life, beat, link)
 
@@ -163,7 +163,7 @@ class _IngressThread:
 
     def _run(self) -> None:
         try:
-            serve_http(self._opened, self._read, beat=lambda: None)
+            serve_http(self._opened, self._read, beat=lambda *, serves=True: None)
         except BaseException as e:
             self._failure = e
             self._signals.stop()

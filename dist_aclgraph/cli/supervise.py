@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from dist_aclgraph.actors.host import processes, run_directory
-from dist_aclgraph.actors.host.liveness import SharedHeartbeat, beat_s
+from dist_aclgraph.actors.host.liveness import Beat, SharedHeartbeat, beat_s
 from dist_aclgraph.cli.exit_codes import FAILURE, tell
 from dist_aclgraph.cli.signals import SIGNALS, Signals
 from dist_aclgraph.errors import DistAclGraphError, RayDiedError
@@ -43,7 +43,7 @@ SETTLED_S = 10.0  # after this time, the start of an ingress counts as successfu
 
 logger = logging.getLogger(__name__)
 Own = Callable[[Signals, SharedHeartbeat], None]
-ServeHttp = Callable[[int, Callable[[], None], HolderLink], None]
+ServeHttp = Callable[[int, Beat, HolderLink], None]
 
 
 class Supervisor:

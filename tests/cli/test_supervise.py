@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from dist_aclgraph.actors.host import processes
-from dist_aclgraph.cli.supervise import SETTLED_S, Supervisor
+from dist_aclgraph.actors.host.liveness import SharedHeartbeat
+from dist_aclgraph.cli import ingress
+from dist_aclgraph.cli.supervise import CRASHED, SETTLED_S, Supervisor
 from dist_aclgraph.planning.restarts import FIRST_PAUSE_S, RestartBudget
+from dist_aclgraph.serve.http.front import Front
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.slow import slow
 
@@ -646,6 +650,46 @@ def test_an_ingress_that_has_served_is_replaced_however_often_it_dies() -> None:
         assert supervisor._replace_ingress(-signal.SIGKILL) is None
 
     assert restarts.num_left(time.monotonic()) == 2, "these restarts are the owner's"
+
+
+def test_an_ingress_that_only_listens_uses_the_budget() -> None:
+    supervisor = Supervisor(Mock(), Mock(), RestartBudget(2), 60.0, 60.0)
+    codes = []
+    for _ in range(3):
+        supervisor._ingress_heartbeat.begin()
+        supervisor._ingress_heartbeat.beat(serves=False)
+        codes.append(supervisor._replace_ingress(CRASHED))
+
+    assert codes == [None, None, 1]
+
+
+def test_an_ingress_serves_only_after_its_api_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = SharedHeartbeat(60.0)
+    heartbeat.begin()
+    seen = []
+
+    class Server:
+        def __init__(self, limits: Any, listener: Any, beat: Callable[[], None], _: Any) -> None:
+            self._beat = beat
+
+        def start(self, front: Front) -> None:
+            self._front = front
+            self._beat()
+
+        def stop(self) -> None:
+            seen.append(heartbeat.has_served)
+            self._front.open(Mock())
+            self._beat()
+
+    monkeypatch.setattr(ingress, "HttpServer", Server)
+    monkeypatch.setattr(ingress, "OwnerClient", Mock())
+    monkeypatch.setattr(ingress, "_wait_for_deployment", Mock(side_effect=RuntimeError))
+
+    with pytest.raises(RuntimeError):
+        ingress.serve_http(Mock(), 0, heartbeat.beat)
+
+    assert seen == [False]
+    assert heartbeat.has_served
 
 
 @pytest.mark.parametrize("has_served", [True, False])

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from dist_aclgraph.environment import raylet_pid
 
@@ -57,6 +58,12 @@ class Silence:
         turned_s, self._turned_s = self._turned_s, self._clock()
         self.silent_s += min(self._turned_s - turned_s, self._turn_s)
         return self.silent_s > self.limit_s
+
+
+class Beat(Protocol):
+    """Shows a heartbeat of this process, and whether the process serves."""
+
+    def __call__(self, *, serves: bool = True) -> None: ...
 
 
 class SharedHeartbeat:

@@ -37,6 +37,11 @@ class Front:
         """Refuse new requests; requests that were admitted continue."""
         self._reason, self._api, self._is_opening = reason, None, False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an API."""
+        return self._api is not None
+
     def refusal(self, method: bytes, path: bytes) -> Refusal | None:
         """See ``GatedApp``."""
         return self._api.refusal(method, path) if self._api is not None else None
