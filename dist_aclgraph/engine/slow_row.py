@@ -40,6 +40,7 @@ class SlowRow(Row):
         self._output: list[int] = []  # the output that ``_mask`` belongs to
         self._mask: Future[tuple[IntArray, str]] | None = None
         self._read: list[int] = []  # the tokens that the state includes
+        self._words: IntArray | None = None  # the mask of the state; None: not computed
         self._num_words = len(end_words)
         self._is_dropped = False
 
@@ -93,26 +94,36 @@ class SlowRow(Row):
 
     def _compute(self, output: list[int]) -> tuple[IntArray, str]:
         """Bring the state to an output; return the next mask and the reason of a failure."""
-        words: IntArray = np.full(self._num_words, ALL)
         pairs = enumerate(zip(self._read, output, strict=False))
         shorter = min(len(self._read), len(output))
         num_same = next((i for i, (old, new) in pairs if old != new), shorter)
+        if num_same < len(self._read):
+            self._words = None
         self.go_back(num_same)
         del self._read[num_same:]
         for token in [*output[num_same:], None]:
             if self._is_dropped:
                 break
             begin_s = time.thread_time()
-            self.fill(words)
+            words = self._mask_of_state()
             if token is not None:
                 is_allowed = words[token // BITS] >> (token % BITS) & 1
                 if super().error or not is_allowed or not self.add(token):
                     break
                 self._read.append(token)
+                self._words = None
             self.charge(time.thread_time() - begin_s, token is not None)
         else:
             return words, super().error
-        return words, super().error or NO_MATCH
+        return np.full(self._num_words, ALL), super().error or NO_MATCH
+
+    def _mask_of_state(self) -> IntArray:
+        """Return the mask of the state, which is computed once."""
+        if self._words is None:
+            words: IntArray = np.full(self._num_words, ALL)
+            self.fill(words)
+            self._words = words
+        return self._words
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
         if matcher.is_stopped():  # then only an end token can follow

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_aclgraph.engine import grammar_row
 from dist_aclgraph.engine.matchers import Matchers
 from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.step import RowSampling
@@ -232,3 +233,30 @@ def test_masks_that_take_too_long_end_the_request(may_wait, first_s, each_s, mos
 
     assert most / 3 < count <= most
     assert "too ambiguous" in row.failed[0]
+
+
+class Clock:
+    """A clock of CPU time that advances only while a mask is computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mask_s: float) -> None:
+        self.num_masks = 0
+        fill = grammar_row.Row.fill
+
+        def count(row: grammar_row.Row, words: np.ndarray) -> None:
+            self.num_masks += 1
+            fill(row, words)
+
+        monkeypatch.setattr(grammar_row.Row, "fill", count)
+        monkeypatch.setattr(time, "thread_time", lambda: mask_s * self.num_masks)
+
+
+def test_a_slow_row_computes_each_mask_once(monkeypatch):
+    grammar = llguidance.LLMatcher.grammar_from_regex("a*")
+    row = Row(Structure(grammar=grammar, end_ids=ENDS, is_slow=True), 0)
+    clock = Clock(monkeypatch, 0.0)
+    for _ in range(5):
+        row.masks()
+        row.num_known = len(row.output)
+        row.output = [*row.output, LL.tokenize_str("a")[0]]
+
+    assert clock.num_masks == 5
