@@ -13,7 +13,7 @@ from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammar_errors import TOO_AMBIGUOUS, reason_of
 
 NO_MATCH = "the output does not match the grammar"
-# CPU time of a slow grammar. A request ends if one mask takes more than MAX_MASK_S, or if all masks
+# CPU time of a grammar. A request ends if one mask takes more than MAX_MASK_S, or if all masks
 # take more than the sum of MAX_MASK_S and TOKEN_S for each token.
 MAX_MASK_S, TOKEN_S = 1.0, 0.02
 

@@ -229,6 +229,8 @@ class Matchers:
         """
         row = self._rows[row_id]
         target = first - row.begin
+        begin_s: float | None = None
+        num_new = 0
         if isinstance(row, SlowRow):
             output = self._tokens(row_id, row.begin, first)
             patience_s = max(0.0, until_s - time.monotonic())
@@ -237,15 +239,13 @@ class Matchers:
             words[1:] = words[0]
             drafts = []  # no draft is accepted
         else:
-            begin_s = time.thread_time() if row.structure.is_slow else None
+            begin_s = time.thread_time()
             row.go_back(target)
-            tokens = self._tokens(row_id, row.begin + row.num_seen, first)
-            for token in tokens:
+            num_new = target - row.num_seen
+            for token in self._tokens(row_id, row.begin + row.num_seen, first):
                 if not row.add(token):
                     return row.error or NO_MATCH
             row.fill(words[0])
-            if begin_s is not None:
-                row.charge(time.thread_time() - begin_s, len(tokens))
         if row.permitted is not None:
             begin = max(row.begin, first - row.permitted.longest)
             if not row.permitted.leaves_any(words[0], self._tokens(row_id, begin, first)):
@@ -257,6 +257,8 @@ class Matchers:
             row.fill(words[place])
         if drafts:
             row.go_back(target)
+        if begin_s is not None:  # a slow row counts the time of its thread
+            row.charge(time.thread_time() - begin_s, num_new)
         return row.error
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:

@@ -250,6 +250,16 @@ class Clock:
         monkeypatch.setattr(time, "thread_time", lambda: mask_s * self.num_masks)
 
 
+def test_masks_of_drafts_count_in_every_row(monkeypatch):
+    grammar = llguidance.LLMatcher.grammar_from_regex("a*")
+    row = Row(Structure(grammar=grammar, end_ids=ENDS), 3)
+    Clock(monkeypatch, 0.3)
+
+    row.masks([LL.tokenize_str("a")[0]] * 3)
+
+    assert "the masks of 0 tokens took 1.2 s" in row.failed[0]
+
+
 def test_a_slow_row_computes_each_mask_once(monkeypatch):
     grammar = llguidance.LLMatcher.grammar_from_regex("a*")
     row = Row(Structure(grammar=grammar, end_ids=ENDS, is_slow=True), 0)
