@@ -361,6 +361,7 @@ WRONG = [
     ({"system": 5}, "system"),
     ({"system": [{"type": "image"}]}, "system.0"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
+    ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools.0.type"),
     ({"tools": [{"name": "a b"}]}, "tools.0.name"),
     ({"tools": [CLOCK, CLOCK]}, "tools.1.name"),
     ({"tools": {}}, "tools"),

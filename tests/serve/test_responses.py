@@ -326,6 +326,7 @@ WRONG = [
     ),
     ({"tools": [{"type": "namespace", "name": "n", "tools": 5}]}, "tools.0.tools"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
+    ({"tools": [{"type": "computer_use_preview"}]}, "tools.0.type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),

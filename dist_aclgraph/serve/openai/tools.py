@@ -20,7 +20,7 @@ MAX_CALLS = 128  # maximum number of calls of one message
 # Beginnings of the types of tools that a provider runs itself.
 HOSTED = (
     *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution"),
-    *("image_generation", "computer", "tool_search", "mcp"),
+    *("image_generation", "tool_search", "mcp"),
 )
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NOTHING = (b"", b"null", b"[]")
