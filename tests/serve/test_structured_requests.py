@@ -25,6 +25,7 @@ AMBIGUOUS = "start: r0\n" + "\n".join(
     f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
     for i in range(99)
 )
+STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 
@@ -163,6 +164,25 @@ def test_tools_that_are_not_strict_need_no_grammar(tooled):
     ask(tooled, tools=[WEATHER], max_tokens=1)
 
     assert structure_of(tooled) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"tools": [STRICT]}, "stop_token_ids, ignore_eos"),
+        ({"response_format": FORMAT}, "stop_token_ids, ignore_eos"),
+        ({"tools": [WEATHER]}, None),
+    ],
+)
+def test_ends_that_a_grammar_replaces_are_named(tooled, fields, ignored):
+    body = {"model": MODEL, "messages": HI, "max_tokens": 1, **fields}
+
+    reply = tooled.http.post(
+        "/v1/chat/completions", json=body | {"stop_token_ids": [7], "ignore_eos": True}
+    )
+
+    assert reply.is_success, reply.text
+    assert reply.headers.get("x-ignored-parameters") == ignored
 
 
 @pytest.mark.parametrize("is_opened", [False, True])

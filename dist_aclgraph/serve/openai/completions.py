@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from dist_aclgraph.errors import InvalidParameterError, RequestTooLongError
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
-from dist_aclgraph.serve.openai.body import read_body
+from dist_aclgraph.serve.openai.body import note_ignored, read_body
 from dist_aclgraph.serve.openai.errors import json_response
 from dist_aclgraph.serve.openai.generation import ChoicePiece, Generation, Usage
 from dist_aclgraph.serve.openai.logprobs import completion_logprobs, prompt_logprobs, rows_of
 from dist_aclgraph.serve.openai.reply import Reply, joined, reply
+from dist_aclgraph.serve.openai.sampling_fields import ends_without_effect
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.structured import field_of_form
 from dist_aclgraph.serve.openai.types import CompletionRequest
@@ -63,6 +64,7 @@ async def completions(state: ApiState, request: Request) -> Response:
     params = await state.params_with_token_ids(
         params, salt=body.cache_salt or "", param=field_of_form(body)
     )
+    note_ignored(request.scope, ends_without_effect(params[0]))
     journal = state.open_journal(request.scope)
     generation = Generation(
         state,

@@ -15,7 +15,9 @@ from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.formats.scanner import Reader
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.serve.observe.request_account import ACCOUNT
+from dist_aclgraph.serve.openai.body import note_ignored
 from dist_aclgraph.serve.openai.generation import Generation
+from dist_aclgraph.serve.openai.sampling_fields import ends_without_effect
 from dist_aclgraph.serve.openai.state import ApiState
 from dist_aclgraph.serve.openai.tools import ToolUse
 from dist_aclgraph.serve.resume.journal import Chance
@@ -128,6 +130,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
         )
     thinking = _find_thinking(state, prompt_ids, asked.options)
     params = await _with_form(state, asked, replace(asked.params, max_tokens=max_tokens), thinking)
+    note_ignored(scope, ends_without_effect(params))
     journal = state.open_journal(scope)
     generation = Generation(
         state,

@@ -35,3 +35,12 @@ def first_given(body: object, *names: str) -> str:
 def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that have a value."""
     return {name: value for name, value in given.items() if value is not None}
+
+
+def ends_without_effect(params: SamplingParams) -> list[str]:
+    """Return the fields of a request that do not change the end of its answer, because the answer
+    has an output format.
+    """
+    if params.structured_outputs is None:
+        return []
+    return [name for name in ("stop_token_ids", "ignore_eos") if getattr(params, name)]
