@@ -435,3 +435,13 @@ def test_no_effort_turns_reasoning_off(kind):
     asked = msgspec.json.decode(json.dumps(body), type=kind)
 
     assert asked.chat_options().variables == {"enable_thinking": False, "thinking": False}
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_field_turns_reasoning_on_or_off_for_several_models(kind, is_on):
+    body = {"model": MODEL, "messages": HI, "enable_thinking": is_on}
+
+    asked = msgspec.json.decode(json.dumps(body), type=kind)
+
+    assert asked.chat_options().variables == {"enable_thinking": is_on, "thinking": is_on}

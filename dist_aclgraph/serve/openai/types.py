@@ -52,7 +52,7 @@ from dist_aclgraph.serve.openai.structured import (
     field_of_form,
     read_structured,
 )
-from dist_aclgraph.serve.openai.text_parts import reasoning_variables
+from dist_aclgraph.serve.openai.text_parts import reasoning_variables, thinking_variables
 from dist_aclgraph.serve.openai.tools import Tool, read_tools
 from dist_aclgraph.text.chat_template import ChatOptions
 
@@ -412,7 +412,8 @@ class DetokenizeRequest(Body, kw_only=True):
 
 
 def _chat_options(body: ChatRequest | TokenizeRequest) -> ChatOptions:
-    own = without_none({"enable_thinking": body.enable_thinking})
+    is_on = body.enable_thinking
+    own = {} if is_on is None else thinking_variables(is_on=is_on)
     begins = body.add_generation_prompt
     return ChatOptions(
         documents=_documents(body.documents),
