@@ -173,7 +173,7 @@ def with_structure(
 
     Args:
         thinking: the tokens around the reasoning; None without reasoning.
-        param: the field of the request that an error names.
+        param: the field of the request that an error names: the source's, or the limit's.
 
     Raises:
         InvalidParameterError: the source of a grammar is wrong, or the reasoning has no end token.
@@ -182,10 +182,9 @@ def with_structure(
     if source is None and (most is None or thinking is None):
         return params
     if thinking is not None and thinking.end < 0:
-        name = "thinking_tokens" if source is None else param
         raise InvalidParameterError(
-            f"{name}: the end of this model's reasoning is not one token; turn its reasoning off",
-            name,
+            f"{param}: the end of this model's reasoning is not one token; turn its reasoning off",
+            param,
         )
     found = Compiled() if source is None else compiler.compile(source, salt, param)
     structure = Structure(**found._asdict(), salt=salt)

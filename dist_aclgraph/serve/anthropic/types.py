@@ -115,6 +115,8 @@ class CountTokensRequest(Body, kw_only=True):
             cache_salt=salt,
             is_limit_soft=True,
             form_param="output_config.format",
+            budget_param="thinking.budget_tokens",
+            off_param="output_config.effort" if self._output_config().effort == "none" else "",
             most_prompt_tokens=most,
         )
 

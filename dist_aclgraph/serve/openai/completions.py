@@ -64,7 +64,10 @@ async def completions(state: ApiState, request: Request) -> Response:
     params = await state.params_with_token_ids(
         params, salt=body.cache_salt or "", param=field_of_form(body)
     )
-    note_ignored(request.scope, ends_without_effect(params[0]))
+    ignored = ends_without_effect(params[0])
+    if params[0].thinking_tokens is not None:  # completions have no reasoning
+        ignored.append(body.name_of_budget)
+    note_ignored(request.scope, ignored)
     journal = state.open_journal(request.scope)
     generation = Generation(
         state,

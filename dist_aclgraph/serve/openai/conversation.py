@@ -48,6 +48,8 @@ class Conversation:
             limit of reasoning may have no effect. Clients of such an API must send both limits.
         form_param: the request's field for the output format, for errors.
         limit_param: the request's field for messages, for errors about the length of the prompt.
+        budget_param: the request's field for the limit of reasoning.
+        off_param: the request's field that allows no reasoning; empty if no field does.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
             context length.
         truncated: function that truncates the prompt.
@@ -63,6 +65,8 @@ class Conversation:
     is_limit_soft: bool = False
     form_param: str = "response_format"
     limit_param: str = "messages"
+    budget_param: str = "thinking_tokens"
+    off_param: str = ""
     most_prompt_tokens: int | None = None
     truncated: Callable[[list[int]], list[int]] = _all_of
 
@@ -121,16 +125,11 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
     if asked.is_limit_soft:
         wanted, most = None, wanted or most
     max_tokens = state.fit(len(prompt_ids), wanted, most, asked.limit_param)
-    has_budget = asked.params.thinking_tokens is not None and not asked.is_limit_soft
-    if has_budget and answers.has_channels:
-        raise InvalidParameterError(
-            f"thinking_tokens: the reasoning of the format {answers.name} has no limit of tokens; "
-            "set reasoning_effort",
-            "thinking_tokens",
-        )
+    if answers.has_channels:
+        _check_reasoning(asked, answers.name)
     thinking = _find_thinking(state, prompt_ids, asked.options)
     params = await _with_form(state, asked, replace(asked.params, max_tokens=max_tokens), thinking)
-    note_ignored(scope, ends_without_effect(params))
+    note_ignored(scope, _without_effect(asked, params, thinking))
     journal = state.open_journal(scope)
     generation = Generation(
         state,
@@ -146,6 +145,30 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
     return OpenConversation(prompt_ids, generation, journal.chance)
 
 
+def _check_reasoning(asked: Conversation, name: str | None) -> None:
+    """Raise an error if a request limits the reasoning of a format without such limits."""
+    if asked.params.thinking_tokens is not None and not asked.is_limit_soft:
+        raise InvalidParameterError(
+            f"{asked.budget_param}: the reasoning of the format {name} has no limit of tokens; set "
+            "reasoning_effort",
+            asked.budget_param,
+        )
+    if asked.off_param:
+        raise InvalidParameterError(
+            f"{asked.off_param} is none: the reasoning of the format {name} cannot be turned off; "
+            "low is the least effort",
+            asked.off_param,
+        )
+
+
+def _without_effect(
+    asked: Conversation, params: SamplingParams, thinking: Thinking | None
+) -> list[str]:
+    """Return the fields of a request that have no effect on its answer."""
+    has_no_limit = params.thinking_tokens is not None and thinking is None
+    return [asked.budget_param] * has_no_limit + ends_without_effect(params)
+
+
 async def _with_form(
     state: ApiState, asked: Conversation, params: SamplingParams, thinking: Thinking | None
 ) -> SamplingParams:
@@ -158,8 +181,7 @@ async def _with_form(
         InvalidParameterError: the output format, or a strict tool's schema, cannot be used.
     """
     tools = asked.tools
-    is_asked = params.structured_outputs is not None
-    param = asked.form_param if is_asked else "tools"
+    param = "tools" if params.structured_outputs is None else asked.form_param
 
     async def compiled(checked: frozenset[str]) -> SamplingParams:
         form = state.answers.structured(
@@ -171,7 +193,10 @@ async def _with_form(
         )
         wanted = replace(params, structured_outputs=form)
         (found,) = await state.params_with_token_ids(
-            [wanted], thinking, salt=asked.cache_salt, param=param
+            [wanted],
+            thinking,
+            salt=asked.cache_salt,
+            param=asked.budget_param if form is None else param,
         )
         return found
 

@@ -161,7 +161,8 @@ class GenerateRequest(Body, kw_only=True):
         return first_given(self, "max_tokens", "max_new_tokens", "n_predict")
 
     @property
-    def _name_of_budget(self) -> str:
+    def name_of_budget(self) -> str:
+        """The field that limits the reasoning."""
         return first_given(self, *BUDGETS)
 
     def structured(self) -> StructuredOutputs | None:
@@ -227,7 +228,7 @@ class GenerateRequest(Body, kw_only=True):
             "skip_special_tokens": self.skip_special_tokens,
             "prompt_logprobs": self.asked_prompt_logprobs,
             "structured_outputs": self.structured(),
-            "thinking_tokens": getattr(self, self._name_of_budget),
+            "thinking_tokens": getattr(self, self.name_of_budget),
         }
         kept = dict(defaults) | without_none(given)
         if self.stop:
@@ -249,7 +250,7 @@ class GenerateRequest(Body, kw_only=True):
         names = {
             "max_tokens": self._name_of_max_tokens,
             "repetition_penalty": repetition,
-            "thinking_tokens": self._name_of_budget,
+            "thinking_tokens": self.name_of_budget,
         }
         return make_params({**kept, "max_tokens": max_tokens, "logprobs": logprobs}, names)
 
@@ -309,6 +310,8 @@ class ChatRequest(GenerateRequest, kw_only=True):
             cache_salt=self.cache_salt or "",
             is_unlimited=self.is_unlimited,
             form_param=field_of_form(self),
+            budget_param=self.name_of_budget,
+            off_param="reasoning_effort" if self.reasoning_effort == "none" else "",
             most_prompt_tokens=self.most_prompt_tokens(context_len),
             truncated=partial(self.truncated, context_len=context_len),
         )

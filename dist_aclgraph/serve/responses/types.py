@@ -182,12 +182,15 @@ class ResponsesRequest(Body, kw_only=True):
             messages=read_input(self.input, self.instructions),
             params=params,
             options=ChatOptions(
-                variables=self._reasoning() | read_variables(self.chat_template_kwargs)
+                variables=reasoning_variables(self._effort())
+                | read_variables(self.chat_template_kwargs)
             ),
             tools=None if tools is None or tools.mode == "none" else tools,
             cache_salt=self.cache_salt or "",
             form_param="text.format",
             limit_param="input",
+            budget_param=budget,
+            off_param="reasoning.effort" if self._effort() == "none" else "",
             most_prompt_tokens=max(context_len, MAX_PROMPT) if truncates else context_len,
             truncated=partial(self._truncated, context_len) if truncates else _all_of,
         )
@@ -210,11 +213,11 @@ class ResponsesRequest(Body, kw_only=True):
             return None
         return read_text_format(decode(raw, TextFormat, "text.format"), "text.format")
 
-    def _reasoning(self) -> dict[str, Any]:
+    def _effort(self) -> str | None:
         if bytes(self.reasoning) in _NOTHING:
-            return {}
+            return None
         found: _Reasoning = decode(self.reasoning, _Reasoning, "reasoning")
-        return reasoning_variables(found.effort)
+        return found.effort
 
     def _truncated(self, context_len: int, ids: list[int]) -> list[int]:
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]

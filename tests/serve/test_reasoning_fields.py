@@ -1,0 +1,90 @@
+"""Fields that limit the reasoning, or turn it off, have their effect, are refused, or are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dist_aclgraph.formats.choice import AnswerFormat
+from dist_aclgraph.formats.reasoning import Thought
+from tests.serve.test_errors import assert_error
+from tests.serve.test_tools import HI
+from tests.serve.tooled import MODEL
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+THINK = Thought("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"reasoning_effort": "none"}, "reasoning_effort"),
+        (CHAT, {"thinking_budget": 5}, "thinking_budget"),
+        (RESPONSES, {"reasoning": {"effort": "none"}}, "reasoning.effort"),
+        (RESPONSES, {"thinking_token_budget": 5}, "thinking_token_budget"),
+        (MESSAGES, {"output_config": {"effort": "none"}}, "output_config.effort"),
+    ],
+)
+def test_reasoning_that_has_no_limit_and_no_end_is_refused(
+    service: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr(service.state, "answers", AnswerFormat("gpt_oss", None, {}))
+
+    reply = service.http.post(path, json=body_of(path) | fields)
+
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["message"].startswith(param)
+    assert error.get("param", param) == param
+
+
+@pytest.mark.parametrize("field", ["thinking_tokens", "thinking_budget"])
+def test_a_limit_without_an_end_token_names_the_clients_field(
+    tooled: Any, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    monkeypatch.setattr(tooled.state, "answers", AnswerFormat("hermes", THINK, {}))
+
+    error = assert_error(tooled.http.post(CHAT, json=body_of(CHAT) | {field: 5}), 400)
+
+    assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"thinking_budget": 5}, "thinking_budget"),
+        (RESPONSES, {"thinking_tokens": 5}, "thinking_tokens"),
+        ("/v1/completions", {"prompt": "x", "thinking_token_budget": 5}, "thinking_token_budget"),
+        (
+            MESSAGES,
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking.budget_tokens",
+        ),
+    ],
+)
+def test_a_limit_of_reasoning_that_a_model_does_not_have_is_named(
+    service: Any, path: str, fields: dict[str, Any], param: str
+) -> None:
+    service.answer("Hello.")
+
+    reply = service.http.post(path, json=body_of(path) | fields)
+
+    assert reply.is_success, reply.text
+    assert reply.headers["x-ignored-parameters"] == param
+
+
+def test_a_limit_of_reasoning_that_has_an_effect_is_not_named(tooled: Any) -> None:
+    tooled.answer("Hello.")
+
+    reply = tooled.http.post(CHAT, json=body_of(CHAT) | {"thinking_tokens": 5})
+
+    assert reply.is_success
+    assert "x-ignored-parameters" not in reply.headers
+
+
+def body_of(path: str) -> dict[str, Any]:
+    body = {"model": MODEL}
+    if path == RESPONSES:
+        return {**body, "input": "Hi"}
+    return {**body, "max_tokens": 5} | ({} if path == "/v1/completions" else {"messages": HI})
