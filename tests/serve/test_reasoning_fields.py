@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dist_aclgraph.formats.choice import AnswerFormat
 from dist_aclgraph.formats.reasoning import Thought
+from dist_aclgraph.serve.openai.conversation import TAIL_TOKENS, _find_thinking
+from dist_aclgraph.text.chat_template import ChatOptions
 from tests.serve.test_errors import assert_error
 from tests.serve.test_tools import HI
 from tests.serve.tooled import MODEL
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 THINK = Thought("<think>", "</think>")
+BEGIN, END, EOS, BLANK, SPELLED = range(5)
+TEXTS = {BEGIN: "<think>", END: "</think>", EOS: "<eos>", BLANK: "\n", SPELLED: "</think>", 5: "hm"}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +86,37 @@ def test_a_limit_of_reasoning_that_has_an_effect_is_not_named(tooled: Any) -> No
 
     assert reply.is_success
     assert "x-ignored-parameters" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "is_open"),
+    [
+        ([5, BEGIN, BLANK], False, True),
+        ([BEGIN, BLANK, END, BLANK], False, False),
+        ([BEGIN, 5], False, False),
+        ([BEGIN, 5], True, True),
+        ([BEGIN, *[5] * 2 * TAIL_TOKENS], True, True),
+        ([BEGIN, 5, SPELLED, 5], True, True),
+        ([BEGIN, 5, END, 5], True, False),
+        ([BEGIN, 5, EOS, 5], True, False),
+        ([5], True, False),
+    ],
+)
+def test_tokens_of_the_prompt_tell_whether_reasoning_is_open(
+    prompt: list[int], continues: bool, is_open: bool
+) -> None:
+    state: Any = SimpleNamespace(
+        answers=AnswerFormat(None, THINK, {"<think>": BEGIN, "</think>": END}),
+        tokenizer=SimpleNamespace(
+            eos_ids=(EOS,),
+            text_of=lambda ids, skip_special_tokens: "".join(TEXTS[each] for each in ids),
+        ),
+    )
+
+    found = _find_thinking(state, prompt, ChatOptions(continue_final_message=continues))
+
+    assert found is not None
+    assert found.is_open is is_open
 
 
 def body_of(path: str) -> dict[str, Any]:

@@ -208,21 +208,34 @@ async def _with_form(
 
 
 def _find_thinking(state: ApiState, prompt_ids: list[int], options: ChatOptions) -> Thinking | None:
-    answers = state.answers
+    answers, continues = state.answers, options.continue_final_message
     if answers.thought is None:
         return None
-    begin = max(0, len(prompt_ids) - TAIL_TOKENS)
-    opens = answers.token_ids.get(answers.thought.begin)
-    if options.continue_final_message and opens in prompt_ids:
-        last = len(prompt_ids) - 1 - prompt_ids[::-1].index(opens)
-        if not set(state.tokenizer.eos_ids).intersection(prompt_ids[last:]):  # of this message
-            begin = min(begin, last)
-    tail = state.tokenizer.text_of(prompt_ids[begin:], skip_special_tokens=False)
-    is_open = answers.is_thinking(tail, continues=options.continue_final_message)
+    tail = state.tokenizer.text_of(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    markers = answers.thought.begin, answers.thought.end
+    begin, end = (answers.token_ids.get(marker, -1) for marker in markers)
+    found = Thinking(begin, end, answers.is_thinking(tail, continues=continues))
+    if begin >= 0:
+        found = replace(found, is_open=_has_opened(state, prompt_ids, found, continues=continues))
     # If the prompt ends with the end of a reasoning, the template has turned the reasoning off.
     is_off = tail.rstrip().endswith(answers.thought.end)
-    begin = -1 if is_off else answers.token_ids.get(answers.thought.begin, -1)
-    return Thinking(begin, answers.token_ids.get(answers.thought.end, -1), is_open)
+    return replace(found, begin=-1) if is_off else found
+
+
+def _has_opened(state: ApiState, ids: list[int], thinking: Thinking, *, continues: bool) -> bool:
+    """Return whether a prompt has opened the reasoning of the answer. The marker that begins the
+    reasoning is a token; a marker that other tokens spell is text.
+    """
+    assert state.answers.thought is not None
+    ids = ids if continues else ids[-TAIL_TOKENS:]
+    if thinking.begin not in ids:
+        return False
+    rest = ids[len(ids) - ids[::-1].index(thinking.begin) :]
+    if thinking.end in rest or not set(state.tokenizer.eos_ids).isdisjoint(rest):
+        return False  # the reasoning has ended, or its message has
+    text = state.tokenizer.text_of(rest, skip_special_tokens=False)
+    has_ended = thinking.end < 0 and state.answers.thought.end in text
+    return not has_ended and (continues or not text.strip())
 
 
 def _make_readers(
