@@ -175,6 +175,14 @@ def test_each_operator_of_the_runtime_is_asked_about():
     assert operators("layers", "models", "engine") - operators("probe/questions") == set()
 
 
+def test_each_attention_operator_is_updated_in_a_graph():
+    layers = "\n".join(path.read_text() for path in (ROOT / "layers").glob("*.py"))
+    captured = set(re.findall(r'= AttentionOperator\(\s*"(\w+)"', layers))
+    asked = set(re.findall(r'"(npu_\w+)"', (ROOT / "probe/questions/graphs.py").read_text()))
+
+    assert captured and captured - asked == set()
+
+
 def test_names_are_unique_and_quick_questions_few():
     assert [name for name, n in Counter(p.name for p in PROBES).items() if n > 1] == []
     assert len(probes_of("quick")) <= 15

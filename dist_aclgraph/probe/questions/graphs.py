@@ -21,14 +21,15 @@ from dist_aclgraph.probe.question import (
 from dist_aclgraph.probe.questions.operators import (
     BLOCK,
     DIM,
-    attention,
     attention_arguments,
     blocks_in_order,
+    in_version_2,
 )
 
 EDGES = (1, 1023, 1024, 2048)  # KV lengths: a kernel of CANN 9 changes its algorithm at 1024
 LONGEST = 32_768  # KV length
 OPERATOR = "npu_fused_infer_attention_score"
+OPERATOR_V2 = "npu_fused_infer_attention_score_v2"  # of latent attention, and of sinks
 LAYERS = 28  # of Qwen3-0.6B
 NUM_CAPTURES = 32
 IN_FLIGHT = 2
@@ -141,20 +142,28 @@ class UpdatableGraph:
 
     Args:
         longest: largest KV length of an update.
+        operator: name of the attention operator.
         at_once: whether one call updates a task and records its event.
     """
 
     def __init__(
-        self, bench: Bench, num_tasks: int = 1, longest: int = EDGES[-1], *, at_once: bool = False
+        self,
+        bench: Bench,
+        num_tasks: int = 1,
+        longest: int = EDGES[-1],
+        *,
+        operator: str = OPERATOR,
+        at_once: bool = False,
     ) -> None:
         # This imports torch; only a child process may do so.
         from dist_aclgraph.device.npu import update_at_once
 
         torch = bench.torch
         self._bench = bench
-        self._at_once = update_at_once(OPERATOR) if at_once else None
+        self._operator = operator
+        self._at_once = update_at_once(operator) if at_once else None
         if at_once and self._at_once is None:
-            raise AttributeError(f"torch_npu has no call that updates {OPERATOR} at once")
+            raise AttributeError(f"torch_npu has no call that updates {operator} at once")
         self.query = torch.randn(1, 4, DIM).bfloat16().npu()
         num_blocks = longest // BLOCK
         self.keys, self.values = (
@@ -165,9 +174,9 @@ class UpdatableGraph:
         lse = torch.zeros(1, dtype=torch.bfloat16, device="npu")
         arguments = self._arguments(1)
         # The workspace is large enough for any lengths.
-        sizing = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace
+        sizing = getattr(torch.ops.npu, f"_{operator}_get_max_workspace")
         self._written = {"workspace": sizing(**arguments), "out": [self.out, lse]}
-        self._overload = getattr(torch.ops.npu, OPERATOR).out
+        self._overload = getattr(torch.ops.npu, operator).out
         self.update_stream = torch.npu.Stream()
         self._tasks: list[tuple[Any, Any]] = []
         torch.npu.synchronize()
@@ -206,14 +215,24 @@ class UpdatableGraph:
 
     def eager(self, length: int) -> Any:
         """Return the result without a graph, on the host."""
-        return attention(self._bench, self.query, self.keys, self.values, [length]).cpu()
+        run = getattr(self._bench.ops, self._operator)
+        return run(**self._arguments(length))[0].cpu()
 
     def _arguments(self, length: int) -> dict[str, Any]:
-        return attention_arguments(self.query, self.keys, self.values, [length], self._table)
+        arguments = attention_arguments(self.query, self.keys, self.values, [length], self._table)
+        return in_version_2(arguments) if self._operator == OPERATOR_V2 else arguments
 
 
-def _update_lengths(bench: Bench, *, at_once: bool = False) -> Answer:
-    graph = UpdatableGraph(bench, longest=LONGEST, at_once=at_once)
+def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
+    """Ask about version 2 of attention. Its update is the one that the runtime makes."""
+    # This imports torch; only a child process may do so.
+    from dist_aclgraph.device.npu import update_at_once
+
+    return ask(bench, operator=OPERATOR_V2, at_once=update_at_once(OPERATOR_V2) is not None)
+
+
+def _update_lengths(bench: Bench, *, operator: str = OPERATOR, at_once: bool = False) -> Answer:
+    graph = UpdatableGraph(bench, longest=LONGEST, operator=operator, at_once=at_once)
     for length in (*EDGES, LONGEST, *reversed(EDGES)):
         graph.graph.replay()
         graph.update(length)
@@ -270,9 +289,9 @@ def _in_flight(bench: Bench) -> Answer:
     return Answer(DIFFERENT, f"steps {wrong[:20]}") if wrong else Answer(EQUAL)
 
 
-def _us_of_an_update(bench: Bench, *, at_once: bool = False) -> float:
+def _us_of_an_update(bench: Bench, *, operator: str = OPERATOR, at_once: bool = False) -> float:
     """Return the host's time for the update of one task: begin, operator, end and record."""
-    graph = UpdatableGraph(bench, LAYERS, at_once=at_once)
+    graph = UpdatableGraph(bench, LAYERS, operator=operator, at_once=at_once)
     times = []
     for _ in range(20):
         graph.graph.replay()
@@ -373,6 +392,12 @@ PROBES = (
         partial(_update_lengths, at_once=True),
         EQUAL,
     ),
+    Probe(
+        "graphs.update_lengths_v2",
+        "Does it with version 2 of attention (latents, sinks)?",
+        partial(_of_version_2, ask=_update_lengths),
+        EQUAL,
+    ),
     Probe("graphs.update_ahead", "Does an update before its replay count?", _update_ahead, EQUAL),
     Probe(
         "graphs.update_us",
@@ -384,6 +409,12 @@ PROBES = (
         "graphs.update_at_once_us",
         "How many microseconds does it take in one call?",
         partial(_us_of_an_update, at_once=True),
+        Between(0, 1000, "us"),
+    ),
+    Probe(
+        "graphs.update_us_v2",
+        "How many microseconds does it take with version 2 of attention?",
+        partial(_of_version_2, ask=_us_of_an_update),
         Between(0, 1000, "us"),
     ),
     Probe(
