@@ -73,7 +73,8 @@ class ParallelConfig(Section):
         "ranks of its experts. hierarchy sends a token first to the nodes of its "
         "experts, and then to the ranks within each node. hierarchy requires A2 "
         "chips, 16, 32 or 64 ranks of experts, eight of them on each node, and driver "
-        "25.0.RC1.1 or newer. auto chooses hierarchy if the number of ranks allows it",
+        "25.0.RC1.1 or newer. auto chooses hierarchy if the number of ranks and "
+        "device.node_npus allow it",
     )
     expert_capacity: float = Field(
         2.0,

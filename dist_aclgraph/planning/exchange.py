@@ -103,6 +103,7 @@ class ExchangeRule:
                 element_bytes=4 if config.dtype == "float32" else 2,
                 chip=chip,
                 expansion=config.device.expansion,
+                node_npus=config.device.npus_of_node,
                 buffer_mb=config.device.mc2_buffer_mb,
                 algorithm=parallel.mc2_algorithm,
             )

@@ -72,7 +72,8 @@ class Mc2Operators:
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
         takes_scales: whether the weights of experts are sent with the tokens in both directions.
         takes_mask: whether the operators can leave out rows.
-        ranks_of_node: necessary number of ranks on each node; None if any number is possible.
+        ranks_of_node: necessary number of ranks on each node; None if any number is possible. A
+            group fills its nodes, so this is also the necessary number of NPUs of a node.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Mc2:
     Attributes:
         num_experts: number of experts on all ranks together, copies included.
         element_bytes: bytes of one element of activations.
+        node_npus: number of NPUs of each node.
         buffer_mb: size of HCCL's buffer for MC2's domain, in MB; None means the size that the
             largest batch needs.
         algorithm: the configured algorithm.
@@ -148,16 +150,18 @@ class Mc2:
     element_bytes: int
     chip: Chip
     expansion: HcclExpansion
+    node_npus: int
     buffer_mb: int | None = None
     algorithm: Mc2Algorithm = "auto"
 
     @cached_property
     def operators(self) -> Mc2Operators | None:
-        """The operators with the best algorithm for this number of ranks; None if the chip does not
-        have MC2 or does not have the configured algorithm.
+        """The operators with the best algorithm for this number of ranks and these nodes; None if
+        the chip does not have MC2 or does not have the configured algorithm.
         """
         found = [p for p in self._known_operators if self.algorithm in ("auto", p.algorithm)]
-        return next((p for p in found if self.ep in p.ep_sizes), found[-1] if found else None)
+        fitting = (p for p in found if self.ep in p.ep_sizes and self._has_nodes_for(p))
+        return next(fitting, found[-1] if found else None)
 
     @property
     def num_local(self) -> int:
@@ -198,6 +202,9 @@ class Mc2:
     def _is_a2_of_cann_8(self) -> bool:
         return self.chip.is_cann_8 and generation_of(self.chip.name) == "A2"
 
+    def _has_nodes_for(self, operators: Mc2Operators) -> bool:
+        return operators.ranks_of_node in (None, self.node_npus)
+
     def _obstacles(self, num_rows: int) -> Iterator[str]:
         operators = self.operators
         if operators is None:
@@ -218,6 +225,11 @@ class Mc2:
             yield (
                 f"parallel.ep is {self.ep}; {operators.name} takes {sizes} with "
                 f"{operators.algorithm}"
+            )
+        if not self._has_nodes_for(operators):
+            yield (
+                f"plans assume {self.node_npus} NPUs on each node (device.node_npus); "
+                f"{operators.name} takes {operators.ranks_of_node} with {operators.algorithm}"
             )
         if self._is_a2_of_cann_8:
             if self.ep % 8:

@@ -26,6 +26,7 @@ DEEPSEEK_V3 = Mc2(
     element_bytes=2,
     chip=A2,
     expansion="FFTS",
+    node_npus=8,
     buffer_mb=4096,
     algorithm="fullmesh",
 )
@@ -56,8 +57,14 @@ def make_facts(num_experts: int = 256) -> ModelFacts:
     )
 
 
-def rule_of(facts: ModelFacts, buffer_mb: int | None = 200, **parallel: Any) -> ExchangeRule:
-    config = make_config({"model": "unused", "device": {"mc2_buffer_mb": buffer_mb}})
+def rule_of(
+    facts: ModelFacts,
+    buffer_mb: int | None = 200,
+    node_npus: int | None = None,
+    **parallel: Any,
+) -> ExchangeRule:
+    device = {"mc2_buffer_mb": buffer_mb, "node_npus": node_npus}
+    config = make_config({"model": "unused", "device": device})
     wanted = config.parallel.model_copy(update={"tp": 8, "dp": 4, "ep": 32, **parallel})
     config = config.model_copy(update={"parallel": wanted})
     return ExchangeRule.from_config(config, facts, A2)
@@ -71,6 +78,7 @@ rules = st.builds(
     top_k=st.integers(1, 10),
     hidden=st.sampled_from([1024, 2048, 7168]),
     chip=st.sampled_from([Chip(name, "9.1.0") for name in ("Ascend910B1", A3.name, "Ascend950")]),
+    node_npus=st.sampled_from([8, 16]),
     buffer_mb=st.integers(50, 4000),
     algorithm=st.sampled_from(["auto", "fullmesh", "hierarchy"]),
 )
@@ -190,6 +198,33 @@ def test_several_nodes_of_a2_take_the_hierarchy_where_it_is_possible(
 
     assert operators is not None
     assert operators.algorithm == algorithm
+
+
+@given(
+    st.sampled_from([A2, A3]),
+    st.sampled_from(["auto", "fullmesh", "hierarchy"]),
+    st.sampled_from([8, 16, 32, 64, 128]),
+    st.sampled_from([4, 8, 16]),
+)
+def test_nodes_that_an_algorithm_does_not_support_have_another_or_no_mc2(
+    chip: Chip, algorithm: str, ep: int, node_npus: int
+) -> None:
+    rule = make_rule(algorithm=algorithm, chip=chip, ep=ep, node_npus=node_npus)
+
+    assert rule.ranks_of_node in (None, node_npus)
+    if algorithm == "auto":
+        assert rule.mc2 is not None and rule.mc2.obstacle(1) is None
+
+
+def test_a_configured_hierarchy_on_nodes_of_sixteen_npus_is_refused() -> None:
+    hierarchy = {"node_npus": 16, "exchange": "mc2", "mc2_algorithm": "hierarchy"}
+    with pytest.raises(
+        ConfigError, match=r"16 NPUs on each node \(device\.node_npus\); A2 takes 8 with hierarchy"
+    ):
+        rule_of(make_facts(), buffer_mb=None, **hierarchy)
+
+    rule = rule_of(make_facts(), buffer_mb=None, **hierarchy | {"mc2_algorithm": "auto"})
+    assert rule.mc2 and rule.mc2.operators and rule.mc2.operators.algorithm == "fullmesh"
 
 
 @pytest.mark.parametrize(("cann", "most"), [("9.1.0", 512), ("8.5.0", 256)])
