@@ -59,7 +59,7 @@ class ForkedStartup(Startup):
 
     def _join(self, group: LockstepGroup) -> None:
         assert isinstance(group.workers, RankProcesses)
-        group.device = group.workers.join(self._meeting, self._config.timeouts.join_s)[0]
+        group.devices = group.workers.join(self._meeting, self._config.timeouts.join_s)
 
 
 class Lockstep:

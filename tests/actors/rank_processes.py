@@ -18,7 +18,7 @@ from typing import Any
 
 from dist_aclgraph.actors.controller.startup import EPOCH
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress
-from dist_aclgraph.actors.worker.rank_stages import WorkerInfo
+from dist_aclgraph.actors.worker.rank_stages import JoinedDevice, WorkerInfo
 from dist_aclgraph.actors.worker.worker import Worker
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.config import Config
@@ -92,8 +92,8 @@ class RankProcesses(WorkerGroup):
                 answers[index_of[pipe]] = answer
         return [answers[index] for index in range(len(self.workers))]
 
-    def join(self, rendezvous: str, timeout_s: float) -> list[str]:
-        """Open all devices, and join the ranks in one HCCL world; return the devices as text."""
+    def join(self, rendezvous: str, timeout_s: float) -> list[JoinedDevice]:
+        """Open all devices, and join the ranks in one HCCL world; return the devices."""
         return self.call(
             "join",
             "JOINING",

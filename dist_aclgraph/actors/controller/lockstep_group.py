@@ -13,6 +13,7 @@ from dist_aclgraph.actors.capture.lockstep_capture import CaptureRecord
 from dist_aclgraph.actors.controller.group_state import GROUP_TRANSITIONS, GroupState
 from dist_aclgraph.actors.wire.addresses import Address
 from dist_aclgraph.actors.wire.messages import GroupEntry
+from dist_aclgraph.actors.worker.rank_stages import JoinedDevice
 from dist_aclgraph.actors.worker.worker_group import WorkerGroup
 from dist_aclgraph.planning.budget import StreamOffer
 from dist_aclgraph.planning.ledger import Ledger
@@ -33,7 +34,7 @@ class LockstepGroup:
     workers: WorkerGroup
     planner: Planner
     engine: Any = None
-    device: str = ""
+    devices: list[JoinedDevice] = field(default_factory=list)  # of all ranks that have joined
     weight_bytes: int = 0
     num_blocks: int = 0
     offers: list[StreamOffer] = field(default_factory=list)
@@ -145,7 +146,7 @@ def group_report(group: LockstepGroup) -> dict[str, Any]:
     """Return the plan, the buckets and the ranks as plain values; unknown values are empty."""
     record = group.record
     return {
-        "device": group.device,
+        "device": group.devices[0].description if group.devices else "",
         "plan": None if record is None else plan_report(record.plan),
         "rollbacks": [] if record is None else record.rollbacks,
         "pool_bytes": group.pool_bytes,

@@ -38,9 +38,7 @@ from dist_aclgraph.actors.worker.worker_group import (
 )
 from dist_aclgraph.errors import WorkerError, WorkerStartTimeoutError
 from dist_aclgraph.models.read_ahead import ALONE, Neighbour
-from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.planning.descriptor import BatchDescriptor
-from dist_aclgraph.planning.exchange import ExchangeRule
 from dist_aclgraph.planning.ledger import Ledger
 from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import Planner
@@ -120,6 +118,7 @@ class Startup:
         self._find_out()
         self._go(State.JOINING)
         self._each(self._join)
+        self._each(self._check_nodes)
         self._go(State.LOADING)
         self._each(self._load)
         self._go(State.NEGOTIATING)
@@ -196,25 +195,12 @@ class Startup:
         timeout_s, started_s = self._start_limit.seconds(longest_s), time.monotonic()
         try:
             self._each(lambda group: group.workers.find_out(timeout_s))
-            self._each(self._check_nodes)
             left_s = started_s + timeout_s - time.monotonic()
             self._each(lambda group: _wait_for_engine(group.engine, max(1.0, left_s)))
         except WorkerStartTimeoutError:
             self._start_limit.exceeded()
             raise
         self._start_limit.note(time.monotonic() - started_s)
-
-    def _check_nodes(self, group: LockstepGroup) -> None:
-        """Check the ranks of each node before the ranks load weights. An emulated host may have any
-        number of ranks.
-        """
-        if group.workers.is_emulated:
-            return
-        device = self._config.device
-        chip = Chip(device.chip, device.npu_cann)
-        exchange = ExchangeRule.from_config(self._config, self._planner.facts, chip)
-        if exchange.ranks_of_node is not None:
-            check_nodes(group.workers.infos, exchange.ranks_of_node)
 
     def _join(self, group: LockstepGroup) -> None:
         timeouts, workers = self._config.timeouts, group.workers
@@ -233,13 +219,22 @@ class Startup:
         rendezvous = ray.get(opening, timeout=2 * timeout_s)
         if spans_nodes:
             rendezvous = ray.get(workers.workers[0].open_meeting.remote(), timeout=timeout_s)
-        devices = workers.call(
+        group.devices = workers.call(
             "join",
             "JOINING",
             timeout_s,
             _places(workers, rendezvous),
         )
-        group.device = devices[0]
+
+    def _check_nodes(self, group: LockstepGroup) -> None:
+        """Check the number of ranks on each node, which depends on the ranks' chips and their CANN.
+        An emulated host may have any number of ranks.
+        """
+        if group.workers.is_emulated:
+            return
+        for device in group.devices:
+            if device.ranks_of_node is not None:
+                check_nodes(group.workers.infos, device.ranks_of_node)
 
     def _engine_at(self, node_id: str) -> Any:
         """Start an engine on ``node_id``, the node of the group's first worker."""

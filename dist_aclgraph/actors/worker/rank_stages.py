@@ -66,6 +66,20 @@ class WorkerInfo:
     build: str = ""
 
 
+@dataclass(frozen=True)
+class JoinedDevice:
+    """The device of a rank that has joined its group.
+
+    Attributes:
+        description: the device and its cores, in words for users.
+        ranks_of_node: necessary number of ranks on each node with the chip and the CANN of this
+            rank; None if any number is possible.
+    """
+
+    description: str
+    ranks_of_node: int | None = None
+
+
 def join_rank(
     config: Config,
     rank: WorldRank,
@@ -194,11 +208,10 @@ class JoinedRank:
     cores: frozenset[int]  # the cores that this process is bound to; empty if it is not bound
 
     @property
-    def description(self) -> str:
-        """The device and its cores, in words for users."""
-        if not self.cores:
-            return self.npu.description
-        return f"{self.npu.description}, bound to {len(self.cores)} cores of the host"
+    def device(self) -> JoinedDevice:
+        """The device, as the controller sees it."""
+        cores = f", bound to {len(self.cores)} cores of the host" if self.cores else ""
+        return JoinedDevice(self.npu.description + cores, self.exchange.ranks_of_node)
 
     @property
     def domains(self) -> tuple[Ranks, ...]:

@@ -21,6 +21,7 @@ from dist_aclgraph.actors.host.processes import end_process
 from dist_aclgraph.actors.wire.addresses import open_meeting, url_host
 from dist_aclgraph.actors.wire.step_channel import ChannelAddress, StepReceiver
 from dist_aclgraph.actors.worker.rank_stages import (
+    JoinedDevice,
     JoinedRank,
     LoadedRank,
     RunningRank,
@@ -200,8 +201,8 @@ class Worker:
         self._meeting = open_meeting(host, ports, timeout_s)
         return f"tcp://{url_host(host)}:{self._meeting.getsockname()[1]}"
 
-    def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> str:
-        """Open the device and join the lockstep group; return the device's description.
+    def join(self, rank: WorldRank, group_rank: GroupRank, rendezvous: str) -> JoinedDevice:
+        """Open the device and join the lockstep group; return the device.
 
         If the worker already has weights, it keeps its weights, its device and its ranks.
 
@@ -221,9 +222,9 @@ class Worker:
             assert joined is not None
             assert (joined.rank, joined.group_rank) == (rank, group_rank), "weights are a rank's"
             self._stage = self._stage.join_again(rendezvous, meeting)
-            return joined.description
+            return joined.device
         self._stage = join_rank(self._config, rank, group_rank, rendezvous, meeting)
-        return self._stage.description
+        return self._stage.device
 
     def load(self) -> int:
         """Load this rank's weights if none are loaded; return their size in bytes.
