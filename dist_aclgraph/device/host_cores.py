@@ -104,12 +104,17 @@ def own_addresses() -> list[str]:
     """Return the PCI address of each NPU of this machine or container, in the order of their ids.
 
     Raises:
-        NotBoundError: the addresses are unknown.
+        NotBoundError: the addresses are unknown, or NPUs have the same address. Such NPUs would get
+            the same cores.
     """
     addresses, count = pci_addresses(), len(npus_here())
     if not addresses or len(addresses) != count:
         raise NotBoundError(
             f"the driver reports PCI addresses of {len(addresses)} NPUs, and {count} are here"
+        )
+    if len(set(addresses)) < count:
+        raise NotBoundError(
+            f"the driver reports {len(set(addresses))} different PCI addresses of {count} NPUs"
         )
     return addresses
 

@@ -189,9 +189,14 @@ def test_an_npu_whose_place_nobody_says_is_not_bound(
         monkeypatch.setattr(dcmi, "DCMI", library)
         with pytest.raises(NotBoundError, match="addresses of 0 NPUs, and 4 are here"):
             shares_here(DeviceConfig())
-    monkeypatch.setattr(host_cores, "pci_addresses", lambda: ["0000:09:00.0"] * 4)
-    with pytest.raises(NotBoundError, match="does not show the NPU 0000"):
-        shares_here(DeviceConfig())
+    for first, reason in (
+        ("0000:09:00.0", "does not show the NPU 0000:09"),
+        (ADDRESSES[1], "reports 3 different PCI addresses of 4 NPUs"),
+    ):
+        addresses = [first, *ADDRESSES[1:]]
+        monkeypatch.setattr(host_cores, "pci_addresses", lambda addresses=addresses: addresses)
+        with pytest.raises(NotBoundError, match=reason):
+            shares_here(DeviceConfig())
 
 
 def test_cores_outside_the_container_are_not_used(
