@@ -141,7 +141,8 @@ class DeviceConfig(Section):
     bind_cores: Literal["auto", "off"] = Field(
         "auto",
         description="auto binds each NPU's rank to a part of the cores of the NPU's NUMA node, if "
-        "there are five cores for each NPU. Ranks on the emulator are not bound",
+        "there are five cores for each NPU and the rank may use all cores of the host. "
+        "Ranks on the emulator are not bound",
     )
     deterministic: bool | None = Field(
         None,

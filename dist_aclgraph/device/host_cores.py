@@ -1,9 +1,10 @@
 """Chooses the host's cores on which each NPU's rank runs; the cores are near the NPU.
 
-Every rank computes the shares of all NPUs of its host from the same files, so that shares are
-disjoint without communication, also between containers: in a container, the kernel's files show the
-NPUs of the whole host. An NPU of an idle deployment keeps its share. This module was not tested on
-a host with NPUs.
+Every rank computes the shares of all NPUs of its host from the same files and from all cores of the
+host, so that shares are disjoint without communication, also between containers: in a container,
+the kernel's files show the NPUs of the whole host. A rank that may not use all cores is not bound,
+because ranks in other containers may use other cores, and would compute other shares. An NPU of an
+idle deployment keeps its share. This module was not tested on a host with NPUs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dist_aclgraph.errors import NotBoundError
 
 # A rank has one thread that launches, two threads of torch_npu, and two interrupts of its NPU.
 CORES_OF_AN_NPU = 5
+ONLINE = Path("/sys/devices/system/cpu/online")
 NUMA = Path("/sys/devices/system/node")
 PCI = Path("/sys/bus/pci/devices")
 TASKS = Path("/proc/self/task")
@@ -62,7 +64,7 @@ def shares_here(config: DeviceConfig) -> list[frozenset[int]]:
         raise NotBoundError("device.bind_cores is off")
     if binds_cores_itself():
         raise NotBoundError("CPU_AFFINITY_CONF is set, so torch_npu binds its threads")
-    addresses, cores = own_addresses(), usable_cores()
+    addresses, cores = own_addresses(), all_cores()
     on_host = addresses_on_host(addresses)
     shares = dict(zip(on_host, share_cores(cores, [_node_of(npu) for npu in on_host]), strict=True))
     if not all(shares[address] for address in addresses):
@@ -91,11 +93,25 @@ def bind_this_process(config: DeviceConfig) -> frozenset[int]:
     return cores
 
 
-def usable_cores() -> dict[int, int]:
-    """Return the NUMA node of each core that this process may use; 0 if the kernel has no nodes."""
-    node_of_core = dict.fromkeys(os.sched_getaffinity(0), 0)
+def all_cores() -> dict[int, int]:
+    """Return the NUMA node of each core of the host; 0 if the kernel has no nodes.
+
+    Raises:
+        NotBoundError: this process may not use all cores of the host, or the cores are unknown.
+    """
+    try:
+        online = parse_cores(ONLINE.read_text())
+    except OSError as e:
+        raise NotBoundError(f"the kernel does not show the host's cores: {e}") from e
+    usable = os.sched_getaffinity(0)
+    if not online <= usable:
+        raise NotBoundError(
+            f"this process may use {len(online & usable)} of the host's {len(online)} cores, so "
+            "its share may overlap with shares in other containers: give the container all cores"
+        )
+    node_of_core = dict.fromkeys(online, 0)
     for node in NUMA.glob("node[0-9]*"):
-        for core in parse_cores((node / "cpulist").read_text()) & node_of_core.keys():
+        for core in parse_cores((node / "cpulist").read_text()) & online:
             node_of_core[core] = int(node.name.removeprefix("node"))
     return node_of_core
 

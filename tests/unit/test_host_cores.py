@@ -17,12 +17,12 @@ from dist_aclgraph.device import dcmi, host_cores, kind
 from dist_aclgraph.device.host_cores import (
     CORES_OF_AN_NPU,
     addresses_on_host,
+    all_cores,
     bind_this_process,
     format_cores,
     parse_cores,
     share_cores,
     shares_here,
-    usable_cores,
 )
 from dist_aclgraph.errors import NotBoundError
 
@@ -138,10 +138,17 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tasks / task).mkdir(parents=True)
     monkeypatch.setattr(dcmi, "DCMI", make_library(tmp_path, 0))
     monkeypatch.setattr(kind, "DEV", tmp_path)
-    for name, folder in (("NUMA", numa), ("PCI", pci), ("TASKS", tasks)):
-        monkeypatch.setattr(host_cores, name, folder)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(48)))
+    online = tmp_path / "online"
+    for name, path in (("ONLINE", online), ("NUMA", numa), ("PCI", pci), ("TASKS", tasks)):
+        monkeypatch.setattr(host_cores, name, path)
+    set_cores(monkeypatch, online, set(range(48)))
     return tmp_path
+
+
+def set_cores(monkeypatch: pytest.MonkeyPatch, online: Path, cores: set[int]) -> None:
+    """Let the host have these cores; the process may use all of them."""
+    online.write_text(f"{format_cores(frozenset(cores))}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
 
 
 def test_the_driver_says_the_addresses_of_all_chips_in_order(host: Path) -> None:
@@ -199,12 +206,24 @@ def test_an_npu_whose_place_nobody_says_is_not_bound(
             shares_here(DeviceConfig())
 
 
-def test_cores_outside_the_container_are_not_used(
+def test_ranks_with_a_part_of_the_cores_are_not_bound(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 30, 1000})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(47)))
 
-    assert usable_cores() == {0: 0, 30: 1, 1000: 0}
+    with pytest.raises(NotBoundError, match="may use 47 of the host's 48 cores, so its share may"):
+        shares_here(DeviceConfig())
+    (host / "online").unlink()
+    with pytest.raises(NotBoundError, match="does not show the host's cores"):
+        shares_here(DeviceConfig())
+
+
+def test_cores_that_no_numa_node_has_are_of_the_first(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_cores(monkeypatch, host / "online", {0, 30, 1000})
+
+    assert all_cores() == {0: 0, 30: 1, 1000: 0}
 
 
 def test_all_threads_of_a_rank_are_bound_to_the_cores_of_its_npu(
@@ -250,7 +269,7 @@ def test_a_rank_that_cannot_be_bound_says_why(
 
 
 def test_a_host_with_few_cores_binds_nobody(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(30)))
+    set_cores(monkeypatch, host / "online", set(range(30)))
 
     with pytest.raises(NotBoundError, match="30 cores are too few for the host's 4 NPUs: each"):
         shares_here(DeviceConfig())
