@@ -15,8 +15,8 @@ PLAIN, SHARED, DRAFTS = CASES
         (PLAIN, {"seconds": 2.29}, []),
         (PLAIN, {"seconds": 1.69, "eager steps": 5}, ["eager steps", "seconds"]),
         (SHARED, {"replays": 101, "padded tokens": 29}, ["replays", "padded tokens"]),
-        (DRAFTS, {"replays": 110, "eager steps": 5, "padded tokens": 60}, []),
-        (DRAFTS, {"replays": 120}, ["replays"]),
+        (DRAFTS, {"replays": 110, "eager steps": 5, "padded tokens": 34}, []),
+        (DRAFTS, {"replays": 120, "padded tokens": 60}, ["replays", "padded tokens"]),
     ],
 )
 def test_steps_must_be_equal_and_seconds_close(case, changes, names):
