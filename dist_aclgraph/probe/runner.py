@@ -231,8 +231,9 @@ def _device_ids(kind: DeviceKind, ranks: int) -> tuple[int, ...]:
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     """Return one outcome for the answers of all ranks."""
     first = outcomes[0]
+    was_asked = all(outcome.was_asked for outcome in outcomes)
     if len({outcome.found for outcome in outcomes}) == 1:
-        return first
+        return msgspec.structs.replace(first, was_asked=was_asked)
     parts = [f"rank {rank}: {outcome.found}" for rank, outcome in enumerate(outcomes)]
     texts = [f"rank {rank}: {o.text}" for rank, o in enumerate(outcomes) if o.text]
     codes = [o.code for o in outcomes if o.code is not None]
@@ -242,5 +243,5 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
         number=None,
         code=codes[0] if codes else None,
         text="\n".join(texts),
-        was_asked=all(outcome.was_asked for outcome in outcomes),
+        was_asked=was_asked,
     )

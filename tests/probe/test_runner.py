@@ -23,10 +23,10 @@ def answering(task, parent):
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")
-    if name == "die_early" and not task.rank:
+    if (name, task.rank) in (("die_early", 0), ("die_one_early", 1)):
         os.kill(os.getpid(), signal.SIGKILL)
     parent.send(None)
-    if name == "die":
+    if name in ("die", "die_one_early"):
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "fork":
         if not (forked := os.fork()):
@@ -161,8 +161,10 @@ def test_npus_of_a_container_are_counted_from_zero(monkeypatch, tmp_path):
     assert [row.found for row in report.rows] == ["npu 0"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["unopened", "die_early"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("unopened", 1), ("unopened", 2), ("die_early", 1), ("die_early", 2), ("die_one_early", 2)],
+)
 def test_a_question_that_could_not_be_asked_is_no_difference_and_is_asked_again(name, ranks):
     probe = make_probe(name, ranks=ranks)
     report, _ = run(probe)
