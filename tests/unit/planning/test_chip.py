@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import make_config
-from dist_aclgraph.config.chips import generation_of
+from dist_aclgraph.config.chips import generation_of, is_cann_before
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.planning.chip import Chip
 from dist_aclgraph.shapes.model_facts import ModelFacts
@@ -101,6 +101,22 @@ def test_what_it_takes_passes(cann: str, model: dict[str, Any], keys: dict[str, 
 )
 def test_the_name_of_a_chip_tells_its_generation(chip: str, generation: str) -> None:
     assert generation_of(chip) == generation
+
+
+@pytest.mark.parametrize(
+    ("cann", "is_before"),
+    [
+        ("", True),
+        ("8.5", True),
+        ("8.5.0", True),
+        ("8.5.RC1", True),
+        ("8.5.1", False),
+        ("8.5.1.alpha001", False),
+        ("8.10.RC1", False),
+    ],
+)
+def test_a_candidate_comes_before_the_first_patch_release(cann: str, is_before: bool) -> None:
+    assert is_cann_before(cann, 8, 5, 1) is is_before
 
 
 def test_another_generation_than_plans_assume_is_refused_with_the_key_to_set() -> None:
