@@ -257,10 +257,10 @@ def _check_nodes(config: Config) -> None:
         return
     if parallel.tp > device.npus_of_node:
         raise ConfigError(
-            f"parallel.tp is {parallel.tp}; a node has {device.npus_of_node} NPUs of the chip "
-            f"{device.chip}: lower it, set device.node_npus if a node has more, or set "
-            "parallel.tp_across_nodes=true if the links between nodes are those between the NPUs "
-            "of one node"
+            f"parallel.tp is {parallel.tp}; plans assume {device.npus_of_node} NPUs of the chip "
+            f"{device.chip} on each node: lower it, set device.node_npus if a node has more, or "
+            "set parallel.tp_across_nodes=true if the links between nodes are those between the "
+            "NPUs of one node"
         )
 
 

@@ -335,8 +335,11 @@ def test_an_unknown_chip_is_refused_unless_its_memory_is_given(chip: str) -> Non
 
 
 def test_a_tensor_parallel_group_of_several_nodes_must_be_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.tp is 16; a node has 8 NPUs .*_across_nodes"):
-        plan(R1, A2)
+    unknown = {"device.soc": "Ascend950", "device.memory_mb": 62_420}
+    for chip in (A2, unknown):
+        refusal = r"parallel.tp is 16; plans assume 8 NPUs .* on each node: .*_across_nodes"
+        with pytest.raises(ConfigError, match=refusal):
+            plan(R1, chip)
 
     assert plan(R1, A2 | {"parallel.tp_across_nodes": True})["layout"]["world_size"] == 16
     assert plan(R1, A2 | {"device.node_npus": 16})["layout"]["world_size"] == 16
