@@ -1,11 +1,11 @@
-# Sets CANN's environment if CANN is installed; existing values stay. environment.sh reads this file. In
-# containers of Dockerfile.ascend, each shell that runs a command also reads it (BASH_ENV), because KubeRay
-# replaces the entry point.
+# Sets CANN's environment if CANN is installed; existing values stay. environment.sh reads this
+# file. In containers of Dockerfile.ascend, each shell that runs a command also reads it (BASH_ENV),
+# because KubeRay replaces the entry point.
 
 unset BASH_ENV  # CANN's own scripts may start shells, which would read this file again
 
-# CANN's own scripts use variables that may not be set, and end with commands that may fail. They would use this
-# script's arguments as their own, so they are called without arguments.
+# CANN's own scripts use variables that may not be set, and end with commands that may fail. They
+# would use this script's arguments as their own, so they are called without arguments.
 read_script() {
   local script=$1 options=$-
   shift
@@ -32,8 +32,8 @@ read_cann() {
   if [ -n "${ASCEND_INSTALL_PATH:-}" ]; then
     roots=("$ASCEND_INSTALL_PATH")
   fi
-  # Users other than root install CANN in their home folders. CANN 8.5 and newer is in cann/, older CANN in
-  # ascend-toolkit/. The order is that of 'dist-aclgraph doctor'.
+  # Users other than root install CANN in their home folders. CANN 8.5 and newer is in cann/, older
+  # CANN in ascend-toolkit/. The order is that of 'dist-aclgraph doctor'.
   for root in "${roots[@]}"; do
     read_first ASCEND_HOME_PATH "$root"/{cann,ascend-toolkit}/set_env.sh
     read_first ATB_HOME_PATH "$root/nnal/atb/set_env.sh"
