@@ -505,7 +505,8 @@ def test_a_holder_has_what_has_begun_and_not_ended(turns: list[str], data: st.Da
     holder.close()
     for journal in journals.values():
         close(*journal)
-    assert descriptors() == before
+    # Objects of earlier tests may have been closed meanwhile.
+    assert descriptors() <= before
 
 
 def close(memory: JournalMemory, descriptor: int) -> None:
