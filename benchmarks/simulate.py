@@ -149,7 +149,7 @@ def simulated(engine: DecodeEngine, load: Sequence[Arrival], report: dict[str, A
 
 
 def compare(case: Case, requests: int, in_flight: int) -> tuple[Counts, Counts]:
-    """Return counters and seconds of the deployment, and those of the simulation."""
+    """Return the counters and the seconds of the deployment, and then of the simulation."""
     engine = DecodeEngine(
         shipped("models") / case.model,
         MAX_NUM_SEQS,

@@ -174,7 +174,8 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         child = node.get(parent)
         if not isinstance(child, dict | None):
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
-        node[parent] = node = dict(child or {})
+        child = node[parent] = dict(child or {})  # a copy, because the caller owns the section
+        node = child
     # In maps by rank, the keys are numbers.
     node[int(last) if last.isdecimal() else last] = value
 

@@ -8,7 +8,7 @@ config.json.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,23 @@ class Int4Format:
 
 
 @dataclass(frozen=True)
+class _Patterns:
+    """Patterns of compressed-tensors: names of matrices, and regular expressions of names."""
+
+    names: frozenset[str] = frozenset()
+    expressions: tuple[re.Pattern[str], ...] = ()
+
+    def match(self, module: str) -> bool:
+        """Return whether a pattern matches a name. ``Linear`` is the class of all matrices."""
+        is_named = module in self.names or "Linear" in self.names
+        return is_named or any(each.match(module) for each in self.expressions)
+
+
+@dataclass(frozen=True)
 class _Targets:
     """The matrices of one group of compressed-tensors."""
 
-    patterns: tuple[str, ...]
+    patterns: _Patterns
     form: Int4Format | None
 
 
@@ -76,7 +89,7 @@ class Int4Formats:
 
     described: Mapping[str, Int4Format]
     groups: tuple[_Targets, ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored: _Patterns = _Patterns()
 
     def __bool__(self) -> bool:
         return bool(self.described) or any(group.form for group in self.groups)
@@ -90,9 +103,9 @@ class Int4Formats:
         module = stored.removesuffix(".weight")
         if module in self.described:
             return self.described[module]
-        if not self.groups or module == stored or _matches(module, self.ignored):
+        if not self.groups or module == stored or self.ignored.match(module):
             return None
-        found = (group.form for group in self.groups if _matches(module, group.patterns))
+        found = (group.form for group in self.groups if group.patterns.match(module))
         return next(found, None)
 
 
@@ -146,21 +159,26 @@ def read_int4_formats(config: ModelConfig) -> Int4Formats:
     )
 
 
-def _patterns(config: ModelConfig, key: str) -> tuple[str, ...]:
+def _patterns(config: ModelConfig, key: str) -> _Patterns:
     patterns = config.texts(key)
-    for pattern in patterns:
-        if pattern.startswith(EXPRESSION):
-            _check_expression(config, key, pattern)
-    return patterns
+    expressions = [each for each in patterns if each.startswith(EXPRESSION)]
+    return _Patterns(
+        frozenset(patterns).difference(expressions),
+        tuple(_compiled(config, key, each) for each in expressions),
+    )
 
 
-def _check_expression(config: ModelConfig, key: str, pattern: str) -> None:
-    """Refuse an expression that is invalid, or that may need years for a name: a repeated group, or
-    many repetitions.
+def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
+    """Return a regular expression.
+
+    Raises:
+        ModelError: the expression is invalid.
+        UnsupportedModelError: the expression may need years for a name, because it has a repeated
+            group or many repetitions.
     """
     expression = pattern.removeprefix(EXPRESSION)
     try:
-        re.compile(expression)
+        compiled = re.compile(expression)
     except re.error as e:
         raise ModelError(
             f"{config.path}: {key} has {pattern!r:.80}, which is no regular expression: {e}"
@@ -170,6 +188,7 @@ def _check_expression(config: ModelConfig, key: str, pattern: str) -> None:
             f"{key} has {pattern!r:.80}; supported are expressions without "
             f"repeated groups and with at most {MAX_REPETITIONS} of *, + and {{"
         )
+    return compiled
 
 
 def group_of(description: Mapping[str, Any]) -> int | None:
@@ -185,15 +204,3 @@ def _form_of(group: Mapping[str, Any]) -> Int4Format | None:
     if weights.get("num_bits") != 4:
         return None
     return Int4Format(bool(group.get("input_activations")), group_of(weights))
-
-
-def _matches(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of compressed-tensors' patterns matches a name. ``Linear`` is the class of
-    all matrices.
-    """
-    return any(
-        re.match(pattern.removeprefix(EXPRESSION), module)
-        if pattern.startswith(EXPRESSION)
-        else pattern in (module, "Linear")
-        for pattern in patterns
-    )

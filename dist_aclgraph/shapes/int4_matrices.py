@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from dist_aclgraph.shapes.int4_formats import Int4Format, Int4Formats, Int4Matrix
+from dist_aclgraph.shapes.int4_formats import Int4Formats, Int4Matrix
 from dist_aclgraph.shapes.matrices import EXPERTS, Part, has_part, matrices_of
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
@@ -14,17 +14,13 @@ def find_int4_matrices(spec: ModelSpec, formats: Int4Formats) -> tuple[Int4Matri
     """Return the decoder's matrices that have four bits in at least one layer."""
     if not formats:
         return ()
-    found: Counter[tuple[Part, str, Int4Format]] = Counter()
+    found: list[Int4Matrix] = []
     for part, matrices in matrices_of(spec, tp=1, ep=1).items():
+        copies = spec.experts.num_experts if part == EXPERTS and spec.experts else 1
         for name in matrices:
-            for stored in _stored_names(spec, part, name):
-                if (form := formats.of(stored)) is not None:
-                    found[part, name, form] += 1
-    copies = spec.experts.num_experts if spec.experts else 1
-    return tuple(
-        Int4Matrix(part, name, form, count / (copies if part == EXPERTS else 1))
-        for (part, name, form), count in found.items()
-    )
+            forms = Counter(filter(None, map(formats.of, _stored_names(spec, part, name))))
+            found += [Int4Matrix(part, name, form, n / copies) for form, n in forms.items()]
+    return tuple(found)
 
 
 def _stored_names(spec: ModelSpec, part: Part, name: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The matrices of a decoder's layers that may be quantised: names and elements on one rank.
 
-Names are those of ``model.layers.N.NAME.weight``, with ``experts.*`` for all experts of a rank.
+A name is NAME in ``model.layers.N.NAME.weight``; ``experts.*`` stands for all experts of a rank.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _attention(spec: ModelSpec, tp: int) -> Elements:
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> Elements:
-    """Return the matrices of latent attention without those that multiply the latent, which are
-    never quantised.
+    """Return the matrices of latent attention. The matrices that multiply the latent are left out,
+    because they are never quantised.
     """
     hidden, heads, rank = spec.hidden_size, spec.num_heads // tp, latent.q_rank
     query = heads * (latent.plain_dim + latent.rope_dim)

@@ -87,12 +87,13 @@ async def main():
         await asyncio.gather(*(begin() for _ in range(8)))
         leaves = False
         tasks = [asyncio.create_task(begin()) for _ in range(8)]
-        await asyncio.sleep(0.2)
+        while not running():  # until the requests have begun
+            await asyncio.sleep(0.05)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 asyncio.run(main())
-for _ in range(600):
+for _ in range(6000):
     if not running():
         break
     time.sleep(0.05)

@@ -54,7 +54,7 @@ from dist_aclgraph.version import build, build_of, hash_sources
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
-# keys that ingress replicas read at their start, and that must be those of the groups
+# Ingress replicas read these keys at their start. Their values must equal the groups' values.
 OF_THE_INGRESS = (
     "model",
     "model_overrides",

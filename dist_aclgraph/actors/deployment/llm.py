@@ -408,7 +408,7 @@ class LLM:
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")
-        # The user has not asked for the number of tokens that the model recommends.
+        # The recommended number of tokens is a limit of the model, and no wish of the user.
         is_recommended = params.max_tokens == self._sampling_defaults.get("max_tokens")
         asked = None if is_recommended else params.max_tokens
         ids = truncated(ids, params.truncate_prompt_tokens, self._context_len, asked)

@@ -234,13 +234,18 @@ def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | 
 def _update_lengths(bench: Bench, *, operator: str = OPERATOR, at_once: bool = False) -> Answer:
     graph = UpdatableGraph(bench, longest=LONGEST, operator=operator, at_once=at_once)
     for length in (*EDGES, LONGEST, *reversed(EDGES)):
-        graph.graph.replay()
-        graph.update(length)
-        bench.synchronize()
-        answer = bench.compare(graph.out, graph.eager(length))
+        answer = _replay_with(bench, graph, length)
         if answer.found != EQUAL:
             return Answer(DIFFERENT, f"length {length}: {answer.text}")
     return Answer(EQUAL)
+
+
+def _replay_with(bench: Bench, graph: UpdatableGraph, length: int) -> Answer:
+    """Replay the graph with a length that is sent after the replay was queued."""
+    graph.graph.replay()
+    graph.update(length)
+    bench.synchronize()
+    return bench.compare(graph.out, graph.eager(length))
 
 
 def _update_ahead(bench: Bench) -> Answer:
@@ -257,10 +262,7 @@ def _wrong_guess(bench: Bench) -> Answer:
     for guess, length in ((77, 78), (2048, 1)):
         graph.update(guess)
         graph.close()
-        graph.graph.replay()
-        graph.update(length)
-        bench.synchronize()
-        answer = bench.compare(graph.out, graph.eager(length))
+        answer = _replay_with(bench, graph, length)
         if answer.found != EQUAL:
             return Answer(DIFFERENT, f"length {length} after {guess}: {answer.text}")
     return Answer(EQUAL)

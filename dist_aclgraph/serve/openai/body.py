@@ -223,7 +223,7 @@ async def read_body(
 
 
 def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
-    """Add fields of a request to those that the service ignores."""
+    """Record that the service ignores these fields of a request."""
     scope.setdefault(IGNORED, []).extend(paths)
 
 
