@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.engine.attention_steps import AttentionSteps
-from dist_aclgraph.engine.draft_steps import DraftSteps
+from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
 from dist_aclgraph.engine.state_steps import StateSteps
 from dist_aclgraph.graphs.captured_graph import Forward
 from dist_aclgraph.graphs.step_buffers import StepBuffers

@@ -28,14 +28,14 @@ from dist_aclgraph.device.npu import (
 )
 from dist_aclgraph.device.step_measures import DeviceCounts, ReplaySpan, Stopwatch, UpdateWait
 from dist_aclgraph.engine.attention_steps import AttentionSteps
-from dist_aclgraph.engine.draft_steps import DraftSteps
-from dist_aclgraph.engine.drafting import Collect
+from dist_aclgraph.engine.drafts.draft_steps import DraftSteps
+from dist_aclgraph.engine.drafts.drafting import Collect
+from dist_aclgraph.engine.drafts.landing_drafts import LandingDrafts
 from dist_aclgraph.engine.embeddings import ComingEmbeddings, queue_embeddings
 from dist_aclgraph.engine.graph_store import GraphStore
 from dist_aclgraph.engine.graph_work import GraphWork
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.engine.landing_drafts import LandingDrafts
-from dist_aclgraph.engine.matchers import GrammarReport, Matchers
+from dist_aclgraph.engine.masks.matchers import GrammarReport, Matchers
 from dist_aclgraph.engine.mixed_step import padded_size, upload_step
 from dist_aclgraph.engine.prompt_report import ComingPrompt, queue_prompts
 from dist_aclgraph.engine.replays import Replays

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu, runtime
-from dist_aclgraph.engine.bad_words import find_forbidden, forbid
 from dist_aclgraph.engine.embeddings import ComingEmbeddings
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.engine.matchers import Masking, Masks
+from dist_aclgraph.engine.masks.matchers import Masking, Masks
 from dist_aclgraph.engine.prompt_report import ComingPrompt
-from dist_aclgraph.engine.race_noise import RaceNoise
-from dist_aclgraph.engine.sampler import (
+from dist_aclgraph.engine.sampling.bad_words import find_forbidden, forbid
+from dist_aclgraph.engine.sampling.race_noise import RaceNoise
+from dist_aclgraph.engine.sampling.sampler import (
     LOGPROBS_WIDTH,
     ComingLogprobs,
     choose_tokens,
     queue_logprobs,
 )
-from dist_aclgraph.engine.sampling_places import KnownPlaces, StepPlaces
-from dist_aclgraph.engine.token_counts import TokenCounts
+from dist_aclgraph.engine.sampling.sampling_places import KnownPlaces, StepPlaces
+from dist_aclgraph.engine.sampling.token_counts import TokenCounts
 from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_aclgraph.device.npu import Npu
-from dist_aclgraph.engine.drafting import Drafter, DraftPass, count_accepted
+from dist_aclgraph.engine.drafts.drafting import Drafter, DraftPass, count_accepted
 from dist_aclgraph.graphs.step_buffers import DraftInputs
 from dist_aclgraph.graphs.token_table import TokenTable
 from dist_aclgraph.steps.references import References

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.engine.grammars import BYTES_OF_CHAR, MAX_KEPT_BYTES, Grammars
+from dist_aclgraph.engine.masks.grammars import BYTES_OF_CHAR, MAX_KEPT_BYTES, Grammars
 from dist_aclgraph.errors import InvalidParameterError
 from dist_aclgraph.sampling import Structure, StructuredOutputs
 from dist_aclgraph.text.structure import BOUNDS, GrammarCompiler

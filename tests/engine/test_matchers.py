@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.engine import grammar_row
-from dist_aclgraph.engine.matchers import Matchers
+from dist_aclgraph.engine.masks import grammar_row
+from dist_aclgraph.engine.masks.matchers import Matchers
 from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.step import RowSampling
 from dist_aclgraph.text.grammars import make_limits, open_tokenizer, vocabulary_of

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_aclgraph.engine.race_noise import RaceNoise, make_keys, mix_seeds
+from dist_aclgraph.engine.sampling.race_noise import RaceNoise, make_keys, mix_seeds
 
 VOCAB = 512
 

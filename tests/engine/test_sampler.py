@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_aclgraph.engine.race_noise import RaceNoise
-from dist_aclgraph.engine.sampler import LOGPROBS_WIDTH, choose_tokens, queue_logprobs
-from dist_aclgraph.engine.sampling_places import send_places
-from dist_aclgraph.engine.sampling_table import SamplingTable
-from dist_aclgraph.engine.token_counts import TokenCounts
+from dist_aclgraph.engine.sampling.race_noise import RaceNoise
+from dist_aclgraph.engine.sampling.sampler import LOGPROBS_WIDTH, choose_tokens, queue_logprobs
+from dist_aclgraph.engine.sampling.sampling_places import send_places
+from dist_aclgraph.engine.sampling.sampling_table import SamplingTable
+from dist_aclgraph.engine.sampling.token_counts import TokenCounts
 from dist_aclgraph.ints import pack_ints, unpack_ints
 from dist_aclgraph.steps.step import RowSampling
 

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dist_aclgraph.engine import grammar_row
-from dist_aclgraph.engine.grammar_row import NotReadyError
-from dist_aclgraph.engine.grammars import Grammars
+from dist_aclgraph.engine.masks import grammar_row
+from dist_aclgraph.engine.masks.grammar_row import NotReadyError
+from dist_aclgraph.engine.masks.grammars import Grammars
+from dist_aclgraph.engine.masks.slow_row import SlowRow
 from dist_aclgraph.engine.model_runner import ModelRunner
-from dist_aclgraph.engine.slow_row import SlowRow
 from dist_aclgraph.errors import GrammarError
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.planning.plan import GraphPlan

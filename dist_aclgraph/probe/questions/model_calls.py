@@ -179,7 +179,7 @@ def _routing_of_padding(bench: Bench) -> Answer:
 def _draws(bench: Bench) -> str | Answer:
     """Draw tokens like the sampler, and compare the tokens' frequencies with the probabilities."""
     # The engine imports torch; only a child process may do so.
-    from dist_aclgraph.engine.race_noise import RaceNoise, make_keys, mix_seeds
+    from dist_aclgraph.engine.sampling.race_noise import RaceNoise, make_keys, mix_seeds
 
     torch = bench.torch
     probabilities = torch.arange(1.0, NUM_TOKENS + 1)

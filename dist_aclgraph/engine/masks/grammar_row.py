@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import llguidance
 
-from dist_aclgraph.engine.permitted import ALL, Permitted, set_bit
+from dist_aclgraph.engine.masks.permitted import ALL, Permitted, set_bit
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.sampling import Structure
 from dist_aclgraph.steps.step import RowSampling

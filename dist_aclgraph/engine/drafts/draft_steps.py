@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dist_aclgraph.engine.attention_steps import AttentionSteps
-from dist_aclgraph.engine.drafting import Collect, Drafter, DraftPass
+from dist_aclgraph.engine.drafts.drafting import Collect, Drafter, DraftPass
 from dist_aclgraph.graphs.device_step import DeviceStep
 from dist_aclgraph.graphs.task_update import TaskRecorder
 from dist_aclgraph.graphs.token_table import TokenTable

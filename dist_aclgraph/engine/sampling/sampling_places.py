@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from dist_aclgraph.engine.race_noise import mix_seeds
-from dist_aclgraph.engine.sampling_table import SamplingTable
-from dist_aclgraph.engine.token_counts import Penalties, ToDevice
+from dist_aclgraph.engine.sampling.race_noise import mix_seeds
+from dist_aclgraph.engine.sampling.sampling_table import SamplingTable
+from dist_aclgraph.engine.sampling.token_counts import Penalties, ToDevice
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.packing import stack_rows
 from dist_aclgraph.steps.host_step import HostStep

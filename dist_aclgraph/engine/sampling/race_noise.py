@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from dist_aclgraph.engine.token_counts import ToDevice
+from dist_aclgraph.engine.sampling.token_counts import ToDevice
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

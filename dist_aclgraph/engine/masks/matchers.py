@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_aclgraph.engine.grammar_row import NO_MATCH, NotReadyError, Row, allow
-from dist_aclgraph.engine.grammars import Grammars
 from dist_aclgraph.engine.input_batch import InputBatch
-from dist_aclgraph.engine.permitted import ALL, BITS, FORBIDS_ALL, Permitted
-from dist_aclgraph.engine.sampling_places import StepPlaces
-from dist_aclgraph.engine.slow_row import PATIENCE_S, SlowRow
-from dist_aclgraph.engine.token_counts import ToDevice
+from dist_aclgraph.engine.masks.grammar_row import NO_MATCH, NotReadyError, Row, allow
+from dist_aclgraph.engine.masks.grammars import Grammars
+from dist_aclgraph.engine.masks.permitted import ALL, BITS, FORBIDS_ALL, Permitted
+from dist_aclgraph.engine.masks.slow_row import PATIENCE_S, SlowRow
+from dist_aclgraph.engine.sampling.sampling_places import StepPlaces
+from dist_aclgraph.engine.sampling.token_counts import ToDevice
 from dist_aclgraph.ints import IntArray
 from dist_aclgraph.steps.host_step import HostStep
 from dist_aclgraph.steps.step import RowSampling

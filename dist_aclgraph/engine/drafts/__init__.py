@@ -1,0 +1,1 @@
+"""Drafts of several tokens: proposes them, counts the accepted ones, copies them to the host."""

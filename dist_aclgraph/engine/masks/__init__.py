@@ -1,0 +1,1 @@
+"""Computes the tokens that the output formats of requests allow next."""
