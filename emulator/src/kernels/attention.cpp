@@ -17,7 +17,7 @@ struct Tile {
   int64_t stride, count;
 };
 
-// scores[t] = q . tile[t]. W vectors of sixteen stay in registers; W == 0 takes any width.
+// scores[t] = q . tile[t]. A row consists of W vectors; W == 0 takes any width.
 template <int W> void dot_tile(const float *q, const Tile &tile, int64_t n, float *scores) {
   Floats qs[W ? W : 1];
   for (int w = 0; w < W; w++)
@@ -28,7 +28,7 @@ template <int W> void dot_tile(const float *q, const Tile &tile, int64_t n, floa
       Floats sum = qs[0] * load(key);
       for (int w = 1; w < W; w++)
         sum += qs[w] * load(key + w * kLanes);
-      scores[t] = total(sum);
+      scores[t] = total<kLanes>(sum);
     } else {
       float sum = 0;
       for (int64_t i = 0; i < n; i++)
@@ -39,29 +39,37 @@ template <int W> void dot_tile(const float *q, const Tile &tile, int64_t n, floa
 }
 
 // sums += weights @ tile.
-template <int W> void add_tile(const float *weights, const Tile &tile, int64_t n, float *sums) {
-  Floats ss[W ? W : 1];
-  for (int w = 0; w < W; w++)
-    ss[w] = load(sums + w * kLanes);
-  for (int64_t t = 0; t < tile.count; t++) {
-    const float *value = tile.rows + t * tile.stride;
-    if constexpr (W > 0) {
-      for (int w = 0; w < W; w++)
-        ss[w] += load(value + w * kLanes) * weights[t];
-    } else {
+template <int W>
+void add_tile(const float *weights, const Tile &tile, int64_t n, float *sums) {
+  if constexpr (W > 0) {
+    constexpr int kBlock = std::min(W, kRegisters / 2);  // vectors of sums that stay in registers
+    static_assert(W % kBlock == 0);
+    for (int first = 0; first < W * kLanes; first += kBlock * kLanes) {
+      Floats block[kBlock];
+      for (int w = 0; w < kBlock; w++)
+        block[w] = load(sums + first + w * kLanes);
+      for (int64_t t = 0; t < tile.count; t++) {
+        const float *value = tile.rows + t * tile.stride + first;
+        for (int w = 0; w < kBlock; w++)
+          block[w] += load(value + w * kLanes) * weights[t];
+      }
+      for (int w = 0; w < kBlock; w++)
+        store(sums + first + w * kLanes, block[w]);
+    }
+  } else {
+    for (int64_t t = 0; t < tile.count; t++) {
+      const float *value = tile.rows + t * tile.stride;
       for (int64_t i = 0; i < n; i++)
         sums[i] += weights[t] * value[i];
     }
   }
-  for (int w = 0; w < W; w++)
-    store(sums + w * kLanes, ss[w]);
 }
 
 template <class Function> void with_width(int64_t n, Function function) {
-  if (n == 4 * kLanes)
-    function(std::integral_constant<int, 4>());
-  else if (n == 8 * kLanes)
-    function(std::integral_constant<int, 8>());
+  if (n == 64)
+    function(std::integral_constant<int, 64 / kLanes>());
+  else if (n == 128)
+    function(std::integral_constant<int, 128 / kLanes>());
   else
     function(std::integral_constant<int, 0>());
 }
@@ -70,9 +78,9 @@ bool is_finite(float x) { return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x
 
 // Checks only the bits of the exponents, which is cheap.
 template <class Bits> bool all_finite_bits(const Bits *x, int64_t n, Bits exponent) {
-  bool found = false;
+  Bits found = 0;  // of the elements' type, so that the loop becomes vector instructions
   for (int64_t i = 0; i < n; i++)
-    found |= (x[i] & exponent) == exponent;
+    found |= Bits((x[i] & exponent) == exponent);
   return !found;
 }
 bool all_finite(Data d, int64_t offset, int64_t n) {
@@ -278,10 +286,10 @@ private:
         sums[i] *= shrink;
     }
     float sum = 0;
-    for (int64_t t = 0; t < count; t++) {
+    for (int64_t t = 0; t < count; t++)
       scores[t] = fast_exp(scores[t] - base);
+    for (int64_t t = 0; t < count; t++)
       sum += scores[t];
-    }
     divisor += sum;
     greatest = top;
   }

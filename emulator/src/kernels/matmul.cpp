@@ -51,7 +51,7 @@ void dot_block(const float *a, int64_t a_stride, const float *b, int64_t b_strid
   }
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) {
-      float sum = total(sums[m][n]);
+      float sum = total<kLanes>(sums[m][n]);
       for (int64_t j = i; j < k; j++)
         sum += a[m * a_stride + j] * b[n * b_stride + j];
       out[m * out_stride + n] = sum;
@@ -60,8 +60,9 @@ void dot_block(const float *a, int64_t a_stride, const float *b, int64_t b_strid
 
 void dot_rows(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t k,
               float *out, int64_t out_stride, int64_t m) {
-  for (; m >= 4; m -= 4, a += 4 * a_stride, out += 4 * out_stride)
-    dot_block<4>(a, a_stride, b, b_stride, k, out, out_stride);
+  constexpr int kRows = kRegisters == 32 ? 4 : 2;  // 16 or 8 sums, and four operands, in registers
+  for (; m >= kRows; m -= kRows, a += kRows * a_stride, out += kRows * out_stride)
+    dot_block<kRows>(a, a_stride, b, b_stride, k, out, out_stride);
   if (m == 3)
     dot_block<3>(a, a_stride, b, b_stride, k, out, out_stride);
   else if (m == 2)
@@ -88,7 +89,8 @@ void few_rows_transposed(const float *a, int64_t a_stride, const float *b, int64
 template <int M>
 void strips(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *out,
             int64_t out_stride, int64_t n, int64_t k) {
-  constexpr int kVectors = 16 / M, kStrip = kVectors * kLanes;
+  constexpr int kSums = kRegisters == 32 ? 16 : 12;
+  constexpr int kVectors = kSums / M, kStrip = kVectors * kLanes;
   int64_t i = 0;
   for (; i + kStrip <= n; i += kStrip) {
     Floats sums[M][kVectors] = {};

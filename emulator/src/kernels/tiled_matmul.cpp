@@ -10,11 +10,8 @@ namespace emu::kernels {
 namespace {
 
 constexpr int kStrip = 2 * kLanes;  // columns of a tile
-#ifdef __AVX512F__
-constexpr int kTileRows = 12;  // 24 sums and two operands in 32 registers of 16 floats
-#else
-constexpr int kTileRows = 3;  // twelve sums of 8 floats in 16 registers
-#endif
+// 24 sums in 32 registers, or 12 sums in 16; the other registers contain operands.
+constexpr int kTileRows = kRegisters == 32 ? 12 : 6;
 constexpr int64_t kAhead = 32;        // rows of the weight that are prefetched
 constexpr int64_t kChunkRows = 96;   // rows packed at once: they fit in the second-level cache
 constexpr int64_t kDirectRows = 64;  // measured: up to this number, packing saves no time

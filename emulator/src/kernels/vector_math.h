@@ -20,10 +20,21 @@ using Float16 = __fp16;
 using Float16 = _Float16;
 #endif
 
-// Sixteen floats; loads and stores need no alignment. The type may be wider than the machine's
-// registers.
-typedef float Floats __attribute__((vector_size(64)));
-constexpr int kLanes = 16;
+// One vector register of floats; loads and stores need no alignment. GCC computes a vector that is
+// wider than the machine's registers through memory, which takes ten times as long.
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRegisters = 32;
+#else
+constexpr int kLanes = 4, kRegisters = 16;
+#endif
+template <int N> struct Vector {
+  typedef float Type __attribute__((vector_size(4 * N)));
+};
+using Floats = Vector<kLanes>::Type;
 
 inline Floats load(const float *p) {
   Floats v;
@@ -31,17 +42,14 @@ inline Floats load(const float *p) {
   return v;
 }
 inline void store(float *p, Floats v) { memcpy(p, &v, sizeof v); }
-inline Floats splat(float x) { return x - Floats{}; }
-inline float total(Floats v) {
-  typedef float Half __attribute__((vector_size(32)));
-  typedef float Quarter __attribute__((vector_size(16)));
-  Half halves[2];
-  memcpy(halves, &v, sizeof v);
-  Half h = halves[0] + halves[1];
-  Quarter quarters[2];
-  memcpy(quarters, &h, sizeof h);
-  Quarter q = quarters[0] + quarters[1];
-  return (q[0] + q[2]) + (q[1] + q[3]);
+template <int N> inline float total(typename Vector<N>::Type v) {
+  if constexpr (N == 4) {
+    return (v[0] + v[2]) + (v[1] + v[3]);
+  } else {
+    typename Vector<N / 2>::Type halves[2];
+    memcpy(halves, &v, sizeof v);
+    return total<N / 2>(halves[0] + halves[1]);
+  }
 }
 
 inline float bf16_to_float(uint16_t h) { return std::bit_cast<float>(uint32_t(h) << 16); }
