@@ -104,7 +104,7 @@ class BlockPool:
             self.checkpoints.clear()
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` free blocks, with one reference each.
+        """Return ``count`` free blocks, and give each of them one reference.
 
         Blocks without cached contents are taken first, then the cached blocks that were freed
         first.
@@ -203,7 +203,7 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Let blocks, used or free, be cleaned before the next step."""
+        """Have blocks, used or free, cleaned before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def ref_count(self, block_id: int) -> int:

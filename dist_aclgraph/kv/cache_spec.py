@@ -13,7 +13,7 @@ from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MIN_BLOCKS = 2  # the dummy block, and one block for requests
+MIN_BLOCKS = 2  # number of blocks: the dummy block, and one block for requests
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
@@ -142,7 +142,7 @@ class KVCacheSpec:
         blocks = num_blocks - 1  # without the dummy block
         return min(
             max_model_len, blocks * self.tokens_per_block + 1
-        )  # The KV of the last token is never written.
+        )  # the KV of a request's last token is never written
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
         """Return every rank's number of blocks: the configured number, or all useful blocks that

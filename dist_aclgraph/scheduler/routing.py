@@ -80,7 +80,7 @@ class PrefixMemory:
         return len(hashes)
 
     def note(self, hashes: Sequence[BlockHash]) -> None:
-        """Note blocks that the group is about to compute or to reuse."""
+        """Record blocks that the group is about to compute or to reuse."""
         # Later blocks are dropped first, because a prefix without its beginning cannot be found.
         for block_hash in reversed(hashes):
             self._known[block_hash] = None
@@ -196,14 +196,14 @@ class RequestRouter:
         return name
 
     def begun(self, request_id: str) -> None:
-        """Note that a request has its first token, which means that its prompt is computed."""
+        """Record that a request has its first token, which means that its prompt is computed."""
         request = self._open.get(request_id)
         if request is not None and request.uncomputed:
             self._groups[request.group].own_tokens -= request.uncomputed
             request.uncomputed = 0
 
     def ended(self, request_id: str) -> None:
-        """Note the end of a request, for any reason; unknown requests are ignored."""
+        """Record the end of a request, for any reason; unknown requests are ignored."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._groups[request.group].own_tokens -= request.uncomputed + REQUEST_TOKENS

@@ -41,7 +41,7 @@ class ContextRoom:
         bytes_per_token: average bytes of KV per token on each NPU of the rank.
         tokens: number of tokens of all requests together.
         longest: maximum length of a single request, within the model's context.
-        requests: number of requests of the given length at the same time.
+        requests: number of requests of the given length that fit at the same time.
     """
 
     bytes_per_token: float

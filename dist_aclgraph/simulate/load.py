@@ -64,7 +64,9 @@ class Arrival(NamedTuple):
     shared_tokens: int = 0
 
     def token_ids(self, number: int) -> list[int]:
-        """Return the prompt with this number. All prompts share the prefix; the rest differs.
+        """Return the prompt with this number.
+
+        All prompts have the same prefix, and different tokens after it.
 
         Args:
             number: identifies the request.

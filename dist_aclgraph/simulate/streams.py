@@ -12,7 +12,9 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 
-Held = dict[str, int]  # streams of each family; "fixed": before the first bucket; "all": the sum
+# Number of streams of each family; "fixed": streams that are used before the first bucket; "all":
+# the sum.
+Held = dict[str, int]
 
 
 def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) -> StreamOffer:

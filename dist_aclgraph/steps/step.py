@@ -216,10 +216,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     number of new tokens of each sampled request: one plus its accepted drafts. Without drafts it is
     empty, and each request gets one token. ``expert_tokens`` is the number of tokens that the
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
-    step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
-    ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN or
-    infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the requests
-    whose tokens are meaningless, because this rank had not compiled their grammars yet.
+    step's tokens for which the exchange had no room; if it is not zero, the step is void and runs
+    again. ``non_finite`` lists the requests whose tokens are meaningless, because their logits are
+    NaN or infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the
+    requests whose tokens are meaningless, because this rank had not compiled their grammars yet.
     ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
     hidden state of each request that asks for it, float32 [hidden], after the final norm. If the
     worker measures its host time, ``timings_us`` contains the host time of each stage, from plan to
@@ -250,7 +250,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows now, so that they send the result of the step in flight.
+    """Tells workers that no step follows now, so that they send the result of the last step.
 
     Without a pause, workers with two steps in flight send a result only after the next step is
     queued.

@@ -29,7 +29,7 @@ class Spares:
         """Reserve all places, and wait for them, before the deployment's groups are placed.
 
         Args:
-            request: request of each group.
+            request: the resources that one group requests.
             num_groups: number of groups with which the deployment starts.
 
         Raises:

@@ -95,7 +95,7 @@ class Controller:
         self._serving: ServingGroups | None = None
         self._upkeep: Upkeep | None = None
 
-    # ---- answered while start() or a change runs
+    # ---- methods that also answer while start() or a change runs
 
     def progress(self) -> Progress:
         """Return the progress of the start, or of the running change of groups."""
@@ -117,7 +117,7 @@ class Controller:
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values for the next controller. The answer is also a heartbeat."""
+        """Return the values that the next controller takes over. The answer is also a heartbeat."""
         if self._serving is None:
             return Handover(self._config, self._term.num_groups)
         return Handover(self._serving.config, self._serving.num_wanted)

@@ -34,7 +34,8 @@ class LockstepGroup:
     workers: WorkerGroup
     planner: Planner
     engine: Any = None
-    devices: list[JoinedDevice] = field(default_factory=list)  # of all ranks that have joined
+    # The devices of all ranks that have joined.
+    devices: list[JoinedDevice] = field(default_factory=list)
     weight_bytes: int = 0
     num_blocks: int = 0
     offers: list[StreamOffer] = field(default_factory=list)

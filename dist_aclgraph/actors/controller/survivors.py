@@ -21,7 +21,7 @@ from dist_aclgraph.actors.worker.worker_group import fetch, stop_devices
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
 from dist_aclgraph.topology import GroupRank
 
-END_S = 5.0  # how long a killed process may take to end
+END_S = 5.0  # seconds that a killed process may take to end
 
 logger = logging.getLogger(__name__)
 

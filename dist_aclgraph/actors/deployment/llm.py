@@ -335,7 +335,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         shows_progress: bool,
     ) -> list[RequestOutput]:
-        """Generate for prompts that have text, token ids, or both."""
+        """Generate outputs for prompts that have text, token ids, or both."""
         client = self._open_client()
         if params is None:
             params = self.get_default_sampling_params()
@@ -408,7 +408,8 @@ class LLM:
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")
-        # The recommended number of tokens is a limit of the model, and no wish of the user.
+        # The recommended number of tokens is only an upper limit; the user did not ask for this
+        # number.
         is_recommended = params.max_tokens == self._sampling_defaults.get("max_tokens")
         asked = None if is_recommended else params.max_tokens
         ids = truncated(ids, params.truncate_prompt_tokens, self._context_len, asked)
@@ -426,7 +427,8 @@ class LLM:
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
             if index:
-                own = replace(own, prompt_logprobs=None)  # the first choice already returns them
+                # The first choice returns the prompt's log-probabilities.
+                own = replace(own, prompt_logprobs=None)
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
             choices.append(_Choice(request, output, own, OutputText(self.tokenizer, ids, own)))

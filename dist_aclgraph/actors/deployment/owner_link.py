@@ -25,7 +25,7 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # waiting connections, most of which the ingress has already closed
+WAITING = 64  # maximum number of waiting connections, of which the ingress has closed most
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call of Ray
@@ -56,7 +56,7 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class OwnerAnswers(Protocol):
-    """The owner's answers; called on any thread."""
+    """The owner's answers; any thread may ask for them."""
 
     def admission(self, is_open: bool) -> Admission: ...
 
@@ -165,7 +165,7 @@ class OwnerClient:
         return found or Outlook(progress="the deployment is being started again")
 
     def close(self) -> None:
-        """Disconnect. A question in progress gets no answer. Any thread. Idempotent."""
+        """Disconnect. A question in progress then gets no answer. Any thread. Idempotent."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()

@@ -94,7 +94,7 @@ class Engine:
         self._lease = Lease(config.timeouts.link_s)
         leave_with(self._lease, "this engine")
 
-    # ---- answered at any time, on the control thread
+    # ---- methods that answer at any time, on the control thread
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:

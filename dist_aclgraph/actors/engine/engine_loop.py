@@ -150,13 +150,17 @@ class EngineLoop:
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # After the whole process was stopped, the lease is not held. Then the loop is not stuck.
+        # If the whole process was stopped, the lease is not held, and the loop does not count as
+        # stuck.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group runs no step and resumes; "" if steps run or the pause is short."""
+        """Return why the group has stopped its steps until it resumes; "" if it runs.
+
+        A short pause also returns "".
+        """
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -175,7 +179,7 @@ class EngineLoop:
     def drain(self, version: int, timeout_s: float) -> bool:
         """Wait until all requests have ended, and all clients use this version of the group list.
 
-        The list of this version says that this engine's group drains, so clients that use the list
+        The group list of this version marks this group as draining, so clients that use the list
         send no requests to this engine. Returns False after ``timeout_s``.
         """
         self._drains_from = version
@@ -205,7 +209,7 @@ class EngineLoop:
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     def eager_times(self) -> dict[str, float]:
-        """Return the line that fits the times of eager steps; empty after too few eager steps."""
+        """Return the line that fits the times of eager steps; empty if there were too few steps."""
         if self._eager_times.count < MEAN_FROM:
             return {}
         base_s, token_s = self._eager_times.line()
@@ -325,7 +329,7 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add one step's host times, in microseconds, and its counters, by graph mode."""
+        """Add one step's host times (microseconds) and counters to the sums of its graph mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())

@@ -1,4 +1,4 @@
-"""Stores, by the key of a request, which client gets the request's outputs."""
+"""Stores which client gets the outputs of each request, by the request's key."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def load() -> None:
     load_torch_npu("emulated")
     for name in MODULES:
         importlib.import_module(name)
-    build()  # Forked processes then run the sources as they are now.
+    build()  # compute the hash of the sources now, because the files can change later
 
 
 def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, list[int]] | None:
@@ -257,7 +257,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 def _read_again() -> None:
     """Let Ray's native library read the variables again. It has read only the server's values."""
-    from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
+    from ray._raylet import Config  # type: ignore[attr-defined]  # the module is compiled
 
     Config.initialize("")
 

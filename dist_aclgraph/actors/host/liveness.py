@@ -95,7 +95,7 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Show heartbeats on a thread within this context, whose work has its own time limits."""
+        """Show heartbeats on a thread within this context, whose body has its own time limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -149,8 +149,8 @@ class Lease:
     nothing. After ``2 * limit_s``, the lease is over.
 
     While the holder is stopped, the giver may replace the holder by another process. The first
-    question after the stop may have been sent before that. So only the second question after the
-    stop renews the lease.
+    question that the holder reads after a stop may have been sent before the replacement. So only
+    the second question after the stop renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.

@@ -127,7 +127,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def count_open_files(pid: int) -> int:
-    """Return how many files a process has open; 0 if it is gone or another user's."""
+    """Return how many files a process has open; 0 if it has ended or is another user's."""
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))
     return 0

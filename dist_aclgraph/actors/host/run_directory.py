@@ -33,7 +33,7 @@ class RunDirectory:
     def __init__(self) -> None:
         sweep()
         while not self._make():
-            pass  # another process swept the new directory
+            pass  # another process has removed the new directory
 
     def _make(self) -> bool:
         """Create a directory and lock it; return whether the directory still exists."""

@@ -41,9 +41,11 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Queue limit of one peer, for peers that are no clients. A client reaches its byte limit earlier.
+# Maximum number of frames that wait for one peer. It limits peers that are no clients, because a
+# client reaches its limit of bytes first.
 MAX_QUEUED_FRAMES = 1 << 16
-FRAMES_A_TURN = 256  # limited, so that many frames do not delay a heartbeat
+# Maximum number of frames read at once, so that many frames do not delay a heartbeat.
+FRAMES_A_TURN = 256
 LAST_WORDS_MS = 200
 UNHELD_S = 0.01  # seconds between two checks of the lease, while clients may not be answered
 
@@ -126,7 +128,8 @@ class ClientLinks:
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        # A frame that cannot be sent raises an error. Without this option, the frame is lost.
+        # With this option, a frame that cannot be sent raises an error. Without it, ZeroMQ would
+        # drop the frame silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
@@ -183,7 +186,7 @@ class ClientLinks:
         """Return whether all clients use this version of the list or a later version. Any thread.
 
         If so, the queue of events for the loop already contains every request that a client sent
-        while it used an earlier version.
+        with an earlier version.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 

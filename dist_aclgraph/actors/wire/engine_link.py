@@ -25,7 +25,8 @@ from dist_aclgraph.actors.wire.messages import (
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message, read_frame
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
-FRAMES_A_TURN = 256  # limited, so that many tokens do not delay a heartbeat
+# Maximum number of frames read at once, so that many tokens do not delay a heartbeat.
+FRAMES_A_TURN = 256
 LAST_WORDS_MS = 100
 # Why a link is lost. gone: the engine's process has ended. silent: no heartbeat for too long.
 # failed: the engine reports the end of its group. refused: the engine refuses the client. broken:
@@ -70,8 +71,8 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # No limit, because a limit would drop messages or block. The number of open requests limits
-        # the messages.
+        # The queue has no limit, because a full queue would drop messages or block. The number of
+        # open requests limits the number of messages.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)

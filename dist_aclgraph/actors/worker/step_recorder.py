@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
 MAGIC = b"STEPS001"
 NUM_STEPS = 256
-KEPT_FILES = 64  # per node; beyond it, a new file removes the oldest files of ended ranks
+# Number of files per node; a new file beyond it removes the oldest files of ended ranks.
+KEPT_FILES = 64
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
 # States of the host. The name of a stage means that this stage has ended. BEGUN: a step has begun,
 # and no stage has ended. IDLE: the host waits for a plan. WAITS: the host waits for the device.
@@ -111,7 +112,8 @@ class FileRecorder(StepRecorder):
         _HEAD.pack_into(self._map, 0, MAGIC, os.getpid(), rank, group_rank, NO_GROUP, host)
         self._num_steps = 0
         self._begin_ns = 0
-        self._before = 0  # number of the state before the host began to wait for the device
+        # Number of the state in which the host was before it began to wait for the device.
+        self._before = 0
         self._at = STEPS_AT
         self.idle()
 

@@ -75,7 +75,7 @@ class Worker:
         self._neighbours: dict[int, int] = {}  # process handles of other ranks, by process id
         self._progress = (0, 0)  # bytes of weights loaded so far, total bytes
         self._doing = ""
-        self._is_told_to_stop = False  # if true, the device was aborted, so any error may follow
+        self._is_told_to_stop = False  # whether the device was aborted; if so, any error can follow
         self._leaving = threading.Lock()
         self._is_sound = True  # whether device memory, except KV and _bad_memory, is intact
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
@@ -96,7 +96,7 @@ class Worker:
         assert isinstance(self._stage, RunningRank), "the controller calls the phases in order"
         return self._stage
 
-    # ---- answered at any time, on the control thread
+    # ---- methods that answer at any time, on the control thread
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int | None = None) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # named in errors of graph transactions
+    phase: str = "NEGOTIATING"  # the phase that errors of graph transactions name
     _num_commands: int = 0
 
     def call(
