@@ -41,7 +41,7 @@ class InputBatch:
     """Owns tokens, block tables and sampling parameters of all rows.
 
     Attributes:
-        references: gives names to tokens that only the device has.
+        references: makes references to tokens that only the device has.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class InputBatch:
         # The device has one spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # For each row, the index of its sample in the last step that sampled it; then the rows that
-        # the last step sampled.
+        # For each row, the index of its sample in the last step that sampled the row; and the rows
+        # that the last step sampled.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
         # References to samples of the last step, and the rows that they belong to.

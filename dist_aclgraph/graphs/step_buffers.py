@@ -29,7 +29,7 @@ from dist_aclgraph.planning.step_sizes import input_sizes
 from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
-PADDING = (0, 0, PADDING_SLOT, 0)  # padding of tokens, positions, slots and places
+PADDING = (0, 0, PADDING_SLOT, 0)  # padding values: token, position, slot and place
 NOTHING_HELD = (None,) * (len(PADDING) + 1)
 
 
@@ -163,7 +163,7 @@ class StepBuffers:
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Note that the device has read the inputs of steps, so that their pinned memory is free.
+        """Record that the device has read the inputs of steps, so that their pinned memory is free.
 
         Args:
             num_written: number of the latest of these steps.
@@ -237,7 +237,7 @@ class StepBuffers:
 
 
 class _Layout(NamedTuple):
-    """The places of a graph's integer inputs in the buffers.
+    """Views of a graph's integer inputs in the buffers.
 
     Attributes:
         inputs: view of the buffer on the device.

@@ -149,7 +149,7 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Make one table per kind of graph, in the order in which they are tried.
+        """Make one table per kind of graph, in the order in which the dispatcher tries the kinds.
 
         FULL comes before PIECEWISE, and graphs only for decoding come before other graphs.
         """

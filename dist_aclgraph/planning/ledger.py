@@ -30,10 +30,10 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return prediction and measurement in words, and the part closest to the difference.
+        """Return prediction and measurement in words, and the part of the price nearest to the gap.
 
-        The part is only a guess at the cause: devices report how many streams are free, but not
-        the owners of used streams.
+        The gap is the difference of the two numbers. The part is only a guess at the cause: devices
+        report how many streams are free, but not the owners of used streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:

@@ -61,7 +61,7 @@ def _aligned(size: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class Mc2Operators:
-    """MC2 on one generation of NPUs, with one algorithm.
+    """The properties of MC2 on one generation of NPUs, with one algorithm.
 
     Attributes:
         comm_alg: name of the algorithm as the operators' argument.
@@ -132,7 +132,7 @@ MC2_OPERATORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Mc2:
-    """MC2 in one deployment. Every attribute is the same on all ranks.
+    """The properties of MC2 in one deployment. Every attribute is the same on all ranks.
 
     Attributes:
         num_experts: number of experts on all ranks together, copies included.

@@ -155,7 +155,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield the limits that failed captures have shown; they add to the budget model's limits."""
+    """Yield additional limits that failed captures have shown."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))

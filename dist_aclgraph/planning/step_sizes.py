@@ -4,7 +4,8 @@ their memory.
 
 from __future__ import annotations
 
-SPARE_POSITIONS = 16  # rotary positions after the longest context, for drafts that are discarded
+# Number of rotary positions after the longest context, for drafts that are discarded.
+SPARE_POSITIONS = 16
 
 
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:

@@ -189,8 +189,8 @@ class StepBuilder:
 
     def build(self) -> RankStep:
         """Return the step. The prompts that are served first get the unused part of the budget."""
-        # First the requests that are sampled, because a graph samples the first requests of its
-        # batch.
+        # In decode steps, sampled requests come first, because a graph samples the first requests
+        # of its batch.
         if self.kind == "decode":
             self.chunks.sort(key=lambda chunk: not chunk.samples)
         for chunk in self.chunks:

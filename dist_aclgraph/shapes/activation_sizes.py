@@ -30,7 +30,7 @@ def activation_bytes(
     dcp: int = 1,
     num_direct: int = 0,
 ) -> int:
-    """Return the bytes of a forward pass on one rank at one time, without the keys of long queries.
+    """Return the bytes of one forward pass on one rank, without the keys of long queries.
 
     Layers run one after another, and a layer reuses the memory of the previous layer. So only the
     largest layer is counted.
@@ -104,7 +104,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     """Return the bytes of one token that attends to each shard on the shard's rank: queries of all
     heads of the DCP group, and the shards' results in float32.
     """
-    heads, groups = spec.num_heads // tp, dcp // pcp  # groups of heads; PCP ranks have copies
+    heads, groups = spec.num_heads // tp, dcp // pcp  # PCP ranks have copies of the same heads
     rotated = spec.latent.rope_dim if spec.latent else 0
     found = spec.latent.kv_rank if spec.latent else spec.head_dim
     # Queries in four forms: of the rank, of all ranks, in order, and in two parts. Then the results

@@ -32,7 +32,8 @@ class Int4Format:
     """How a matrix of four-bit values is multiplied.
 
     Attributes:
-        quantises_rows: whether input rows are quantised to int8; else values become floats.
+        quantises_rows: whether input rows are quantised to int8; else the values of weights are
+            converted to floats.
         group: number of consecutive inputs with a common scale for each output; None means one
             scale for all inputs.
     """
@@ -47,9 +48,9 @@ class Int4Format:
     def bytes_each(self, *, has_experts: bool) -> float:
         """Return the bytes of one element, with its share of the scales.
 
-        Scales for all inputs of an output are not counted. Products with int8 rows have a scale of
-        eight bytes for every 256 inputs; products of experts have such scales only if the
-        checkpoint has groups.
+        If an output has one scale for all its inputs, this scale is not counted. Products with int8
+        rows have a scale of eight bytes for every 256 inputs; products of experts have such scales
+        only if the checkpoint has groups.
         """
         if not self.quantises_rows:
             return 0.5 + (SCALE_BYTES / self.group if self.group else 0)
@@ -192,8 +193,8 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
 
 def group_of(description: Mapping[str, Any]) -> int | None:
-    """Return the group size that a description of ModelSlim or of weights has; None without
-    groups.
+    """Return the number of inputs with a common scale, from a description of ModelSlim or of
+    weights; None without groups.
     """
     size = description.get("group_size")
     return size if isinstance(size, int) and size > 0 else None

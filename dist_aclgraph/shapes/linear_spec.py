@@ -26,7 +26,8 @@ class LinearSpec:
 
     Attributes:
         layers: layers with linear attention; the other layers attend to all keys.
-        num_key_heads, num_value_heads: the same number of value heads shares each key head.
+        num_key_heads, num_value_heads: numbers of heads; equally many value heads use each key
+            head.
         key_dim, value_dim: width of a key or query head, and of a value head.
         conv_width: number of tokens, the token itself included, that the convolution mixes.
         has_grouped_weights: true: a matrix stores the queries, keys, values and gates key head by

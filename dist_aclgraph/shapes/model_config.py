@@ -186,9 +186,9 @@ class ModelConfig:
 
     @property
     def rope(self) -> ModelConfig:
-        """The object of the rotary embedding. As in transformers, the older ``rope_scaling`` takes
-        precedence over ``rope_parameters``, because users add it to files that were published long
-        ago.
+        """The part of config.json that describes the rotary embedding. As in transformers, the
+        older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add it to
+        files that were published long ago.
         """
         return self.part("rope_scaling") or self.part("rope_parameters") or self.empty_part()
 
@@ -266,8 +266,9 @@ def _listed(value: Any) -> list[Any]:
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object of config.json with its overrides.
 
-    The place of an override of the rotary embedding may rank below the place of the value in the
-    file. So these values are at the highest place of the result, in ``rope_scaling``.
+    An override of the rotary embedding may belong to an object with lower precedence than the
+    object that has the value in the file. So the result has these values in ``rope_scaling``, which
+    has the highest precedence.
     """
     shape = {**raw, **overrides}
     values = {key: overrides[key] for key in ROPE_VALUES if key in overrides}
@@ -275,7 +276,7 @@ def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]
     if not values and not has_object:
         return shape
     found, given = (ModelConfig(path, each, {}).rope.raw for each in (raw, overrides))
-    if has_object:  # other values of the file belong to the scaling that the override replaces
+    if has_object:  # other values of the file describe the scaling that the override replaces
         found = {key: found[key] for key in ROPE_VALUES if key in found}
     shape["rope_scaling"] = {**found, **values, **given}
     shape.pop("rope_parameters", None)
@@ -293,5 +294,5 @@ def _is_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that is too large for a float
+    except OverflowError:  # the integer is too large for a float
         return False

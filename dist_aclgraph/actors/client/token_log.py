@@ -105,7 +105,7 @@ class OpenRequest:
     def submit(self, number: int) -> Submit:
         """Return the message that asks an engine for the tokens that are still missing."""
         sampling = self.sampling
-        # The first engine has sent them with the first token.
+        # If the request has tokens, its first engine has sent the log-probabilities of the prompt.
         if self.num_output_tokens and sampling.prompt_logprobs >= 0:
             sampling = replace(sampling, prompt_logprobs=-1)
         return Submit(

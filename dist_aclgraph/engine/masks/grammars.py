@@ -63,7 +63,7 @@ class Grammars:
         return coming
 
     def submit_slow(self, work: Callable[[list[int]], T], output: list[int]) -> Future[T]:
-        """Do work that may take seconds on a thread, after earlier work of this kind."""
+        """On a thread, do work that can take seconds, after all earlier work of this kind."""
         return self._slow.submit(work, output)
 
     def consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:

@@ -37,10 +37,10 @@ class SlowRow(Row):
     ) -> None:
         super().__init__(sampling, matcher, end_words, permitted)
         self._grammars = grammars
-        self._output: list[int] = []  # the output that ``_mask`` belongs to
+        self._output: list[int] = []  # the output for which ``_mask`` was computed
         self._mask: Future[tuple[IntArray, str]] | None = None
         self._read: list[int] = []  # the tokens that the state includes
-        self._words: IntArray | None = None  # the mask of the state; None: not computed
+        self._words: IntArray | None = None  # the mask of the state; None if it is not computed
         self._num_words = len(end_words)
         self._is_dropped = False
 

@@ -21,7 +21,8 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-QUEUES = 1024  # maximum for one graph; also the maximum for all bound graphs of a device
+# Maximum number of queues of one graph; also of all bound graphs of a device together.
+QUEUES = 1024
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dist_aclgraph.planning.budget.domains import streams_per_graph
 from dist_aclgraph.planning.budget.model import BudgetTerm, Price
 from dist_aclgraph.planning.budget.workload import Domain, Workload
 
-QUEUE_ENTRIES = 2016  # entries of one queue: 2048 minus 32 that CANN reserves
+QUEUE_ENTRIES = 2016  # number of entries of one queue: 2048 minus 32 that CANN reserves
 
 # Operators of a dense layer (models/gqa.py), counted in the dumps of captured graphs. Before
 # attention: norm, qkv, two head norms, two rotations, and the copy that makes v contiguous. After

@@ -1,7 +1,7 @@
 """The stream budget formulas of vllm-ascend 0.11 to 0.20, reproduced exactly.
 
 Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, which commit 5f2ef5a0b2 removed. All four
-formulas assume a device with 2048 streams, of which 248 stay free, for any real device.
+formulas assume a device with 2048 streams, of which 248 stay free, whatever the real device is.
 """
 
 from __future__ import annotations

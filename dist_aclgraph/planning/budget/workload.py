@@ -76,7 +76,8 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The distinct rank sets in which rank 0 runs collectives; ranks have equally many sets."""
+        """The distinct rank sets in which rank 0 runs collectives; other ranks have as many sets.
+        """
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(
