@@ -76,9 +76,9 @@ class DeltaRule(Protocol):
 class FusedDeltaRule:
     """CANN's operators. All inputs, results and states except ``g`` are bfloat16.
 
-    ``g`` has one number for each head. torch_npu 2.13 has no support for one decay per channel: for
-    direct requests, its documentation says that the argument ``gk`` is not supported yet; for
-    prompts, the operator has no such argument.
+    ``g`` has one number for each head. torch_npu 2.13 does not support one decay per channel: the
+    documentation of the operator for direct requests says that the argument ``gk`` is not supported
+    yet, and the operator for prompts has no such argument.
     """
 
     state_dtype = torch.bfloat16

@@ -102,7 +102,7 @@ class LocalExperts:
         down: for each expert, width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
-        activate: from the result of ``gate_up`` to the input of ``down``.
+        activate: the activation, which maps the result of ``gate_up`` to the input of ``down``.
     """
 
     gate_up: ExpertProduct

@@ -53,13 +53,14 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Each token is sent once to every rank that has an expert of the token, if there is room.
+    """Sends each token once to every rank that has an expert of the token.
 
-    Each rank has the same room for tokens of each other rank, so all parts have equal size. Tokens
-    without room are counted, and their result is wrong; then the step must run again.
+    A rank accepts the same number of tokens from each other rank, so all parts have equal size.
+    Tokens above this number are counted and not sent, and their results are wrong; then the step
+    must run again.
 
     Attributes:
-        factor: room, as a multiple of the room that random routing needs.
+        factor: this number, divided by the number that is expected if experts are chosen at random.
     """
 
     group: CommGroup

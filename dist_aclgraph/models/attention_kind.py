@@ -19,7 +19,7 @@ Cache = Any
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The room for requests in the cache of a layer.
+    """The capacity of a layer's cache.
 
     Attributes:
         num_blocks: number of KV blocks, the dummy block included.

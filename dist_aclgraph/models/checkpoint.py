@@ -1,4 +1,4 @@
-"""Reads a checkpoint slice by slice: only safetensors, and only the slices that a rank needs.
+"""Reads a checkpoint's safetensors files slice by slice, only the slices that a rank needs.
 
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
 slices. A slice is converted (to another dtype, to int8, or to floats) on the device. Values of four

@@ -46,7 +46,7 @@ def load_experts(
     load = _load_products
     if experts.is_stacked:
         load = load_stacked_products
-    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # Only some checkpoints do.
+    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # some checkpoints join gate and up
         load = load_joined_products
     products = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
