@@ -114,7 +114,8 @@ class Replays:
 
         Args:
             inputs: inputs of the last step.
-            counts: [num_reqs], new tokens of each request; or one number for all requests.
+            counts: [num_reqs], number of new tokens of each request; or one number for all
+                requests.
         """
         if self._step is None or not self._sends_ahead or not len(inputs.rows):
             return

@@ -149,7 +149,7 @@ class KVCacheSpec:
         fit.
 
         Args:
-            free_bytes: free bytes of the rank with the least free memory.
+            free_bytes: number of free bytes of the rank with the least free memory.
             max_model_len: the value of the configuration; if it has none, the value of the model.
 
         Raises:

@@ -55,7 +55,7 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any)
 
     Args:
         weight: [groups, in, out].
-        counts: [groups] int64, rows of each group.
+        counts: [groups] int64, number of rows of each group.
         others: additional arguments of the operator, for biases or int8.
     """
     out: Tensor = torch.ops.npu.npu_grouped_matmul(

@@ -33,7 +33,7 @@ class LazyGraphs:
     Args:
         families: kinds and sizes that may be captured lazily.
         capacity: maximum number of lazy graphs at the same time.
-        min_tokens: a graph is captured after it could have saved this number of tokens.
+        min_tokens: number of tokens; a graph is captured after it could have saved this number.
         retry_steps: number of steps for which a failed shape is not tried again.
     """
 

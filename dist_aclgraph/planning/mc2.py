@@ -67,7 +67,7 @@ class Mc2Operators:
         comm_alg: name of the algorithm as the operators' argument.
         max_rows: maximum number of tokens of one rank.
         hidden_sizes: supported hidden sizes.
-        buffer_bytes: returns the necessary bytes of HCCL's buffer.
+        buffer_bytes: function that returns the necessary bytes of HCCL's buffer.
         pays_from_ep: smallest number of ranks for which other projects use MC2.
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
         takes_scales: whether the weights of experts are sent with the tokens in both directions.

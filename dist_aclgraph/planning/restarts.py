@@ -19,7 +19,7 @@ class Backoff:
     All times must come from the same monotonic clock.
 
     Args:
-        first_s: the pause after the first failure.
+        first_s: seconds of the pause after the first failure.
     """
 
     def __init__(self, first_s: float = FIRST_PAUSE_S) -> None:

@@ -66,7 +66,7 @@ class NewTokens(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each sampled request gets one token, and no other result such as an embedding."""
+        """Whether the step gives every sampled request one token, and no other result."""
         return (
             self.counts is None
             and not len(self.non_finite)
@@ -123,7 +123,7 @@ class StepBuilder:
         decoding: [num_decoding], indices of the requests that decode; each runs ``decode_len``
             tokens.
         budget: number of tokens that may still be added to the step.
-        max_chunk: largest number of tokens of one prompt while other requests want to run.
+        max_chunk: maximum number of tokens of one prompt while other requests want to run.
         is_open: whether waiting requests may be started.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.

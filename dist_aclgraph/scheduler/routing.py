@@ -112,8 +112,9 @@ class RoutedCounts:
 
     Attributes:
         routed_requests: number of requests.
-        routed_prompt_tokens: prompt tokens of these requests.
-        routed_cached_tokens: prompt tokens that the router assumed to be in the group's cache.
+        routed_prompt_tokens: number of prompt tokens of these requests.
+        routed_cached_tokens: number of prompt tokens that the router assumed to be in the group's
+            cache.
     """
 
     routed_requests: int = 0

@@ -121,8 +121,9 @@ class Scheduler:
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
-        self.num_admitted_tokens = 0  # tokens of admitted requests
-        self.num_cached_tokens = 0  # tokens of admitted requests found in the prefix cache
+        self.num_admitted_tokens = 0  # number of tokens of admitted requests
+        # Number of tokens of admitted requests that were found in the prefix cache.
+        self.num_cached_tokens = 0
         self.expert_tokens: dict[int, int] = {}  # by rank, number of tokens its experts computed
 
     @property

@@ -37,7 +37,7 @@ def activation_bytes(
 
     Args:
         ep: 1 if every tensor parallel group has all experts.
-        num_tokens: tokens of the rank's batch, padding included; equal on all ranks.
+        num_tokens: number of tokens of the rank's batch, padding included; equal on all ranks.
         num_samples: number of these tokens whose logits are computed.
         num_direct: number of these tokens for which each shard computes attention on its own rank.
     """
@@ -74,7 +74,7 @@ def prompt_bytes(
 
     Args:
         kept: cached elements per token and layer on one rank.
-        num_tokens: tokens of the rank's batch.
+        num_tokens: number of tokens of the rank's batch.
         chunk_tokens: number of tokens whose keys are read at once.
     """
     value_dim, made = spec.head_dim, 0

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 from dist_aclgraph.errors import ConfigError
 
-MAX_LATENT_HEADS = 128  # heads of a rank; latent attention's operator needs a power of two
-MAX_LINEAR_VALUE_HEADS = 64  # value heads of one rank: limit of npu_chunk_gated_delta_rule
+# Maximum number of heads of a rank; latent attention's operator needs a power of two.
+MAX_LATENT_HEADS = 128
+# Maximum number of value heads of a rank, in npu_chunk_gated_delta_rule.
+MAX_LINEAR_VALUE_HEADS = 64
 MAX_SHARDS = 16  # npu_attention_update merges the results of at most this number of shards
 
 

@@ -22,8 +22,8 @@ class IndexerSpec:
     """The indexer of sparse attention.
 
     Attributes:
-        num_heads: heads of an index query; all of them use one index key.
-        head_dim: elements of an index key.
+        num_heads: number of heads of an index query; all of them use one index key.
+        head_dim: number of elements of an index key.
         top_k: number of keys that a query attends to, if it sees more keys.
         interleaves: whether the checkpoint rotates neighbouring elements of index heads; else it
             rotates elements that are half of the rotated part apart.

@@ -13,7 +13,7 @@ from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 HEAD_DIM = 128  # width of keys and values, required by npu_chunk_gated_delta_rule
 MAX_CONV_WIDTH = 16
-MAX_DIRECT_TOKENS = 8  # tokens of one request; limit of npu_recurrent_gated_delta_rule
+MAX_DIRECT_TOKENS = 8  # maximum number of tokens of one request, in npu_recurrent_gated_delta_rule
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
 # Bytes of an element of the matrix in a state. CANN's operators keep the matrix in bfloat16; plain
 # operators keep it in float32.

@@ -30,7 +30,8 @@ from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
 NPU_STREAMS_TAKEN = 69  # a 910C with CANN 9.0 had 1979 free streams before groups were joined
-EMULATOR_STREAMS_TAKEN = 34  # streams of torch_npu and the runner, counted on the emulator
+# Number of streams of torch_npu and the runner, counted on the emulator.
+EMULATOR_STREAMS_TAKEN = 34
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a
 
 @dataclass
 class ChannelRanks:
-    """The ranks of a serving group, reached over its step channel.
+    """The ranks of a serving group; commands reach them over the group's step channel.
 
     Attributes:
         epoch: returns the group's current epoch.

@@ -80,8 +80,8 @@ class EngineClient:
             0, 1, ... until an engine tells their real names.
         node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
-        link_s: seconds; an engine that is silent for longer counts as dead. The value of
-            ``timeouts.link_s``.
+        link_s: time limit in seconds; an engine that is silent for longer counts as dead. The value
+            of ``timeouts.link_s``.
         recovery: how requests wait while no group accepts requests; None if requests do not wait.
     """
 

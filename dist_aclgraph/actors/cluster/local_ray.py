@@ -73,7 +73,8 @@ class ConnectedRay:
     The death of a daemon is noticed at once. A daemon that hangs is noticed after ``silent_s``.
 
     Args:
-        silent_s: if Ray's control store is silent for longer, it counts as dead.
+        silent_s: time limit in seconds; if Ray's control store is silent for longer, it counts as
+            dead.
         daemons: names of Ray's daemons on this machine, by process id.
 
     Attributes:
@@ -127,7 +128,9 @@ class ConnectedRay:
 
 
 class LocalRay(ConnectedRay):
-    """A Ray that this process has started. Owns Ray's processes, and the starter of Ray's workers.
+    """A Ray that this process has started.
+
+    Owns the processes of this Ray, and the ``ProcessStarter`` that starts Ray's workers.
 
     Args:
         daemons: names of Ray's daemons, by process id.

@@ -56,8 +56,8 @@ class GroupWatch:
     """Finds lost groups and the reasons, and ends the other processes of these groups.
 
     Args:
-        link_s: if an engine or a worker is silent for longer, it counts as lost. The value of
-            ``timeouts.link_s``.
+        link_s: time limit in seconds; if an engine or a worker is silent for longer, it counts as
+            lost. The value of ``timeouts.link_s``.
     """
 
     def __init__(self, link_s: float) -> None:

@@ -261,8 +261,8 @@ class LLM:
             text_1: one query for all documents, or one query per document.
             text_2: one or more documents.
             instruction: the task for which documents are to be relevant; None means a web search.
-            truncate_prompt_tokens: maximum number of tokens of a prompt, for which the end of a
-                document is left out; -1 uses as many as the context allows.
+            truncate_prompt_tokens: maximum number of tokens of a prompt; the end of a longer
+                document is cut off; -1 uses as many tokens as the context allows.
             pooling_params: must be None.
 
         Raises:

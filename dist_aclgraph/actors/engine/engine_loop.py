@@ -70,7 +70,7 @@ class _Sent:
 
     Attributes:
         schedule_s, send_s: seconds that the decision and the sending of the step took.
-        at_s: when the step was sent.
+        at_s: time when the step was sent.
     """
 
     plan: StepPlan
@@ -88,9 +88,9 @@ class EngineLoop:
         resumption: makes the group run again after a fault of a device or a link.
         report: returns the facts about the ranks, which are part of every report.
         steps_in_flight: maximum number of steps whose results have not arrived.
-        step_timeout_s: a step that takes longer ends the epoch.
-        turn_timeout_s: if the host works longer than this between two waits, the loop counts as
-            stuck. Waits have their own time limits.
+        step_timeout_s: time limit of a step; a step that takes longer ends the epoch.
+        turn_timeout_s: time limit of the host's work between two waits; if the work takes longer,
+            the loop counts as stuck. Waits have their own time limits.
         is_held: returns whether this engine holds the group's lease. Without the lease, the engine
             sends nothing to workers or clients.
     """

@@ -46,7 +46,8 @@ STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native library reads two variables once, when the server loads it. Ray may not run yet, so
 # the job's id must be known in advance. Therefore the server uses the id of Ray's first job, and
 # forks only processes of this job. The other variable is the process id of the raylet to watch. The
-# server sets a process that never ends, because forked processes watch their raylets themselves.
+# server sets it to the id of a process that never ends, because forked processes watch their
+# raylets themselves.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (

@@ -37,7 +37,7 @@ class Silence:
     Time in which this process itself was stopped or got no CPU time does not count.
 
     Args:
-        limit_s: a longer silence is too long.
+        limit_s: maximum silence in seconds.
         clock: monotonic, in seconds.
     """
 
@@ -73,7 +73,7 @@ class SharedHeartbeat:
     ``listen``.
 
     Args:
-        limit_s: a longer silence is too long.
+        limit_s: maximum silence in seconds.
         clock: monotonic, in seconds.
 
     Attributes:

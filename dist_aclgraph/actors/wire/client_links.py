@@ -75,8 +75,8 @@ class ClientLink:
 
     Attributes:
         unread: number and size in bytes of each message that the client has not confirmed.
-        waiting_tokens: tokens of the client's requests that wait at this engine, as the client
-            reported.
+        waiting_tokens: number of tokens of the client's requests that wait at this engine, as the
+            client reported.
         groups_version: version of the group list that the client uses.
     """
 
@@ -109,8 +109,9 @@ class ClientLinks:
     Args:
         place: where the socket listens.
         token: the deployment's token, which clients must send.
-        link_s: a client that is silent for longer is lost.
-        max_unread_bytes: a client that leaves more bytes unread is disconnected.
+        link_s: time limit in seconds; a client that is silent for longer is lost.
+        max_unread_bytes: maximum number of unread bytes; a client that leaves more bytes unread is
+            disconnected.
 
     Attributes:
         address: where clients connect.

@@ -44,7 +44,7 @@ class EngineLink:
     """One connection. After an error, close the connection and open another one.
 
     Args:
-        link_s: an engine that is silent for longer counts as dead.
+        link_s: time limit in seconds; an engine that is silent for longer counts as dead.
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.

@@ -42,7 +42,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
     Attributes:
         received: number of the last ``Deltas`` that the client has read.
-        waiting_tokens: tokens of the client's requests that wait at this engine.
+        waiting_tokens: number of tokens of the client's requests that wait at this engine.
         groups_version: version of the last ``GroupList`` that the client has read. The client
             routes all later requests by this list.
     """

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from dist_aclgraph.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
-NoteProgress = Callable[[int, int], None]  # bytes of weights loaded so far, total bytes
+# Number of bytes of weights loaded so far, and of all weights.
+NoteProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Worker:
         self._last_step = -1
         self._neighbour = ALONE
         self._neighbours: dict[int, int] = {}  # process handles of other ranks, by process id
-        self._progress = (0, 0)  # bytes of weights loaded so far, total bytes
+        self._progress = (0, 0)  # number of bytes of weights loaded so far, and of all weights
         self._doing = ""
         self._is_told_to_stop = False  # whether the device was aborted; if so, any error can follow
         self._leaving = threading.Lock()
@@ -174,7 +174,7 @@ class Worker:
         """
         self._meet_neighbours(pids)
         if self._stage is not None:
-            return  # A previous group has prepared the worker.
+            return  # the worker was prepared for a previous group
         self._neighbour = neighbour
         if self._config.weights != "dummy":
             read_ahead(weight_files(self._config.model), neighbour)
@@ -457,8 +457,8 @@ class Worker:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
-        # Name the step after the last step. The last step may have been answered, and the engine
-        # ignores errors of answered steps.
+        # Report the failure for the step after the last step. The reason is that the last step may
+        # have been answered, and the engine ignores errors of answered steps.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)

@@ -41,7 +41,7 @@ class Grammars:
         self._executor = llguidance.LLExecutor(1)
         self._second: tuple[llguidance.LLMatcher, int] | None = None  # see ``consume``
         self._kept: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
-        self._sizes: dict[tuple[str, str], int] = {}  # bytes of each grammar in ``_kept``
+        self._sizes: dict[tuple[str, str], int] = {}  # number of bytes of each grammar in ``_kept``
         self._num_bytes = 0  # their sum
 
     def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
