@@ -152,7 +152,8 @@ class ModelRunner:
         self._num_slots = 0 if state_slots is None else state_slots.count
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
         self._flights: deque[_Flight] = deque()  # queued steps, oldest first
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # drafts accepted last, by row
+        # Number of accepted drafts in each row's last step.
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
@@ -615,7 +616,7 @@ class ModelRunner:
         static = None if graph is None else self._buffers.inputs(graph)
         size = padded_size(plan, inputs)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
-        if (inputs.token_ids < 0).any():  # tokens by reference
+        if (inputs.token_ids < 0).any():  # some ids are references to tokens
             step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))
         metadata = self._attention.of_step(inputs, step)
         if self._states is not None and inputs.num_tokens:

@@ -91,7 +91,7 @@ class _Landing:
         tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
         best: [max_samples * (k + 1)], of the dtype of logits.
         tally: int64, of shape TALLY_SHAPE.
-        arrays: ``tokens``, ``accepted`` and ``tally`` as arrays.
+        arrays: ``tokens``, ``accepted`` and ``tally`` as NumPy arrays.
         bits: the bits of ``best`` as integers.
         logprobs: [max_samples * (k + 1) * LOGPROBS_WIDTH] float32.
         ready: event recorded after the copies.

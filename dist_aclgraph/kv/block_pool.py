@@ -95,7 +95,8 @@ class BlockPool:
         self._num_references = 0
         # The smallest ids are allocated first, which makes traces easy to read.
         self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free and cached, oldest first
+        # Blocks that are free and cached, the oldest first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}
         self._condemned: set[int] = set()  # used blocks that may contain NaN

@@ -139,7 +139,7 @@ class KVCacheSpec:
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
         """Return the maximum length of a request, which the context or the cache limits."""
-        blocks = num_blocks - 1  # without the dummy block
+        blocks = num_blocks - 1  # number of blocks without the dummy block
         return min(
             max_model_len, blocks * self.tokens_per_block + 1
         )  # the KV of a request's last token is never written

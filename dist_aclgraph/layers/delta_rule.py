@@ -115,8 +115,9 @@ class FusedDeltaRule:
 
 
 class PlainDeltaRule:
-    """Plain operators in float32, with both forms of ``g``. CANN's operators return bfloat16
-    only.
+    """Computes with plain operators in float32; ``g`` may have either form.
+
+    CANN's operators return bfloat16 only.
     """
 
     state_dtype = torch.float32
@@ -215,7 +216,7 @@ def _run_chunks(
     weighted = k * beta
     system = _inverse_of_unit_triangle(_decayed_products(weighted, k, sums).tril(-1))
     own = _decayed_products(q, k, sums)
-    changes = system @ (v * beta)  # as if the state before the chunk were zero
+    changes = system @ (v * beta)  # computed as if the state before the chunk were zero
     reads = system @ (weighted * sums.exp())
     queries, end = q * sums.exp(), sums[:, :, -1:]
     keys, kept = k * (end - sums).exp(), end.exp()

@@ -39,7 +39,7 @@ class DummyCheckpoint:
         self._int4_formats = int4
 
     def __contains__(self, name: str) -> bool:
-        return False  # optional tensors are absent
+        return False  # no optional tensor exists
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in float32."""

@@ -10,8 +10,9 @@ shape:
 - ``weight`` [out / 2, in] int8: a byte has two outputs, the first in the low bits (ModelSlim);
 - ``weight`` [out, in / 2] int8: a byte has two inputs (ModelSlim, W4A16 without groups).
 
-Scales are ``weight_scale``, [out, groups] in any shape of this size. ModelSlim's W4A8 with groups
-multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
+Scales are stored in ``weight_scale``: as many numbers as [out, groups] has, in any shape.
+ModelSlim's W4A8 with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out,
+groups].
 """
 
 from __future__ import annotations

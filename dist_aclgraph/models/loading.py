@@ -20,7 +20,8 @@ from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import Int4Format
 
 WeightSource = Checkpoint | DummyCheckpoint
-NotePlaced = Callable[[int], None]  # called with the bytes of a weight that is on the device
+# Gets the number of bytes of a weight when the weight is on the device.
+NotePlaced = Callable[[int], None]
 
 
 def note_nothing(num_bytes: int) -> None:
@@ -69,8 +70,8 @@ class WeightSlices:
     Attributes:
         group: tensor parallel ranks among which weights are split.
         experts: how experts are divided among ranks, and how they run.
-        note: called with the bytes of each weight after it is on the device.
-        zeros: one tensor for all products of experts that need offsets.
+        note: called with the number of bytes of each weight after it is on the device.
+        zeros: one tensor of zeros for all products of experts that need offsets.
     """
 
     checkpoint: WeightSource

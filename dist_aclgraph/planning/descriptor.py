@@ -31,7 +31,7 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
         return f"{self.mode.lower()} {kind} {self.num_tokens}"
 
 
-Table = list[BatchDescriptor | None]  # by token count; index 0 is never used
+Table = list[BatchDescriptor | None]  # the index is a number of tokens; index 0 is never used
 
 
 def table_of(graphs: Iterable[BatchDescriptor]) -> Table:

@@ -56,7 +56,8 @@ class LazyGraphs:
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
         # Number of tokens that each shape would save.
         self._wasted: Counter[BatchDescriptor] = Counter()
-        self._failed: dict[BatchDescriptor, int] = {}  # step of each shape's last failure
+        # Number of the step in which each shape failed last.
+        self._failed: dict[BatchDescriptor, int] = {}
         self._evicted: Counter[BatchDescriptor] = Counter()
         self.has_change = False  # whether ``next_change`` would return a change
 

@@ -36,7 +36,7 @@ from dist_aclgraph.shapes.weight_sizes import weight_parts
 from dist_aclgraph.topology import ParallelLayout
 
 MIB, GIB = 1 << 20, 1 << 30
-BUFFERS_OF_A_DOMAIN = 2  # one input buffer and one output buffer
+BUFFERS_OF_A_DOMAIN = 2  # number of buffers: one for input and one for output
 INT32_BYTES = 4
 LARGE = 4  # An error message names each part that needs a quarter of the device or more.
 WEIGHTS = "weights"

@@ -25,7 +25,8 @@ SOUND_STEPS = 100
 # The maximum number of consecutive resumptions of a group, for each kind of failure; 0 means that
 # the group never resumes. If a failure follows soon after a resumption, its cause still exists.
 TRIES: dict[DeviceFault, int] = {
-    "stopped": 2,  # The peers of a failed rank report this; that rank's fault sets the limit.
+    # The peers of a failed rank report this fault, so the fault of the failed rank sets the limit.
+    "stopped": 2,
     "link": 2,  # A link may fail only for a moment.
     "remote": 1,  # The peers report the cause.
     "retry": 1,

@@ -114,7 +114,7 @@ class RankScheduler:
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # how often a request's drafts were verified and could be accepted
+        # number of verifications of a request's drafts in which drafts could be accepted
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)

@@ -124,7 +124,8 @@ class Scheduler:
         self.num_admitted_tokens = 0  # number of tokens of admitted requests
         # Number of tokens of admitted requests that were found in the prefix cache.
         self.num_cached_tokens = 0
-        self.expert_tokens: dict[int, int] = {}  # by rank, number of tokens its experts computed
+        # The keys are ranks; the values are numbers of tokens that their experts computed.
+        self.expert_tokens: dict[int, int] = {}
 
     @property
     def running(self) -> list[Request]:

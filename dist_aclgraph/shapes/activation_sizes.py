@@ -42,7 +42,8 @@ def activation_bytes(
         num_direct: number of these tokens for which each shard computes attention on its own rank.
     """
     hidden = spec.hidden_size
-    stream = 4 * hidden  # residual stream, before and after attention, after the feed-forward part
+    # The residual stream, before attention, after attention, and after the feed-forward part.
+    stream = 4 * hidden
     attention = _latent(spec, spec.latent, tp) if spec.latent else _grouped(spec, tp)
     if spec.linear is not None:
         attention = max(attention, _linear(spec.linear, tp))
@@ -52,7 +53,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # the rank's part; the parts of all ranks, twice
+    logits = part + 2 * tp * part  # logits of this rank, and twice the logits of all ranks
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged
@@ -122,7 +123,7 @@ def _grouped(spec: ModelSpec, tp: int) -> int:
     # of attention.
     heads = 2 * (q + 2 * kv) + q
     if spec.qk_norm_spans_heads and tp > 1:
-        heads += FLOAT32_ELEMENTS * (q + kv)  # rescaled in float32
+        heads += FLOAT32_ELEMENTS * (q + kv)  # the same values, rescaled in float32
     if spec.has_output_gate:
         heads += 3 * q  # gates, their sigmoids, and the multiplied output
     return spec.head_dim * heads
@@ -142,7 +143,7 @@ def _linear(linear: LinearSpec, tp: int) -> int:
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
-    head = 2 * (latent.plain_dim + latent.rope_dim)  # as projected, and in two parts
+    head = 2 * (latent.plain_dim + latent.rope_dim)  # queries as projected, and in two parts
     head += 2 * latent.kv_rank  # absorbed queries, and the output of their attention
     head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys and values of the plain form; output
     down = 2 * (latent.kv_rank + latent.rope_dim) + 2 * (latent.q_rank or 0)

@@ -10,7 +10,7 @@ from dist_aclgraph.errors import ConfigError
 MAX_LATENT_HEADS = 128
 # Maximum number of value heads of a rank, in npu_chunk_gated_delta_rule.
 MAX_LINEAR_VALUE_HEADS = 64
-MAX_SHARDS = 16  # npu_attention_update merges the results of at most this number of shards
+MAX_SHARDS = 16  # maximum number of shards whose results npu_attention_update merges
 
 
 def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:

@@ -12,7 +12,8 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 MAX_INDEX_HEADS, INDEX_DIM = 64, 128  # limits of npu_lightning_indexer
-MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024  # limits of the same operator
+# Further limits of npu_lightning_indexer.
+MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024
 INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # architectures that interleave if config.json has no value
 KINDS = {"F": "full", "S": "shared"}  # letters of index_topk_pattern
 

@@ -20,7 +20,8 @@ DESCRIPTION = "quant_model_description.json"  # from ModelSlim: types of all ten
 # With int8 rows, the operators accept only groups of this size (document aclnnGroupedMatmulV5).
 INT8_GROUP = 256
 SMALLEST_GROUP = 32  # npu_weight_quant_batchmatmul accepts groups of 32, 64, 96, ... inputs
-EXPERT_INPUTS = 64  # with int8 rows, npu_grouped_matmul needs a multiple of this number of inputs
+# With int8 rows, the number of inputs for npu_grouped_matmul is a multiple of this number.
+EXPERT_INPUTS = 64
 W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
 EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression
 REPETITION, REPEATED_GROUP, MAX_REPETITIONS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 5

@@ -234,12 +234,12 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     token_ids: bytes = b""  # int32 [num_new], request by request
     counts: bytes = b""  # int32 [num_sampled]
     non_finite: bytes = b""  # int32 [k], indices among the sampled requests
-    failed: dict[int, str] = {}  # by index among the sampled requests
+    failed: dict[int, str] = {}  # the keys are indices among the sampled requests
     unmasked: bytes = b""  # int32 [k], indices among the sampled requests
     compiling: bytes = b""  # int32 [k], rows
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
     prompts: tuple[PromptLogprobs, ...] = ()
-    embeddings: dict[int, bytes] = {}  # by index among the sampled requests
+    embeddings: dict[int, bytes] = {}  # the keys are indices among the sampled requests
     expert_tokens: int = 0
     num_unplaced: int = 0
     timings_us: dict[str, float] = {}

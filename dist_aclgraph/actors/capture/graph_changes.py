@@ -79,7 +79,7 @@ class GraphChanges:
     transaction: GraphTransaction
     costs: dict[BatchDescriptor, CaptureCost]
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
-    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # set by another thread
+    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # another thread sets it
     _coming: GraphPlan | None = None
     _todo: deque[Action] = field(default_factory=deque)
     _last_step: int = -STEPS_BETWEEN

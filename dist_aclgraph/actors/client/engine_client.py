@@ -105,7 +105,7 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # If several groups are equally good, replicas of the ingress start with different groups.
+        # If several groups are equally good, replicas of the ingress prefer different groups.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):

@@ -263,7 +263,8 @@ class RequestTable:
         if request.is_probe:
             return False
         request.is_resumed = True
-        if engine.link.loss_kind != "refused":  # an engine that refuses its client is not dead
+        # If the engine refused its client, the engine is not dead.
+        if engine.link.loss_kind != "refused":
             request.see_death(now_s, is_proof=is_proof)
         return not request.is_cause and self.place(request, now_s)
 
@@ -292,7 +293,7 @@ class RequestTable:
             self._give(request, suitable(request))
 
     def _is_newer(self, engine: KnownEngine, request: OpenRequest) -> bool:
-        """Whether the engine has started after the request's first engine died.
+        """Whether the engine was started after the death of the request's first engine.
 
         If lost engines are not replaced, every engine counts as one that has started after that
         death.

@@ -88,7 +88,7 @@ class Controller:
         self._start_limit = StartLimit()
         self._entering = threading.Lock()
         self._state = State.PLACING
-        self._entered_s = time.monotonic()  # when the state was entered
+        self._entered_s = time.monotonic()  # time when the state was entered
         self._progress = Progress(self._state.value)
         self._failure = ""  # why the start failed
         self._groups: list[LockstepGroup] = []

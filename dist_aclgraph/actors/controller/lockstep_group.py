@@ -47,10 +47,10 @@ class LockstepGroup:
     number: int = 0  # the group's name for clients; never reused for another group
     opened_at: Address | None = None  # where clients reach the group's engine
     state: GroupState = GroupState.STARTING
-    opened_s: float = 0.0  # when the group started to serve
+    opened_s: float = 0.0  # time when the group started to serve
     is_rejoined: bool = False  # whether survivors of another group are part of this group
     lost_because: str = ""  # why the group is lost; "" while it is not lost
-    lost_s: float = 0.0  # when the loss was noticed
+    lost_s: float = 0.0  # time when the loss was noticed
     lost_ranks: set[GroupRank] = field(default_factory=set)  # the known lost ranks
     _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
 

@@ -388,7 +388,8 @@ class LLM:
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with token ids and a compiled grammar."""
-        checked = replace(params)  # the user may have set attributes
+        # ``replace`` checks the values again, because the user may have changed attributes.
+        checked = replace(params)
         found = with_token_ids(self.tokenizer, checked)
         return with_structure(found, self._grammars)
 

@@ -119,12 +119,12 @@ class EngineLoop:
         self.is_held = is_held
         self._steps_in_flight = steps_in_flight
         self._flying: deque[_Sent] = deque()
-        self._received_s = 0.0  # when the last result arrived
+        self._received_s = 0.0  # time when the last result arrived
         self._changes = changes
         self._resumption = resumption
         self._report = report
         self._recipients = Recipients()
-        self._seen_s = time.monotonic()  # when the loop last showed progress
+        self._seen_s = time.monotonic()  # time when the loop last showed progress
         self._failure = ""
         self._has_dismissed = False
         self._stopping = False
@@ -256,7 +256,8 @@ class EngineLoop:
         self._take(0)
         is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
         if is_due and not self._flying:
-            self._deliver(outputs)  # before a capture, so that no token waits for the capture
+            # Deliver before a capture, so that no token waits for the capture.
+            self._deliver(outputs)
             outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()

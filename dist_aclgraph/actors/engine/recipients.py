@@ -29,7 +29,8 @@ class Recipients:
         # By key: the number that the client gave to the request.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
-        self._left: list[int] = []  # keys of ended requests that pending outputs may still contain
+        # Keys of requests that have ended, but that pending outputs may still contain.
+        self._left: list[int] = []
 
     def add(self, request_id: str, link: ClientLink, number: int) -> int:
         """Record the client of a request; return the request's key."""

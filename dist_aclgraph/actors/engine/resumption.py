@@ -67,7 +67,7 @@ class Resumption:
         self._stop = stop
         self._timeout_s = timeout_s
         self._in_a_row = 0
-        self._num_sound = 0  # successful steps since the last failure
+        self._num_sound = 0  # number of successful steps since the last failure
         # The time when the group stopped, and the reason; None while the group runs.
         self._begun: tuple[float, str] | None = None
         self.counts: Counter[DeviceFault] = Counter()

@@ -41,7 +41,8 @@ from dist_aclgraph.environment import (
 from dist_aclgraph.version import build
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request: seconds, bytes
+# Limits of a client's request: time in seconds, size in bytes.
+REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
 # Ray's native library reads two variables once, when the server loads it. Ray may not run yet, so
 # the job's id must be known in advance. Therefore the server uses the id of Ray's first job, and

@@ -43,7 +43,7 @@ class Silence:
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
-        self._turn_s = 2 * beat_s(limit_s)  # limit of the time that one call of ``listen`` counts
+        self._turn_s = 2 * beat_s(limit_s)  # one call of ``listen`` counts at most this time
         self._clock = clock
         self.heard()
 
@@ -83,7 +83,8 @@ class SharedHeartbeat:
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no heartbeat is expected
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shared = mmap.mmap(-1, 2)  # the heartbeat byte, and the byte of ``has_served``
+        # Two bytes: the heartbeat, and whether the process has served.
+        self._shared = mmap.mmap(-1, 2)
         self._seen = self.REST
         self._silence = Silence(limit_s, clock)
         self.served_before = False

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # constants of linux/prctl.h
 
 
 def set_name(name: str) -> None:

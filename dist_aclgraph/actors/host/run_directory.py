@@ -43,7 +43,8 @@ class RunDirectory:
         try:
             lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(new, path)  # after the lock, so that no process sweeps the directory
+            # Rename after the lock, so that no other process removes the directory.
+            os.rename(new, path)
         except FileNotFoundError:
             if lock >= 0:
                 os.close(lock)

@@ -210,7 +210,7 @@ class JoinedRank:
 
     @property
     def device(self) -> JoinedDevice:
-        """The device, as the controller sees it."""
+        """The facts about the device that the controller gets."""
         cores = f", bound to {len(self.cores)} cores of the host" if self.cores else ""
         return JoinedDevice(self.npu.description + cores, self.exchange.ranks_of_node)
 
@@ -448,7 +448,8 @@ class RunningRank:
         graphs are released.
         """
         joined = self.joined
-        joined.npu.give_back()  # temporary memory of eager steps; ``eager_bytes`` already counts it
+        # Gives back the temporary memory of eager steps, which ``eager_bytes`` already counts.
+        joined.npu.give_back()
         free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(

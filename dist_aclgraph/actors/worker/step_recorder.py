@@ -56,7 +56,8 @@ _STATE = struct.Struct("=IQ")  # state, time in ns since 1970
 # epoch, plan version, step; mode and tokens of the graph; requests and tokens of the rank; digest
 # of the plan; data-parallel rank; digest of its batch; time in ns since 1970
 _STEP = struct.Struct("=iiqiiiiIiIQ")
-_LAP = struct.Struct("=I")  # microseconds after the step's beginning; 0 before the stage's end
+# A stage's end, in microseconds after the step's beginning; 0 before the end.
+_LAP = struct.Struct("=I")
 MAX_LAP_US = 0xFFFFFFFF
 STATE_AT, WORDS_AT, STEPS_AT, STEP_BYTES = 128, 256, 1024, 128
 _COUNT_AT, _COUNT = STATE_AT + 32, struct.Struct("=Q")  # number of steps begun

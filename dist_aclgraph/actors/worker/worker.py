@@ -72,7 +72,8 @@ class Worker:
         self._phase = "PLACING"
         self._last_step = -1
         self._neighbour = ALONE
-        self._neighbours: dict[int, int] = {}  # process handles of other ranks, by process id
+        # Handles of the processes of other ranks, by process id.
+        self._neighbours: dict[int, int] = {}
         self._progress = (0, 0)  # number of bytes of weights loaded so far, and of all weights
         self._doing = ""
         self._is_told_to_stop = False  # whether the device was aborted; if so, any error can follow

@@ -18,8 +18,8 @@ Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
 DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
-CONTEXT_PARALLEL_STREAMS = 100  # subtracted once for PCP and once for DCP
-GROUP_STREAMS = 40  # subtracted for each of TP and DP without AIV
+CONTEXT_PARALLEL_STREAMS = 100  # number of streams subtracted once for PCP and once for DCP
+GROUP_STREAMS = 40  # number of streams subtracted for each of TP and DP without AIV
 
 
 @dataclass(frozen=True, kw_only=True)
