@@ -32,7 +32,7 @@ class GraphStore:
         self._pool = GraphPool()
         self._recording = Recording(npu, self._pool)
         self._graphs: dict[BatchDescriptor, Captured] = {}
-        # Steps may not replay these graphs yet.
+        # Steps must not replay these graphs yet.
         self._uncommitted: dict[BatchDescriptor, Captured] = {}
 
     @property

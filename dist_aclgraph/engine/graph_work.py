@@ -34,7 +34,7 @@ class GraphWork:
 
     Attributes:
         drafts: None if the model does not draft.
-        caches: the decoder's KV caches; the list may get new elements.
+        caches: the decoder's KV caches; the list can get new elements.
         tally: [2] int64, the counters of the decoder's experts.
         choose_exchange: returns the exchange that sends a graph's tokens to their experts.
         states: None if the model has no recurrent state.

@@ -266,7 +266,7 @@ class ModelRunner:
         self._watch.on_lap = note
 
     def clear_cache(self) -> None:
-        """Set all KV to zero. Otherwise the memory may contain NaN, which would spread.
+        """Set all KV to zero. Otherwise the memory can contain NaN, which would spread.
 
         Raises:
             DeviceError: the device failed.

@@ -47,7 +47,7 @@ class UpdatableTask:
 
     Attributes:
         arguments: arguments of the operator, with the latest sent lengths. Device tensors are weak
-            references, so that the graph's pool may reuse their memory inside the graph.
+            references, so that the graph's pool can reuse their memory inside the graph.
         ahead: iteration of drafting to which the operator belongs; selects its KV lengths.
     """
 

@@ -73,7 +73,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that requests may still get. With ``counts_shared``, this may be smaller
+        """Number of blocks that requests can still get. With ``counts_shared``, this may be smaller
         than the number of blocks without a reference.
         """
         if self.counts_shared:
@@ -186,7 +186,7 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def condemn(self, block_ids: Iterable[int]) -> None:
-        """Note that used blocks may contain NaN: ``match`` no longer finds these blocks, and each
+        """Record that used blocks may contain NaN: ``match`` no longer finds these blocks, and each
         block is cleaned after it is freed.
         """
         for block_id in block_ids:

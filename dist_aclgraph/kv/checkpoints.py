@@ -50,7 +50,7 @@ class Checkpoints:
         """Return the next position, in tokens, at which a prompt's state is copied to a checkpoint.
 
         Such a position is a multiple of the interval, or the end of the last block that does not
-        contain the prompt's last token. Returns ``num_tokens`` if no such position is left.
+        contain the prompt's last token. Returns ``num_tokens`` if there is no such position.
         """
         if not self.count:
             return num_tokens

@@ -57,7 +57,7 @@ class DeltaRule(Protocol):
     state_dtype: torch.dtype
 
     def direct(self, inputs: DeltaInputs, states: Tensor, at: DirectStates) -> Tensor:
-        """Update the states of direct requests in place. A graph may contain this computation.
+        """Update the states of direct requests in place. A graph can contain this computation.
 
         Args:
             states: [num_slots, num_value_heads, value_dim, key_dim].

@@ -172,7 +172,7 @@ class Mc2Exchange:
         """Return valid expert ids for padding, [m, top_k] or [1, top_k]; ids of a row differ."""
         top_k, num_experts = experts.shape[1], self.local.num_experts
         # Masked rows are not sent; without a mask, padding is spread evenly over all experts.
-        # fmod has an int32 kernel.
+        # ``fmod`` is used because it has an int32 kernel.
         count = top_k if self.operators.takes_mask else experts.numel()
         ids = torch.arange(count, dtype=torch.int32, device=experts.device)
         return (ids if count <= num_experts else ids.fmod(num_experts)).view(-1, top_k)

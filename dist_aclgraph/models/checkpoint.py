@@ -45,7 +45,7 @@ class Checkpoint:
     need new memory pages. Knows names and shapes, but nothing about layers or ranks.
 
     Attributes:
-        dtype: type of all floats that are read; the files may store another type.
+        dtype: type of all floats that are read; the files can store another type.
         device: device of all tensors that are read.
         quantises: whether the matrices of products are converted to int8.
         has_head: whether the files were written for a model with an output head. In files without a

@@ -74,8 +74,8 @@ class Int4Weights:
         """Write a matrix of the stack; matrices are written in order.
 
         Raises:
-            ConfigError: a part has an odd number of outputs; so the part that was read has one
-                output too many.
+            ConfigError: a part has an odd number of outputs; the part that was read has one
+                output more.
         """
         assert index == len(self._scales)
         widths = [len(part.pairs) for part in parts]

@@ -126,7 +126,7 @@ class StoredInt4:
         return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
     def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` in float32; the part may begin and end anywhere.
+        """Return ``[start, stop)`` of ``dim`` in float32; the part can begin and end anywhere.
 
         Raises:
             MissingTensorError, UnsupportedModelError: as ``read``.

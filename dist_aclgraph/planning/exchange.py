@@ -64,7 +64,7 @@ class ExchangeRule:
         capacity_factor: see ``expert_capacity``.
         max_tokens: maximum number of tokens of one batch.
         may_run_again: whether a step may run a second time if its exchange had no room for some
-            tokens. False for a model with recurrent state; then no exchange that may lose tokens is
+            tokens. False for a model with recurrent state; then no exchange that can lose tokens is
             chosen.
     """
 

@@ -42,7 +42,7 @@ class Backoff:
     def could_not_begin(self, now_s: float) -> None:
         """Record that an attempt did not begin: resources were missing, or another change ran.
 
-        The next attempt follows soon, even during a pause, because the reason may end at any time.
+        The next attempt follows soon, even during a pause, because the reason can end at any time.
         """
         self._next_s = now_s + self._first_s
 

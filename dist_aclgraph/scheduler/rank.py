@@ -148,7 +148,7 @@ class RankScheduler:
     def must_wait(self, lack: Lack | None) -> bool:
         """Whether the rank must wait for steps in flight, instead of preempting a request now.
 
-        The steps in flight may free enough blocks.
+        The steps in flight can free enough blocks.
         """
         if lack is None or not self._flights:
             return False
@@ -392,7 +392,7 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
         """Whether the cache has enough blocks for a full graph's padding.
 
-        All padding is in the dummy block, but attention may count padding like other blocks
+        All padding is in the dummy block, but attention can count padding like other blocks
         (``counts_shared`` of ``BlockPool``).
         """
         pool = self.pool
@@ -525,7 +525,7 @@ class RankScheduler:
     def only_decodes(self, new: NewTokens) -> bool:
         """Whether every request was in the oldest step and gets one token that is not a stop token.
 
-        A request may still end at its maximum length.
+        A request can still end at its maximum length.
         """
         flight = self._flights[0]
         return (
@@ -633,7 +633,7 @@ class RankScheduler:
     def abort(self, request: Request) -> None:
         """Remove a running request, and drop its results of steps in flight.
 
-        These steps may still write the request's blocks; they end before a later step uses the
+        These steps can still write the request's blocks; they end before a later step uses the
         blocks for other requests.
         """
         self._release([request])

@@ -43,7 +43,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
-    """Return the hashes of the full blocks of a prompt that a prefix cache may supply.
+    """Return the hashes of the full blocks of a prompt that a prefix cache can supply.
 
     As in the scheduler, the last token is never cached, because its logits are needed.
 
@@ -137,7 +137,7 @@ class RequestRouter:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add a group, or change the size of a known group's cache. Groups may differ in size."""
+        """Add a group, or change the size of a known group's cache. Groups can differ in size."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)

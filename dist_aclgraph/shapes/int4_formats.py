@@ -175,7 +175,7 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
     Raises:
         ModelError: the expression is invalid.
-        UnsupportedModelError: the expression may need years for a name, because it has a repeated
+        UnsupportedModelError: the expression can need years for a name, because it has a repeated
             group or many repetitions.
     """
     expression = pattern.removeprefix(EXPRESSION)

@@ -57,7 +57,7 @@ class ModelConfig:
 
     Attributes:
         path: path of the file, for error messages.
-        raw: the object, with the usual names of keys. In a model with several parts, keys of the
+        raw: the object; its keys have the usual names. In a model with several parts, keys of the
             text part replace keys at the top level.
         generation: the object of generation_config.json; empty without this file.
     """
@@ -266,7 +266,7 @@ def _listed(value: Any) -> list[Any]:
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object of config.json with its overrides.
 
-    An override of the rotary embedding may belong to an object with lower precedence than the
+    An override of the rotary embedding can belong to an object with lower precedence than the
     object that has the value in the file. So the result has these values in ``rope_scaling``, which
     has the highest precedence.
     """

@@ -18,7 +18,7 @@ Held = dict[str, int]
 
 
 def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) -> StreamOffer:
-    """Return the offer of the rank that has the fewest streams left after the plan's captures."""
+    """Return the offer of the rank that has the fewest free streams after the plan's captures."""
     model = deployment.budget_model
 
     def left(offer: StreamOffer) -> int:

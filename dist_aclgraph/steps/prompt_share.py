@@ -19,7 +19,7 @@ class PromptShare:
     Attributes:
         rank: the rank that uses this share.
         written: [ranks * num_tokens], slots in this rank's cache for the new KV of the tokens of
-            all ranks, rank by rank. Several ranks may run the same token; then only this rank's
+            all ranks, rank by rank. Several ranks can run the same token; then only this rank's
             copy of the token has a slot.
         positions: [ranks * num_tokens], positions of the same tokens.
         owners: [num_places], the rank that runs the token at each place.

@@ -82,7 +82,7 @@ class RankBatch(msgspec.Struct, frozen=True):
     same order. A token is sampled after each of the last ``num_logits`` tokens of a request:
     ``num_logits`` is 0 in the middle of a prompt, 1 at its end, and k + 1 if the device verifies
     the row's k drafts. ``appended`` and ``blocks`` update the rows before the step. The blocks of
-    ``cleaned`` are set to zero before the step, because they may contain NaN, and attention reads
+    ``cleaned`` are set to zero before the step, because they can contain NaN, and attention reads
     whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
     padding.
 
@@ -167,7 +167,7 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     rank: int  # rank of the chosen token; 1 means the most probable token
 
     def ranked(self) -> dict[int, tuple[float, int]]:
-        """Return log-probability and rank by token id. The chosen token comes first; it may also be
+        """Return log-probability and rank by token id. The chosen token comes first; it can also be
         one of the most probable tokens.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))

@@ -28,7 +28,7 @@ class Outlook:
 
     Attributes:
         groups: all groups of the deployment.
-        failure: why no group will accept requests again; "" if a group may accept requests again.
+        failure: why no group will accept requests again; "" if a group can accept requests again.
         progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
         token: connection token of the deployment; "" if the token is unchanged.
         node_id: the id of the client's node in this deployment's Ray; "" if the id is unchanged.
@@ -98,7 +98,7 @@ class Outage:
 
     @property
     def may_end(self) -> bool:
-        """Whether a group may accept requests again."""
+        """Whether a group can accept requests again."""
         return self._recovery is not None and not self.outlook.failure
 
     def see(self, now_s: float, *, is_served: bool) -> None:

@@ -1,7 +1,7 @@
 """A client stores the tokens of each request, so that another engine can continue the request.
 
 Sampling depends only on seed, position and tokens. So a request that is submitted again with its
-existing tokens gets the same next tokens as without the loss. Only rounding may change the tokens,
+existing tokens gets the same next tokens as without the loss. Only rounding can change the tokens,
 unless ``recovery.exact`` is set. In ``tokens``, the output follows the prompt; ``sampling`` says
 where the output begins.
 """

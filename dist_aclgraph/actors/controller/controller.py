@@ -113,7 +113,7 @@ class Controller:
         return os.getpid()
 
     def failure(self) -> str:
-        """Return why the deployment has ended; "" while a group serves or may serve again."""
+        """Return why the deployment has ended; "" while a group serves or can serve again."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
@@ -139,7 +139,8 @@ class Controller:
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Read losses and groups before the engines are asked, because dying engines may not answer.
+        # Read losses and groups before the engines are asked, because dying engines do not always
+        # answer.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}

@@ -206,7 +206,7 @@ class GroupWatch:
             group.lost_s = time.monotonic()
             is_hopeless = group.way_back() == "REBUILD"
             group.lost_because = reason
-            group.enter(GroupState.LOST)  # another group may now replace this group
+            group.enter(GroupState.LOST)  # another group can now replace this group
             self._forget(group)
         event(
             logger,

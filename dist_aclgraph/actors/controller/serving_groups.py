@@ -187,7 +187,7 @@ class ServingGroups:
     def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
         """Change the number of groups that accept requests; remove lost groups.
 
-        Other changes may start while this one waits for free NPUs.
+        Other changes can start while this one waits for free NPUs.
 
         Args:
             room_s: how long to wait for free NPUs.
@@ -358,7 +358,7 @@ class ServingGroups:
     def find_place(self) -> None:
         """Find NPUs for a missing group: reserved or free NPUs, or the NPUs of survivors.
 
-        Other changes may start while this one waits for free NPUs.
+        Other changes can start while this one waits for free NPUs.
 
         Raises:
             PlacementError: there are not enough NPUs.
@@ -396,7 +396,7 @@ class ServingGroups:
     def _make_room(self) -> None:
         """If there is a spare, release its NPUs for the group that replaces a lost group.
 
-        Otherwise Ray may place the group on a dead node, because Ray notices the death of a node
+        Otherwise Ray can place the group on a dead node, because Ray notices the death of a node
         late, and counts the node's NPUs as free until then.
 
         Raises:

@@ -147,7 +147,7 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING once the first scope has a plan; other scopes may still negotiate."""
+        """Enter CAPTURING once the first scope has a plan; other scopes can still negotiate."""
         with self._moving:
             if self._phase is State.NEGOTIATING:
                 self._go(State.CAPTURING)

@@ -1,4 +1,4 @@
-"""Finds the workers of a lost group that may join another group with their loaded weights.
+"""Finds the workers of a lost group that can join another group with their loaded weights.
 
 A worker survives if all of the following is true: its process answers; its step loop ended in order
 or because the engine died; its device can be stopped and used again; the failure has not damaged
@@ -30,7 +30,7 @@ def gather_survivors(group: LockstepGroup) -> bool:
     """Let the surviving workers leave their group; record the group's lost ranks.
 
     Returns:
-        Whether survivors may join another group. If so, there are survivors, and the places of the
+        Whether survivors can join another group. If so, there are survivors, and the places of the
         lost ranks are free.
     """
     config = group.planner.config

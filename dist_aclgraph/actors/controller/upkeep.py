@@ -107,7 +107,7 @@ class Upkeep:
         ):
             try:
                 look(now_s)
-            except Exception:  # catch any exception, because the next call may succeed
+            except Exception:  # catch any exception, because the next call can succeed
                 logger.exception("looking after the groups failed")
 
     @property
@@ -133,7 +133,7 @@ class Upkeep:
 
     @property
     def failure(self) -> str:
-        """Why the deployment has ended; "" while a group serves or may serve again."""
+        """Why the deployment has ended; "" while a group serves or can serve again."""
         watch = self._serving.watch
         # Check ``serves`` first, because a group serves for a moment before it is watched.
         if self._serving.serves or watch.trouble:

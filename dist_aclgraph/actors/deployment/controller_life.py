@@ -76,7 +76,7 @@ def end_by_force(controller: Any, name: str) -> None:
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
     """Yield the controller's progress, or None while it is unknown, until ``work`` is done.
 
-    A late answer is no failure, because a controller's process may start slowly on a busy machine.
+    A late answer is no failure, because a controller's process can start slowly on a busy machine.
     ``work`` has its own time limits. If the controller dies, ``work`` ends with an error.
     """
     asked = None
@@ -155,7 +155,7 @@ class ControllerKeeper:
                     self._replace(death)
             except RayError as e:  # Ray itself has failed; the owner of this Ray notices it
                 logger.debug("asking the controller failed: %s", e)
-            except Exception:  # catch any exception, because the next check may succeed
+            except Exception:  # catch any exception, because the next check can succeed
                 logger.exception("looking after the controller failed")
 
     def _look(self) -> str:

@@ -1,6 +1,6 @@
 """An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket, so that each process may die: a new
+The supervisor of both processes holds the listening socket, so that each process can die: a new
 process then uses the same socket. The ingress repeats a question that got no answer.
 """
 
@@ -100,7 +100,7 @@ class OwnerLink:
         self._thread.join()
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Wait until no ingress is connected, ``seconds`` at most; return whether none is left."""
+        """Wait until no ingress is connected, ``seconds`` at most; return whether this is so."""
         until_s = time.monotonic() + seconds
         while self._num_linked and time.monotonic() < until_s:
             time.sleep(LOOK_S)

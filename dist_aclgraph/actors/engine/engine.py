@@ -256,7 +256,10 @@ class Engine:
             self._loop.fail(reason)
 
     def wait_for_end(self) -> str:
-        """Wait until the group has ended, and return why. The controller watches this call."""
+        """Wait until the group has ended, and return why.
+
+        The end of this call tells the controller that the engine has ended.
+        """
         assert self._loop is not None
         return self._loop.wait_for_end()
 

@@ -149,7 +149,7 @@ class Lease:
     question. After ``limit_s`` without a question, the lease is not held, and the holder does
     nothing. After ``2 * limit_s``, the lease is over.
 
-    While the holder is stopped, the giver may replace the holder by another process. The first
+    While the holder is stopped, the giver can replace the holder by another process. The first
     question that the holder reads after a stop may have been sent before the replacement. So only
     the second question after the stop renews the lease.
 
@@ -170,7 +170,7 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Counts only time in which the holder ran. After a stop, the giver may renew the lease.
+        # Counts only time in which the holder ran. After a stop, the giver can renew the lease.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """A directory for socket files. Only this user may enter it. Paths of sockets must be short.
 
 The owner holds a lock in the directory until the owner ends. A process id would not show whether
-the owner is alive, because several containers may share one temporary folder, and each container
+the owner is alive, because several containers can share one temporary folder, and each container
 has its own process ids.
 
 A directory has a hidden name while it is created or removed. If such a directory is unlocked, its

@@ -185,7 +185,7 @@ class Listener:
 def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.socket:
     """Return a socket that listens at ``host``, so that the ranks of a group meet there.
 
-    If all ports are in use, a port may soon become free, so the ports are tried again until
+    If all ports are in use, a port can soon become free, so the ports are tried again until
     ``timeout_s`` has passed.
 
     Raises:

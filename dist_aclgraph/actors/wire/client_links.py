@@ -47,7 +47,7 @@ MAX_QUEUED_FRAMES = 1 << 16
 # Maximum number of frames read at once, so that many frames do not delay a heartbeat.
 FRAMES_A_TURN = 256
 LAST_WORDS_MS = 200
-UNHELD_S = 0.01  # seconds between two checks of the lease, while clients may not be answered
+UNHELD_S = 0.01  # seconds between two checks of the lease, while clients must not be answered
 
 
 class LoopAnswers(Protocol):
@@ -177,7 +177,7 @@ class ClientLinks:
     def set_groups(self, groups: GroupList) -> None:
         """Send the list of groups to all clients. Any thread.
 
-        Calls may arrive in any order: the list with the latest version is used.
+        Calls can arrive in any order: the list with the latest version is used.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)
@@ -272,7 +272,7 @@ class ClientLinks:
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
         # Send the list before the status, because the client sends requests as soon as it has the
-        # status, and the list may say that a group drains.
+        # status, and the list can say that a group drains.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

@@ -2,7 +2,7 @@
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
-``LoadedRank``, which may join another group. torch_npu reads the environment once, during its
+``LoadedRank``, which can join another group. torch_npu reads the environment once, during its
 import. Ray must set the environment before that, so heavy imports are inside the functions.
 """
 

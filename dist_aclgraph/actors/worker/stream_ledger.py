@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StreamLedger:
-    """Counts the device's free streams after each operation that may take streams.
+    """Counts the device's free streams after each operation that can take streams.
 
     Attributes:
         taken: number of streams, by the name of the operation that took the streams.

@@ -61,7 +61,7 @@ NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
 class Worker:
     """State of one rank, from its placement to its end. A worker is never restarted.
 
-    A worker may outlive its group: it leaves the group, and joins the next group with its weights.
+    A worker can outlive its group: it leaves the group, and joins the next group with its weights.
     """
 
     def __init__(self, config: Config, epoch: int) -> None:

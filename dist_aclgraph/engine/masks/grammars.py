@@ -31,7 +31,7 @@ class Grammars:
 
     Args:
         read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If the call
-            fails, the first grammar fails.
+            fails, compiling the first grammar raises the error.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:

@@ -5,7 +5,7 @@ mask itself, and nothing is sent between ranks. Before each step, a row's matche
 row's output: forward by new tokens, or back if tokens were discarded (a void step, a rewind, drafts
 that were not accepted).
 
-A row may reason before it answers. The row's grammar applies only to the answer. While the row
+A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only tokens that end the output are forbidden. After a maximum number of tokens, the
 reasoning is ended.
 """

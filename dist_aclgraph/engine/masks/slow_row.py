@@ -1,7 +1,7 @@
-"""A row whose masks may take long: a thread computes them, and the row waits for its mask.
+"""A row whose masks can take long: a thread computes them, and the row waits for its mask.
 
 The time to compute a mask has no useful limit: the library checks its limits only after each row of
-its parser, and in an ambiguous grammar one such row may take seconds. So a step waits for the mask
+its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for the mask
 only briefly. If the mask is still missing, the request gets no token, as if its grammar was not
 compiled yet, and the other requests run.
 """

@@ -38,7 +38,7 @@ SHARED = 5  # entries on the shared experts' lane: wait, two products, activatio
 ATTENTION = 10
 # Upper limit of the additional operators if the cache is sharded: queries are joined; results are
 # converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
-# sixteen.
+# sixteen additional operators.
 SHARDED = 16
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1
