@@ -125,7 +125,7 @@ def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return the number of pairs of query and key in the attention of pieces.
+    """Return how many pairs of query and key the attention of these pieces has.
 
     Args:
         context: [num_reqs], tokens of each request before the step.

@@ -68,7 +68,7 @@ class StepBuffers:
         """Allocate for the largest graphs.
 
         Args:
-            num_drafts: k, number of drafts of each request of a decode batch.
+            num_drafts: k, number of drafts of each request that decodes.
             spare_row: row of padding requests.
             steps_in_flight: maximum number of steps in flight; each has its own pinned memory.
             state_slots: slots of recurrent states; None if the model has no recurrent state.

@@ -26,7 +26,7 @@ PASS_TOKENS = 1024  # number of tokens per pass; larger passes need fewer launch
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """The inputs of the rule for the tokens of direct requests, or of prompts.
+    """The inputs of the rule for tokens of direct requests, or for tokens of prompts.
 
     Attributes:
         q, k: [n, num_key_heads, key_dim], rows of length one.
@@ -229,7 +229,7 @@ def _run_chunks(
 
 
 def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """Return the products of x of token i and k of each token j up to i, decayed from j to i.
+    """Return the products of x of token i with k of each token j up to i, decayed from j to i.
 
     Args:
         x, k: [heads, chunks, size, key_dim].

@@ -95,7 +95,7 @@ class ClippedSwiglu:
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Some whole experts of a layer, or a part of the inner width of all experts.
+    """The experts of one rank: some whole experts, or a part of the inner width of every expert.
 
     Attributes:
         gate_up: for each expert, hidden -> 2 * width.

@@ -1,4 +1,4 @@
-"""The states of linear attention, and which of them the tokens of a step read and write.
+"""The states of linear attention, and the slots that the tokens of a step read and write.
 
 The state of a request in one layer has two parts: the last inputs of the convolution, and a matrix
 for each value head. A state has constant size; it lies in a slot, whose number is equal in all

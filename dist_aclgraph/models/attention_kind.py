@@ -1,4 +1,4 @@
-"""The interface of a kind of attention: state of one layer, and state that all layers share."""
+"""The interface of a kind of attention: its state in one layer, and its common state."""
 
 from __future__ import annotations
 

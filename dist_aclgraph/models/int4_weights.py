@@ -96,7 +96,7 @@ class StoredInt4:
         self._find, self._has = find, has
 
     def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
-        """Return ``[start, stop)`` of ``dim``; values after the matrix's end are zero. If the
+        """Return ``[start, stop)`` along ``dim``; values after the matrix's end are zero. If the
         number of outputs is odd, one output is added.
 
         Raises:
@@ -126,7 +126,7 @@ class StoredInt4:
         return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
     def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` in float32; the part can begin and end anywhere.
+        """Return ``[start, stop)`` along ``dim`` in float32; the part can begin and end anywhere.
 
         Raises:
             MissingTensorError, UnsupportedModelError: as ``read``.
@@ -254,7 +254,7 @@ def _halves(pairs: Tensor) -> list[Tensor]:
 
 
 def _turned(packed: Tensor) -> Tensor:
-    """Return bytes with two outputs each, made of bytes with two inputs each.
+    """Return bytes with two outputs each, from bytes with two inputs each.
 
     Args:
         packed: [out, in / 2] uint8, the first input in the low bits.

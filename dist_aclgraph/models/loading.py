@@ -30,7 +30,7 @@ def note_nothing(num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """``[start, stop)`` of ``dim`` of an [out, in] weight, which has not been read yet.
+    """``[start, stop)`` along ``dim`` of an [out, in] weight, which has not been read yet.
 
     Attributes:
         shape: shape of the whole weight.
@@ -89,7 +89,7 @@ class WeightSlices:
         return self.place(self.checkpoint.read(name, shape))
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``; elements after the tensor's end are zero."""
+        """Return ``[start, stop)`` along ``dim``; elements after the tensor's end are zero."""
         return self.checkpoint.read_part(name, shape, dim, start, stop)
 
     def columns(self, name: str, out: int, width: int, start: int, stop: int) -> Tensor:
@@ -106,7 +106,7 @@ class WeightSlices:
         start: int,
         stop: int,
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` of some members of a stack of tensors.
+        """Return the slice ``[start, stop)`` along ``dim`` of some members of a stack of tensors.
 
         Args:
             shape: shape of the stack; its first dimension counts the members.
@@ -138,7 +138,7 @@ class WeightSlices:
     def matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> MatrixPart:
-        """Return the description of ``[start, stop)`` of ``dim`` of an [out, in] weight."""
+        """Describe the slice ``[start, stop)`` along ``dim`` of an [out, in] weight."""
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
     def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:

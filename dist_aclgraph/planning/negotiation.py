@@ -182,8 +182,8 @@ def step_seconds(
 
 @dataclass(frozen=True)
 class _Menu:
-    """The best sets of buckets of one family, one set for each number of buckets; and the weight of
-    the family's batches.
+    """The best sets of buckets for one family (one set for each number of buckets), and the weight
+    of the family's batches.
     """
 
     choices: Choices

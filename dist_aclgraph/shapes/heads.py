@@ -49,7 +49,7 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
 
 
 def linear_heads_per_rank(num_key_heads: int, num_value_heads: int, tp: int) -> tuple[int, int]:
-    """Return the numbers of key heads and value heads of linear attention on each of ``tp`` ranks.
+    """Return how many key heads and value heads of linear attention each of ``tp`` ranks has.
 
     Raises:
         ConfigError: the key heads cannot be divided evenly, or a rank would have too many value

@@ -314,7 +314,8 @@ def _draw(
 
     Args:
         share: share of the deployment's load.
-        first: index of the group that gets the share, or of the first of several groups.
+        first: index of the group that gets the share; if several groups get it, index of the first
+            group.
 
     Raises:
         ConfigError: the prefixes are too long.

@@ -31,7 +31,7 @@ def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) ->
 def streams_held(
     deployment: AssumedDeployment, offer: StreamOffer
 ) -> Callable[[Iterable[BatchDescriptor]], Held]:
-    """Return a function that predicts the streams of a set of graphs on the rank of an offer."""
+    """Return a function that predicts how many streams a set of graphs uses on the offer's rank."""
     planner, model = deployment.planner, deployment.budget_model
     kinds = [*planner.families, *planner.lazy_families]
     families: dict[str, GraphFamily] = {family.name: family for family in kinds}

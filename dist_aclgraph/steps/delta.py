@@ -43,7 +43,7 @@ class RequestDelta(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Additional results of a request, sent with its first tokens and with its last tokens.
+    """Additional results of a request, sent with its first tokens or with its last tokens.
 
     ``index`` is the request's index in ``StepDeltas.numbers``; ``RequestDelta`` explains the other
     fields.

@@ -203,7 +203,7 @@ def open_recorder(config: Config, rank: int, group_rank: int) -> StepRecorder:
 
 
 def digest_of(plan: RankPlan) -> int:
-    """Return a short hash of the part of a plan that is the same for all ranks of a group."""
+    """Return a short hash of those fields of a plan that are the same for all ranks of a group."""
     graph = "" if plan.graph is None else f"{plan.graph} {plan.graph.num_reqs}"
     size = f"{plan.largest.num_tokens} {plan.largest.num_samples}"
     shared = f"{plan.step} {plan.plan_version} {graph} {plan.exchange} {size}"

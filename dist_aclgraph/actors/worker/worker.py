@@ -312,7 +312,7 @@ class Worker:
         return offer
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
-        """Do one action of a graph transaction, for a call of Ray or a message of the engine."""
+        """Do one action of a graph transaction; Ray or a message of the engine calls this."""
         from dist_aclgraph.device.failures import classify
 
         rank = self._running

@@ -21,7 +21,7 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-# Maximum number of queues of one graph; also of all bound graphs of a device together.
+# Maximum number of queues of one graph, and of all bound graphs of a device together.
 QUEUES = 1024
 
 

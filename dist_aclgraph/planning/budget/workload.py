@@ -14,7 +14,8 @@ COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
 
 @dataclass(frozen=True)
 class Domain:
-    """A communication domain of a rank: number of ranks, and kinds of groups that use it."""
+    """A communication domain of a rank: its number of ranks, and the kinds of groups that use it.
+    """
 
     num_ranks: int
     kinds: tuple[GroupKind, ...]
