@@ -65,7 +65,7 @@ class StepBuffers:
         steps_in_flight: int = 1,
         state_slots: StateSlots | None = None,
     ) -> None:
-        """Allocate for the largest graphs.
+        """Allocate the buffers of the largest graphs.
 
         Args:
             num_drafts: k, number of drafts of each request that decodes.

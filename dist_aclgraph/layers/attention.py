@@ -293,7 +293,7 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            heads, scale = "num_query_heads", "softmax_scale"  # argument names of version 2
+            heads, scale = "num_query_heads", "softmax_scale"  # names in version 2 of the operator
         return {
             heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,

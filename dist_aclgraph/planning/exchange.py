@@ -206,7 +206,7 @@ class ExchangeRule:
             )
         if self.mc2 is None or self.setting != "mc2":
             return
-        # Batches larger than MC2's operators accept use another exchange.
+        # A batch that is too large for MC2's operators uses another exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

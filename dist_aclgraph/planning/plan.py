@@ -165,7 +165,7 @@ class Shrink(msgspec.Struct, frozen=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The decision to capture no more graphs. The epoch ends, or serving continues without them."""
+    """The decision to capture no more graphs. Then the epoch ends, or serving continues."""
 
     reason: str
 

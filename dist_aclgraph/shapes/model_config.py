@@ -29,15 +29,16 @@ MAX_SIZE = 1 << 24  # limit of the vocabulary size, and of any width
 MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
 EOS = "eos_token_id"
-# names of the number of next-token modules, by the family that uses it
+# the keys for the number of next-token modules; each family uses one of them
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-# objects with the rotary embedding, and values that config.json has in them or beside them
+# names of the objects that describe the rotary embedding, and of the values that config.json has in
+# these objects or beside them
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 ROPE_VALUES = ("rope_theta", "partial_rotary_factor")
 ROPE_ORIGINAL = "original_max_position_embeddings"
 # families whose published checkpoints have one next-token module, but no such key in config.json
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
-# families that use other names for usual keys, and the usual names
+# for each family that names usual keys differently: its names, and the usual names
 KEY_NAMES = {
     "KimiLinearForCausalLM": {
         "model_max_length": "max_position_embeddings",
