@@ -237,8 +237,7 @@ class EagerStep(NamedTuple):
 
 
 def largest_eager_step(config: Config) -> EagerStep:
-    """Return the tokens of the largest step: all tokens of short requests, and chunks of long ones.
-    """
+    """Return the largest step: all tokens of short requests, and chunks of long requests."""
     limits, pcp = config.scheduler, config.parallel.pcp
     direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)
     if pcp == 1:

@@ -46,8 +46,7 @@ def read_beside_images(config: ModelConfig) -> ModelSpec:
 
 
 def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
-    """Return the names of the next-token module, whose index follows the index of the last layer.
-    """
+    """Return the names of the next-token module, whose index follows the last layer's index."""
     module = f"model.layers.{num_layers}."
     return (
         (f"{module}eh_proj.", "mtp.fc."),
