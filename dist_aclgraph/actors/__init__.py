@@ -1,1 +1,4 @@
-"""The processes of a deployment are Ray actors. Steps are sent over sockets, never through Ray."""
+"""The processes of a deployment are Ray actors.
+
+The messages of steps are sent over sockets, never through Ray.
+"""

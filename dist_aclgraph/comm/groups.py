@@ -183,7 +183,7 @@ def join_lockstep_group(
 
 
 def leave_lockstep_group() -> None:
-    """End this process's membership of its HCCL world, without waiting for other ranks.
+    """Leave the HCCL world, without waiting for other ranks.
 
     Other members may have exited. Graphs with collectives of this world must be released before
     this call. Objects that use groups of this world need new groups after this call, see
@@ -232,7 +232,7 @@ def make_groups(
         rank: rank within the lockstep group.
         buffer_mb: HCCL's buffer of every domain except MC2's, in MB; None means HCCL_BUFFSIZE.
         mc2_buffer_mb: HCCL's buffer of MC2's domain, in MB; None means HCCL_BUFFSIZE.
-        watchdog_s: maximum time of every eager collective; None means the ``timeout_s`` of joining.
+        watchdog_s: time limit of every eager collective; None means the ``timeout_s`` of joining.
     """
     if mc2_buffer_mb is not None:
         # The environment variable sets the buffer size, because some releases of MC2's operators do

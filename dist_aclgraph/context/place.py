@@ -1,4 +1,4 @@
-"""The indices of a rank in context parallelism: its shard of KV caches, its share of prompts."""
+"""The place of a rank in context parallelism: its shard of KV caches, and its part of prompts."""
 
 from __future__ import annotations
 

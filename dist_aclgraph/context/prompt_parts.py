@@ -204,8 +204,8 @@ class Reads:
     """The slots from which the keys of a chunk are read.
 
     Attributes:
-        own: [m], slots that this shard reads for all shards. ``m`` is the same on every shard; slot
-            0 fills a shorter share. None if there is only one shard.
+        own: [m], slots that this shard reads for all shards. ``m`` is the same on every shard; if a
+            shard has fewer slots, slot 0 fills the array. None if there is only one shard.
         launches: for each launch, the indices of its keys among the gathered keys, which are
             [count * m], shard by shard. If there is only one shard, the slots of its keys.
     """

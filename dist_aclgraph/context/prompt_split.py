@@ -57,8 +57,9 @@ class PromptSplit:
         """Split a step.
 
         Args:
-            query_lens: [num_reqs], tokens of each request in the step.
-            max_queries: a request with more tokens is split, and so are all requests after it.
+            query_lens: [num_reqs], number of tokens of each request in the step.
+            max_queries: maximum number of tokens of a request that is not split; the first longer
+                request and all requests after it are split.
         """
         ends = np.cumsum(query_lens, dtype=np.int32)
         num_whole = num_whole_requests(query_lens, max_queries)
@@ -124,7 +125,7 @@ def _bounds(length: IntArray | int, num_ranks: int) -> IntArray:
 
 
 def share_of_work(pieces: Sequence[Piece], context: IntArray, ends: IntArray) -> int:
-    """Return the number of pairs of query and key in the attention of pieces.
+    """Return how many pairs of query and key the attention of these pieces has.
 
     Args:
         context: [num_reqs], tokens of each request before the step.

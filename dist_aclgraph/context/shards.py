@@ -40,7 +40,7 @@ class Shards:
 
     @property
     def tokens_per_block(self) -> int:
-        """How many tokens of a request one block id holds, on all shards together."""
+        """Number of tokens in the blocks of one block id, on all shards together."""
         return self.block_size * self.count
 
     def owners(self, positions: IntArray) -> IntArray:
@@ -58,7 +58,7 @@ class Shards:
         return local.astype(np.int32, copy=False)
 
     def first_position(self, shard: int) -> int:
-        """Return the first position that a shard keeps; shorter requests have no token there."""
+        """Return the first position that a shard keeps; it has no token of a shorter request."""
         return shard * self.interleave
 
     def slots(self, block_table: IntArray, rows: IntArray, positions: IntArray) -> IntArray:

@@ -75,7 +75,8 @@ class AttentionSteps:
         if self._kind.reads_device_rows:
             assert query_len, "graphs of mixed batches have no lengths on the device"
             positions = inputs.positions.view(-1, query_len)
-            # A request's last position would begin at an address that operators read slowly.
+            # Lengths are computed from first positions, because a view of last positions would
+            # begin at an address that operators read slowly.
             device_lens = positions[:, 0] + (query_len + iteration)
             on_device = _uniform_rows(positions, device_lens, written)
         if self._place.is_sharded and query_len > 1:

@@ -32,7 +32,8 @@ class GraphStore:
         self._pool = GraphPool()
         self._recording = Recording(npu, self._pool)
         self._graphs: dict[BatchDescriptor, Captured] = {}
-        self._uncommitted: dict[BatchDescriptor, Captured] = {}  # no step replays them yet
+        # Steps must not replay these graphs yet.
+        self._uncommitted: dict[BatchDescriptor, Captured] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -155,7 +156,7 @@ def _ai_cpu_operators(captured: Captured) -> dict[str, int] | None:
     try:
         return dict(sum(map(Counter, map(ai_cpu_operators, graphs)), Counter()))
     except RuntimeError:
-        return None  # The capture does not need these counts.
+        return None  # a capture does not need the counts, so their absence is no error
 
 
 def _release(captured: Captured) -> None:

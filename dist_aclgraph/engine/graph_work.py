@@ -1,5 +1,5 @@
-"""The functions that become a rank's graphs. Each function runs once on padding, and then it is
-recorded.
+"""The functions that are recorded as a rank's graphs. Each function runs once on padding, and then
+it is recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GraphWork:
 
     Attributes:
         drafts: None if the model does not draft.
-        caches: the decoder's KV caches; the list may get new elements.
+        caches: the decoder's KV caches; the list can get new elements.
         tally: [2] int64, the counters of the decoder's experts.
         choose_exchange: returns the exchange that sends a graph's tokens to their experts.
         states: None if the model has no recurrent state.

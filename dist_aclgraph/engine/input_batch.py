@@ -41,7 +41,7 @@ class InputBatch:
     """Owns tokens, block tables and sampling parameters of all rows.
 
     Attributes:
-        references: gives names to tokens that only the device has.
+        references: makes references to tokens that only the device has.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class InputBatch:
         # The device has one spare row.
         self.references = References(num_latest, num_drafts, max_rows + 1)
         self._num_drafts = num_drafts
-        # For each row, the index of its sample in the last step that sampled it; then the rows that
-        # the last step sampled.
+        # For each row, the index of its sample in the last step that sampled the row; and the rows
+        # that the last step sampled.
         self._sample_of: IntArray = np.zeros(max_rows, dtype=np.int32)
         self._sampled_rows = NO_INTS
         # References to samples of the last step, and the rows that they belong to.
@@ -97,8 +97,8 @@ class InputBatch:
             self.token_ids[row, : len(tokens)] = tokens
             self.num_tokens[row] = len(tokens)
             self.block_table[row, : len(blocks)] = blocks
-            # Drafts may read the entries after these blocks, so no entry may name a block of
-            # another request.
+            # Drafts can read the entries after these blocks, so these entries must not name a block
+            # of another request.
             self.block_table[row, len(blocks) :] = 0
             self.sampling.set(row, start.sampling)
         if batch.blocks:
@@ -222,7 +222,7 @@ class InputBatch:
         return per_block - 1 - int((positions % per_block).max())
 
     def note_samples(self, step: HostStep) -> None:
-        """Remember which rows the step samples: the next step may refer to these samples."""
+        """Remember which rows the step samples: the next step can refer to these samples."""
         if step.sampled_rows is not self._sampled_rows:
             self._sample_of[step.sampled_rows] = np.arange(step.num_samples, dtype=np.int32)
             self._sampled_rows, self._named_rows = step.sampled_rows, NO_INTS
@@ -269,8 +269,8 @@ class InputBatch:
     def _tokens_and_next(
         self, rows: IntArray, positions: IntArray, begins: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the token at each position and the token after it. A token after a position is 0
-        if the host does not know it.
+        """Return the token at each position and the token after it. The token after a position is
+        0 if the host does not know this token.
 
         Args:
             begins: [num_tokens], first position of the row in this step. If the host does not have

@@ -56,7 +56,7 @@ def upload_step(
         ]
     shared = None
     if prompts is not None:
-        # This number must be the same on every rank, although this rank may sample no request.
+        # This number must be the same on every rank, even if this rank samples no request.
         num_places = size.num_samples * (1 if drafts is None else drafts.positions.shape[1])
         # A token of another rank gets the index after the padded tokens.
         landings = np.where(prompts.owners == prompts.rank, prompts.landings, num_tokens)

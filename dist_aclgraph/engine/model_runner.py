@@ -152,15 +152,17 @@ class ModelRunner:
         self._num_slots = 0 if state_slots is None else state_slots.count
         in_flight = self._steps_in_flight = config.scheduler.steps_in_flight
         self._flights: deque[_Flight] = deque()  # queued steps, oldest first
-        self._num_passed: IntArray = np.zeros(max_rows, np.int32)  # drafts accepted last, by row
+        # Number of accepted drafts in each row's last step.
+        self._num_passed: IntArray = np.zeros(max_rows, np.int32)
         self._caches: list[Cache] = []
         self._attention = AttentionSteps(model.kind, self._place, npu)
         graph_lens = GraphLens(self._place, k)
-        # Four counts: the tokens that experts computed, and the tokens without room, both for the
-        # decoder and for drafts.
+        # Four counts, for the decoder and for drafts: the tokens that experts computed, and the
+        # tokens for which an exchange had no room.
         self._tally = torch.zeros(TALLY_SHAPE, dtype=torch.int64, device=npu.device)
         self._decoder_tally, draft_tally = self._tally[..., 0].unbind(0)
-        self._num_unplaced = 0  # number of tokens without room, in all steps until now
+        # Number of tokens for which the decoder's exchanges had no room, in all steps until now.
+        self._num_unplaced = 0
         self._buffers = StepBuffers(
             npu,
             buffer_sizes(graphs, max_rows),
@@ -237,7 +239,8 @@ class ModelRunner:
         No captured graph may exist, because graphs contain the addresses of the old cache.
         """
         assert self._graphs.is_empty
-        self._caches.clear()  # Frees the old caches first: there may be no room for two.
+        # The old caches are freed first, because the memory may be too small for two.
+        self._caches.clear()
         room = CacheRoom(num_blocks, self._block_size, self._dtype, self._num_slots)
         self._caches += self._model.make_caches(room)
         if self._drafts is not None:
@@ -259,11 +262,11 @@ class ModelRunner:
         return [tensor for cache in self._caches for tensor in cache.states]
 
     def note_stages(self, note: Callable[[str], None]) -> None:
-        """Call ``note`` from now on with each stage of a step that has ended on the host."""
+        """From now on, call ``note`` with each stage that the host has ended."""
         self._watch.on_lap = note
 
     def clear_cache(self) -> None:
-        """Set all KV to zero. Otherwise the memory may contain NaN, which would spread.
+        """Set all KV to zero. Otherwise the memory can contain NaN, which would spread.
 
         Raises:
             DeviceError: the device failed.
@@ -613,7 +616,7 @@ class ModelRunner:
         static = None if graph is None else self._buffers.inputs(graph)
         size = padded_size(plan, inputs)
         step = upload_step(self._npu, inputs, size, self._spare_row, static)
-        if (inputs.token_ids < 0).any():  # tokens by reference
+        if (inputs.token_ids < 0).any():  # some ids are references to tokens
             step.token_ids.copy_(self._work.tokens.fill_in(step.token_ids))
         metadata = self._attention.of_step(inputs, step)
         if self._states is not None and inputs.num_tokens:
@@ -677,7 +680,7 @@ class ModelRunner:
         logit.
         """
         n = len(places)
-        if size.num_samples == 0:  # All requests are in the middle of prompts.
+        if size.num_samples == 0:  # no request samples, because all prompts are unfinished
             empty = torch.empty(0, dtype=torch.int32, device=self._npu.device)
             return hidden[:0], hidden[:0], empty, hidden[:0, 0]
         if n == 0:  # Other ranks have places, and all ranks must run the same collectives.

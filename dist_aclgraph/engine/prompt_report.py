@@ -76,7 +76,8 @@ def queue_prompts(
         num_best = int(settings["prompt_logprobs"][place])
         if begin >= end:  # no token of the prompt follows
             continue
-        start = query_end - kv_len  # index that position 0 of the request would have in the step
+        # Index that the token at position 0 of the request would have in the step.
+        start = query_end - kv_len
         states = torch.split(hidden[start + begin : start + end], most)
         tokens = npu.upload(batch.token_ids[row, begin + 1 : end + 1].copy())
         reports = [

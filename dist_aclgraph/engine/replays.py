@@ -45,7 +45,7 @@ class Replays:
         self._main_stream = runtime().current_stream()
         self._update_stream: Any = runtime().Stream()
         self._num_behind = 0  # number of updates that the step sends after its replays
-        self._span: ReplaySpan | None = None  # measures this step
+        self._span: ReplaySpan | None = None  # the measurement of this step
         # Graphs and padded lengths of this step; guessed lengths of the next step.
         self._step: tuple[WholeStep, Lens] | None = None
         self._ahead: tuple[WholeStep, Lens] | None = None
@@ -114,7 +114,8 @@ class Replays:
 
         Args:
             inputs: inputs of the last step.
-            counts: [num_reqs], new tokens of each request; or one number for all requests.
+            counts: [num_reqs], number of new tokens of each request; or one number for all
+                requests.
         """
         if self._step is None or not self._sends_ahead or not len(inputs.rows):
             return

@@ -32,8 +32,8 @@ from dist_aclgraph.ints import IntArray, unpack_ints
 from dist_aclgraph.steps.host_step import NO_INTS, HostStep
 from dist_aclgraph.steps.step import PromptLogprobs, RankBatch, RowLogprobs
 
-# Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens without room. Axis 2
-# gives each number 32 bytes, because operators load 32 bytes at once.
+# Axis 0: decoder, drafts. Axis 1: number of computed tokens, number of tokens for which an exchange
+# had no room. Axis 2 gives each number 32 bytes, because operators load 32 bytes at once.
 TALLY_SHAPE = (2, 2, 4)
 
 # A number is NaN or infinite if all bits of its exponent are set.
@@ -65,7 +65,8 @@ class HostOutput:
         counts: [num_samples], number of new tokens of each request.
         expert_tokens: number of tokens that this rank's experts have computed since the start,
             without the drafts of this step.
-        num_unplaced: number of the decoder's tokens without room since the start.
+        num_unplaced: number of tokens for which the decoder's exchanges had no room since the
+            start.
         logprobs: [num_new], or empty if no request wants log-probabilities.
         non_finite: [n], indices of sampled requests whose logits were not finite.
         prompts: log-probabilities of prompts, for requests that want them.
@@ -90,7 +91,7 @@ class _Landing:
         tokens: [max_samples * (k + 1)] int32; accepted: [max_samples] int32.
         best: [max_samples * (k + 1)], of the dtype of logits.
         tally: int64, of shape TALLY_SHAPE.
-        arrays: ``tokens``, ``accepted`` and ``tally`` as arrays.
+        arrays: ``tokens``, ``accepted`` and ``tally`` as NumPy arrays.
         bits: the bits of ``best`` as integers.
         logprobs: [max_samples * (k + 1) * LOGPROBS_WIDTH] float32.
         ready: event recorded after the copies.

@@ -56,7 +56,7 @@ class CapturedGraph:
         Args:
             addresses: addresses of the buffers that contain the step's inputs.
             lens: the step's lengths, padding included. If lengths were sent ahead, ``update`` must
-                get the same lengths; otherwise the lengths may still change before ``update``.
+                get the same lengths; otherwise the lengths can still change before ``update``.
 
         Raises:
             ReplayMismatchError: the inputs do not fit the capture; nothing was queued.
@@ -101,7 +101,7 @@ class CapturedGraph:
         lens: Lens,
         is_wanted_elsewhere: Callable[[], bool],
     ) -> None:
-        """Send the probable lengths of the next replay; the replay may still get other lengths.
+        """Send the probable lengths of the next replay; the replay can still get other lengths.
 
         May be called after ``update``, several times with the same lengths. Stops between two
         layers as soon as ``is_wanted_elsewhere`` returns true.

@@ -14,14 +14,15 @@ class DraftInputs(NamedTuple):
     Attributes:
         rows: [num_reqs] int32, rows of the requests; padding has the spare row, whose values do not
             matter.
-        most: [num_reqs] int32, largest number of drafts that may be accepted, from 0 to k.
+        most: [num_reqs] int32, largest number of drafts of a request that may be accepted, from 0
+            to k.
         positions: [num_reqs, k + 1] int32, positions of the places.
         slots: [num_reqs, 3 k] int32, slots of 3 k positions, the first place first; -1 is padding.
         places: [num_reqs * (k + 1)] int32, indices of the places among the step's tokens; a request
             with fewer places repeats its last place.
-        behind: [num_reqs] int32, only in graphs. The row of the request, if the device must add the
-            number of the row's accepted drafts to the positions; the spare row if the host knows
-            the positions.
+        behind: [num_reqs] int32, only in graphs. If the device must add the number of a row's
+            accepted drafts to the positions, this row; if the host knows the positions, the spare
+            row.
     """
 
     rows: Tensor
@@ -38,8 +39,8 @@ class SharedPlaces(NamedTuple):
     Attributes:
         owners: [num_places] int32, padding included.
         landings: [num_places] int32, only for places of live requests: index of the place's token
-            among this rank's tokens. If another rank runs the token, the index after the last
-            padding token.
+            among this rank's tokens. If another rank runs the token, the value is the index after
+            the last padding token.
     """
 
     owners: Tensor

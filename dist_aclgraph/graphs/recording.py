@@ -85,7 +85,8 @@ class Recording:
 
 
 def _record(graph: Any, body: Callable[[], None], pool_handle: Any) -> None:
-    # Thread-local, so that threads of Ray and of the controller may use the device meanwhile.
+    # The capture mode is thread-local, so that threads of Ray and of the controller may use the
+    # device meanwhile.
     graph.capture_begin(pool=pool_handle, capture_error_mode="thread_local")
     try:
         body()

@@ -29,7 +29,7 @@ from dist_aclgraph.planning.step_sizes import input_sizes
 from dist_aclgraph.steps.draft_places import DraftPlaces
 from dist_aclgraph.steps.host_step import NO_INTS, NO_STEP, HostStep
 
-PADDING = (0, 0, PADDING_SLOT, 0)  # padding of tokens, positions, slots and places
+PADDING = (0, 0, PADDING_SLOT, 0)  # padding values: token, position, slot and place
 NOTHING_HELD = (None,) * (len(PADDING) + 1)
 
 
@@ -65,10 +65,10 @@ class StepBuffers:
         steps_in_flight: int = 1,
         state_slots: StateSlots | None = None,
     ) -> None:
-        """Allocate for the largest graphs.
+        """Allocate the buffers of the largest graphs.
 
         Args:
-            num_drafts: k, number of drafts of each request of a decode batch.
+            num_drafts: k, number of drafts of each request that decodes.
             spare_row: row of padding requests.
             steps_in_flight: maximum number of steps in flight; each has its own pinned memory.
             state_slots: slots of recurrent states; None if the model has no recurrent state.
@@ -163,7 +163,7 @@ class StepBuffers:
         self.write(graph, NO_STEP)
 
     def mark_read(self, num_written: int) -> None:
-        """Note that the device has read the inputs of steps, so that their pinned memory is free.
+        """Record that the device has read the inputs of steps, so that their pinned memory is free.
 
         Args:
             num_written: number of the latest of these steps.
@@ -237,7 +237,7 @@ class StepBuffers:
 
 
 class _Layout(NamedTuple):
-    """The places of a graph's integer inputs in the buffers.
+    """Views of a graph's integer inputs in the buffers.
 
     Attributes:
         inputs: view of the buffer on the device.

@@ -8,8 +8,8 @@ and lets the graph continue. Lengths are sent either
 - *after* the replay is queued: patch and record layer by layer, while the device runs; or
 - *ahead* of the replay: while the host waits for the device, it sends the probable lengths of the
   next step. A task is *open* if it is patched and its event is recorded before its replay is
-  queued. Open tasks are always the first tasks of the graph: if the host gets other work, it stops
-  between two layers, and patches the remaining tasks after the replay is queued.
+  queued. Open tasks are always the first tasks of the graph: if other work arrives for the host, it
+  stops between two layers, and patches the remaining tasks after the replay is queued.
 
 Orders on the device:
 
@@ -47,7 +47,7 @@ class UpdatableTask:
 
     Attributes:
         arguments: arguments of the operator, with the latest sent lengths. Device tensors are weak
-            references, so that the graph's pool may reuse their memory inside the graph.
+            references, so that the graph's pool can reuse their memory inside the graph.
         ahead: iteration of drafting to which the operator belongs; selects its KV lengths.
     """
 
@@ -92,7 +92,8 @@ class UpdatableTask:
     def forget(self, stream: Any) -> None:
         """Forget the lengths of the task, and reset the task's event on ``stream``."""
         for name in (self.operator.kv_lens, self.operator.query_ends):
-            self.arguments[name] = [-1] * len(self.arguments[name])  # no step uses these lengths
+            # No step uses these lengths, so every step sends its lengths.
+            self.arguments[name] = [-1] * len(self.arguments[name])
         npu.clear_event(self.event, stream)
 
 

@@ -73,7 +73,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that requests may still get. With ``counts_shared``, this may be smaller
+        """Number of blocks that requests can still get. With ``counts_shared``, this may be smaller
         than the number of blocks without a reference.
         """
         if self.counts_shared:
@@ -95,7 +95,8 @@ class BlockPool:
         self._num_references = 0
         # The smallest ids are allocated first, which makes traces easy to read.
         self._blank = list(range(self.num_blocks - 1, DUMMY_BLOCK, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free and cached, oldest first
+        # Blocks that are free and cached, the oldest first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * self.num_blocks
         self._by_hash: dict[BlockHash, int] = {}
         self._condemned: set[int] = set()  # used blocks that may contain NaN
@@ -104,7 +105,7 @@ class BlockPool:
             self.checkpoints.clear()
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` free blocks, with one reference each.
+        """Return ``count`` free blocks, and give each of them one reference.
 
         Blocks without cached contents are taken first, then the cached blocks that were freed
         first.
@@ -185,7 +186,7 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def condemn(self, block_ids: Iterable[int]) -> None:
-        """Note that used blocks may contain NaN: ``match`` no longer finds these blocks, and each
+        """Record that used blocks may contain NaN: ``match`` no longer finds these blocks, and each
         block is cleaned after it is freed.
         """
         for block_id in block_ids:
@@ -203,7 +204,7 @@ class BlockPool:
         return dirty
 
     def clean_first(self, block_ids: Iterable[int]) -> None:
-        """Let blocks, used or free, be cleaned before the next step."""
+        """Have blocks, used or free, cleaned before the next step."""
         self._dirty += [block_id for block_id in block_ids if block_id != DUMMY_BLOCK]
 
     def ref_count(self, block_id: int) -> int:

@@ -13,7 +13,7 @@ from dist_aclgraph.shapes.heads import kv_heads_per_rank
 from dist_aclgraph.shapes.model_facts import ModelFacts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MIN_BLOCKS = 2  # the dummy block, and one block for requests
+MIN_BLOCKS = 2  # number of blocks: the dummy block, and one block for requests
 
 
 def elements_per_token(facts: ModelFacts, tp: int) -> int:
@@ -139,17 +139,17 @@ class KVCacheSpec:
 
     def longest_request(self, num_blocks: int, max_model_len: int) -> int:
         """Return the maximum length of a request, which the context or the cache limits."""
-        blocks = num_blocks - 1  # without the dummy block
+        blocks = num_blocks - 1  # number of blocks without the dummy block
         return min(
             max_model_len, blocks * self.tokens_per_block + 1
-        )  # The KV of the last token is never written.
+        )  # the KV of a request's last token is never written
 
     def choose_num_blocks(self, config: Config, free_bytes: int, max_model_len: int) -> int:
         """Return every rank's number of blocks: the configured number, or all useful blocks that
         fit.
 
         Args:
-            free_bytes: free bytes of the rank with the least free memory.
+            free_bytes: number of free bytes of the rank with the least free memory.
             max_model_len: the value of the configuration; if it has none, the value of the model.
 
         Raises:

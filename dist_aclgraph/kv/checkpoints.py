@@ -49,8 +49,8 @@ class Checkpoints:
     def next_position(self, num_computed: int, num_tokens: int, block_size: int) -> int:
         """Return the next position, in tokens, at which a prompt's state is copied to a checkpoint.
 
-        These positions are multiples of the interval, and the end of the last block that does not
-        contain the prompt's last token. Returns ``num_tokens`` if no such position is left.
+        Such a position is a multiple of the interval, or the end of the last block that does not
+        contain the prompt's last token. Returns ``num_tokens`` if there is no such position.
         """
         if not self.count:
             return num_tokens
@@ -74,8 +74,8 @@ class Checkpoints:
     def begin(self, block_hash: BlockHash) -> int | None:
         """Return a checkpoint that a step may write; None if this prefix has one, or none is free.
 
-        A step may start from a checkpoint and write the same checkpoint. So it must read before it
-        writes.
+        The result may be the checkpoint from which the step starts, so the step must read it before
+        it writes it.
         """
         if block_hash in self._stored or block_hash in self._begun:
             return None

@@ -125,8 +125,8 @@ class AttentionMetadata:
         is_causal: whether requests that attend directly need the causal mask.
         on_device: lengths and slots for kinds of attention that read lengths on the device.
         tasks: records the operators of the captured graph; None in an eager step.
-        states: places of recurrent states; None if no layer has such a state, or if no request is
-            live.
+        states: the slots of recurrent states that the step uses; None if no layer has such a state,
+            or if no request is live.
     """
 
     num_tokens: int
@@ -154,7 +154,7 @@ class AttentionMetadata:
         return self.num_tokens == 0 and self.num_exchanged == 0
 
     def mask_arguments(self, *, is_causal: bool, window: int | None = None) -> Arguments:
-        """Return the operator's arguments that hide keys.
+        """Return the arguments with which the operator hides keys from queries.
 
         Args:
             window: number of latest keys that a query sees, including its own key; None means all
@@ -293,7 +293,7 @@ class PagedAttention:
     def _heads(self, num_heads: int) -> Arguments:
         heads, scale = "num_heads", "scale"
         if self.sinks is not None:
-            heads, scale = "num_query_heads", "softmax_scale"  # argument names of version 2
+            heads, scale = "num_query_heads", "softmax_scale"  # names in version 2 of the operator
         return {
             heads: num_heads,
             "num_key_value_heads": self.num_kv_heads,

@@ -92,7 +92,7 @@ class ContextParallel:
         outs, logs = (x.reshape(n, size, -1).transpose(0, 1).flatten(1) for x in (out, sums))
         count = logs.shape[1]
         sent = torch.cat([outs, pad(logs, (0, -count % ALIGNED_FLOATS))], 1)
-        copies = self.pcp.size  # ranks with the same heads
+        copies = self.pcp.size  # number of ranks with the same heads
         if copies > 1:
             sent = sent.expand(copies, -1, -1).flatten(0, 1)
         received = self.dcp.all_to_all(sent.contiguous())

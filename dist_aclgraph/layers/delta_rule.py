@@ -26,7 +26,7 @@ PASS_TOKENS = 1024  # number of tokens per pass; larger passes need fewer launch
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """The inputs of the rule for the tokens of direct requests, or of prompts.
+    """The inputs of the rule for tokens of direct requests, or for tokens of prompts.
 
     Attributes:
         q, k: [n, num_key_heads, key_dim], rows of length one.
@@ -57,7 +57,7 @@ class DeltaRule(Protocol):
     state_dtype: torch.dtype
 
     def direct(self, inputs: DeltaInputs, states: Tensor, at: DirectStates) -> Tensor:
-        """Update the states of direct requests in place. A graph may contain this computation.
+        """Update the states of direct requests in place. A graph can contain this computation.
 
         Args:
             states: [num_slots, num_value_heads, value_dim, key_dim].
@@ -76,9 +76,9 @@ class DeltaRule(Protocol):
 class FusedDeltaRule:
     """CANN's operators. All inputs, results and states except ``g`` are bfloat16.
 
-    ``g`` has one number for each head. torch_npu 2.13 has no support for one decay per channel: for
-    direct requests, its documentation says that the argument ``gk`` is not supported yet; for
-    prompts, the operator has no such argument.
+    ``g`` has one number for each head. torch_npu 2.13 does not support one decay per channel: the
+    documentation of the operator for direct requests says that the argument ``gk`` is not supported
+    yet, and the operator for prompts has no such argument.
     """
 
     state_dtype = torch.bfloat16
@@ -115,8 +115,9 @@ class FusedDeltaRule:
 
 
 class PlainDeltaRule:
-    """Plain operators in float32, with both forms of ``g``. CANN's operators return bfloat16
-    only.
+    """Computes with plain operators in float32; ``g`` may have either form.
+
+    CANN's operators return bfloat16 only.
     """
 
     state_dtype = torch.float32
@@ -215,7 +216,7 @@ def _run_chunks(
     weighted = k * beta
     system = _inverse_of_unit_triangle(_decayed_products(weighted, k, sums).tril(-1))
     own = _decayed_products(q, k, sums)
-    changes = system @ (v * beta)  # as if the state before the chunk were zero
+    changes = system @ (v * beta)  # computed as if the state before the chunk were zero
     reads = system @ (weighted * sums.exp())
     queries, end = q * sums.exp(), sums[:, :, -1:]
     keys, kept = k * (end - sums).exp(), end.exp()
@@ -228,7 +229,7 @@ def _run_chunks(
 
 
 def _decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """Return the products of x of token i and k of each token j up to i, decayed from j to i.
+    """Return the products of x of token i with k of each token j up to i, decayed from j to i.
 
     Args:
         x, k: [heads, chunks, size, key_dim].

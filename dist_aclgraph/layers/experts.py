@@ -29,7 +29,7 @@ class ExpertStep:
     Attributes:
         exchange: None if every tensor parallel group has all experts.
         tally: [2] int64, two counters of this rank: tokens that its experts have computed, and
-            tokens without room in an exchange. None counts nothing.
+            tokens for which an exchange had no room. None counts nothing.
     """
 
     exchange: ExchangeKind | None = None
@@ -44,7 +44,7 @@ class ExpertSetup:
     """How a rank runs its layers of experts.
 
     Attributes:
-        capacity_factor: room of an all-to-all, see ``expert_capacity``.
+        capacity_factor: capacity of an all-to-all, see ``expert_capacity``.
         side: stream on which shared experts run in parallel to routed experts; None runs shared
             experts before routed experts.
         mc2: MC2's operators on this chip; None without MC2.
@@ -98,7 +98,8 @@ class ExpertLayer:
         """Whether the tensor parallel group has all experts, and the step requests no exchange."""
         tp, ep = self.groups.tp, self.groups.ep
         has_all = ep.size == 1 or ep.ranks == tp.ranks
-        # If experts are spread, a step without an exchange would add only this group's experts.
+        # If experts are spread, a step without an exchange would add only the results of this
+        # group's experts.
         assert has_all or step.exchange is not None
         return has_all and step.exchange in (None, "all_gather")
 

@@ -19,14 +19,15 @@ from dist_aclgraph.layers.state_metadata import (
     store,
 )
 
-UNIT_EPS = 1e-6  # added to the sum of squares of a query or key
+UNIT_EPS = 1e-6  # the number that is added to the sum of squares of a query or key
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
     """A causal convolution of each channel over the last tokens of a request, followed by silu.
 
-    Computes in float32. CANN has no such operator for four tokens, so it is composed.
+    Computes in float32. CANN has no such operator for four tokens, so it is composed of other
+    operators.
 
     Attributes:
         weight: [width, channels] float32; the last row multiplies the input of the token itself.

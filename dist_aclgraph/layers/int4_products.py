@@ -54,7 +54,7 @@ class W4A16GroupedProduct:
         weight: [num_local, in, out / 8] int32.
         scale: [num_local, groups, out], of the type of the rows.
         zeros: offsets, all zero, with shape and type of ``scale``; the operator requires them for
-            weights of four bits. All layers may share one tensor.
+            weights of four bits. All layers can share one tensor.
     """
 
     weight: Tensor

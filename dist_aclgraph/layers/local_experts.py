@@ -55,7 +55,7 @@ def multiply_groups(rows: Tensor, weight: Tensor, counts: Tensor, **others: Any)
 
     Args:
         weight: [groups, in, out].
-        counts: [groups] int64, rows of each group.
+        counts: [groups] int64, number of rows of each group.
         others: additional arguments of the operator, for biases or int8.
     """
     out: Tensor = torch.ops.npu.npu_grouped_matmul(
@@ -95,14 +95,14 @@ class ClippedSwiglu:
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Some whole experts of a layer, or a part of the inner width of all experts.
+    """The experts of one rank: some whole experts, or a part of the inner width of every expert.
 
     Attributes:
         gate_up: for each expert, hidden -> 2 * width.
         down: for each expert, width -> hidden.
         first: index of this rank's first expert among the experts of all ranks.
         num_experts: number of experts of all ranks together, copies included.
-        activate: from the result of ``gate_up`` to the input of ``down``.
+        activate: the activation, which maps the result of ``gate_up`` to the input of ``down``.
     """
 
     gate_up: ExpertProduct

@@ -17,7 +17,7 @@ from dist_aclgraph.layers.context_parallel import NOTHING, ContextParallel, merg
 
 @dataclass(frozen=True)
 class DeviceLaunch:
-    """A launch, and where its keys are.
+    """A launch, and the indices of its keys.
 
     Attributes:
         keys: indices of the keys among the gathered rows; if the cache is not sharded, slots.

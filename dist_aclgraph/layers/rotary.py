@@ -144,7 +144,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     smooth = (rope.original_len / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    smooth = smooth.clamp(0.0, 1.0)  # 0: long waves, divided by the factor; 1: short waves
+    # 0 for long waves, whose frequencies are divided by the factor; 1 for short waves.
+    smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 

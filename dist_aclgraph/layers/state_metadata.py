@@ -1,4 +1,4 @@
-"""The states of linear attention, and which of them the tokens of a step read and write.
+"""The states of linear attention, and the slots that the tokens of a step read and write.
 
 The state of a request in one layer has two parts: the last inputs of the convolution, and a matrix
 for each value head. A state has constant size; it lies in a slot, whose number is equal in all
@@ -122,7 +122,7 @@ class DirectStates:
 
     @classmethod
     def of_slots(cls, slots: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
-        """Return the states of any requests. Runs on the device, so a graph may contain it."""
+        """Return the states of any requests. Runs on the device, so a graph can contain it."""
         sources = slots.index_select(0, layout.starts + accepted - 1)
         return cls(slots, accepted, sources, layout)
 
@@ -130,7 +130,7 @@ class DirectStates:
     def of_windows(cls, bases: Tensor, accepted: Tensor, layout: DirectLayout) -> DirectStates:
         """Return the states of requests of ``layout.max_tokens`` tokens each, in consecutive slots.
 
-        Runs on the device, so a graph may contain it.
+        Runs on the device, so a graph can contain it.
 
         Args:
             bases: [n] int32, the first slot of each request; 0 for padding.
@@ -160,7 +160,7 @@ class PromptStates:
     Attributes:
         lengths: [n] int32, number of tokens of each part.
         sources: [n] int32, the slot in which each request begins; not read if ``is_new``.
-        slots: [n] int32, the slot that receives the state after the last token of the part; may
+        slots: [n] int32, the slot that receives the state after the last token of the part; can
             equal the source. No two requests name the same slot.
         is_new: [n] bool, whether the request has no state yet, and begins with zeros.
         padded: [t + n * (w - 1)] int32, indices into [all tokens | w - 1 rows of each request's

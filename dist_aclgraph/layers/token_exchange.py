@@ -53,13 +53,14 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Each token is sent once to every rank that has an expert of the token, if there is room.
+    """Sends each token once to every rank that has an expert of the token.
 
-    Each rank has the same room for tokens of each other rank, so all parts have equal size. Tokens
-    without room are counted, and their result is wrong; then the step must run again.
+    A rank accepts the same number of tokens from each other rank, so all parts have equal size.
+    Tokens above this number are counted and not sent, and their results are wrong; then the step
+    must run again.
 
     Attributes:
-        factor: room, as a multiple of the room that random routing needs.
+        factor: this number, divided by the number that is expected if experts are chosen at random.
     """
 
     group: CommGroup
@@ -171,7 +172,7 @@ class Mc2Exchange:
         """Return valid expert ids for padding, [m, top_k] or [1, top_k]; ids of a row differ."""
         top_k, num_experts = experts.shape[1], self.local.num_experts
         # Masked rows are not sent; without a mask, padding is spread evenly over all experts.
-        # fmod has an int32 kernel.
+        # ``fmod`` is used because it has an int32 kernel.
         count = top_k if self.operators.takes_mask else experts.numel()
         ids = torch.arange(count, dtype=torch.int32, device=experts.device)
         return (ids if count <= num_experts else ids.fmod(num_experts)).view(-1, top_k)

@@ -1,4 +1,4 @@
-"""The interface of a kind of attention: state of one layer, and state that all layers share."""
+"""The interface of a kind of attention: its state in one layer, and its common state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cache = Any
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The room for requests in the cache of a layer.
+    """The capacity of a layer's cache.
 
     Attributes:
         num_blocks: number of KV blocks, the dummy block included.

@@ -1,4 +1,4 @@
-"""Reads a checkpoint slice by slice: only safetensors, and only the slices that a rank needs.
+"""Reads a checkpoint's safetensors files slice by slice, only the slices that a rank needs.
 
 Files are mapped into memory, so the ranks of a node share the pages, and each rank touches only its
 slices. A slice is converted (to another dtype, to int8, or to floats) on the device. Values of four
@@ -45,7 +45,7 @@ class Checkpoint:
     need new memory pages. Knows names and shapes, but nothing about layers or ranks.
 
     Attributes:
-        dtype: type of all floats that are read; the files may store another type.
+        dtype: type of all floats that are read; the files can store another type.
         device: device of all tensors that are read.
         quantises: whether the matrices of products are converted to int8.
         has_head: whether the files were written for a model with an output head. In files without a
@@ -102,7 +102,7 @@ class Checkpoint:
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``; elements after the tensor's end are zero.
+        """Return ``[start, stop)`` along ``dim``; elements after the tensor's end are zero.
 
         Raises:
             MissingTensorError: as ``read``.
@@ -184,7 +184,7 @@ class Checkpoint:
         stop: int,
         rearrange: Callable[[Tensor], Tensor] | None,
     ) -> Int4Matrix:
-        """Return ``[start, stop)`` of ``dim`` of an [out, in] matrix of four bits, on the host.
+        """Return ``[start, stop)`` along ``dim`` of an [out, in] matrix of four bits, on the host.
 
         Args:
             rearrange: changes the order of outputs, [..., out] -> [..., out]; None keeps it.
@@ -206,7 +206,7 @@ class Checkpoint:
     def read_matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> Matrix:
-        """Return ``[start, stop)`` of ``dim`` of an [out, in] weight, as ``read_part`` does.
+        """Return ``[start, stop)`` along ``dim`` of an [out, in] weight, as ``read_part`` does.
 
         The result is int8 if the checkpoint stores int8, or if this object quantises. The scale of
         an output depends on all inputs of this output, so inputs outside the part are also read.
@@ -240,7 +240,7 @@ class Checkpoint:
         stop: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the existing elements of ``[start, stop)`` of ``dim``, multiplied by scales."""
+        """Return the existing elements of ``[start, stop)`` along ``dim``, multiplied by scales."""
         if (form := self._int4_of(name)) is not None:
             stored = self._stored_int4(name, (shape[0], shape[1]), form)
             floats = stored.read_floats(dim, min(start, shape[dim]), min(stop, shape[dim]))

@@ -42,7 +42,7 @@ class Decoder:
 
         Args:
             drafts: whether the next-token module is also loaded.
-            note: called with the bytes of each weight after it is on the device.
+            note: called with the number of bytes of each weight after it is on the device.
             experts: None means the defaults of ``ExpertSetup``.
 
         Raises:

@@ -1,5 +1,5 @@
-"""The common part of all forms of linear attention with the gated delta rule: the heads of a rank,
-the states, and the computation from the inputs of the rule to its results.
+"""The part that all forms of linear attention with the gated delta rule have in common: the heads
+of a rank, the states, and the computation from the inputs of the rule to its results.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class DummyCheckpoint:
         self._int4_formats = int4
 
     def __contains__(self, name: str) -> bool:
-        return False  # optional tensors are absent
+        return False  # no optional tensor exists
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor in float32."""
@@ -52,13 +52,13 @@ class DummyCheckpoint:
     def read_part(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``."""
+        """Return the slice ``[start, stop)`` along ``dim``."""
         return self.read(name, _cut(shape, dim, start, stop))
 
     def read_member(
         self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` of a member of a stack."""
+        """Return the slice ``[start, stop)`` along ``dim`` of a member of a stack."""
         return self.read(name, _cut(shape[1:], dim, start, stop))
 
     def write_part(
@@ -81,7 +81,7 @@ class DummyCheckpoint:
         stop: int,
         rearrange: Callable[[Tensor], Tensor] | None,
     ) -> Int4Matrix:
-        """Return ``[start, stop)`` of ``dim`` of an [out, in] matrix of four bits."""
+        """Return the slice ``[start, stop)`` along ``dim`` of an [out, in] matrix of four bits."""
         form = self.form_of(name, shape)
         assert isinstance(form, Int4Format)
         out, num_inputs = _cut(shape, dim, start, stop)

@@ -46,7 +46,7 @@ def load_experts(
     load = _load_products
     if experts.is_stacked:
         load = load_stacked_products
-    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # Only some checkpoints do.
+    elif slices.has(f"{prefix}.experts.gate_up_proj"):  # some checkpoints join gate and up
         load = load_joined_products
     products = load(slices, experts, hidden, f"{prefix}.experts", here, share)
     clip = experts.clip
@@ -132,7 +132,7 @@ def _load_shared(
 def _gate_up(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
 ) -> list[MatrixPart]:
-    """Return a part of an MLP's inner width: [hidden, 2 * part]."""
+    """Return the matrices of gate and up, for a part of the inner width: [hidden, 2 * part]."""
     names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     return [slices.matrix(name, (width, hidden), 0, *share) for name in names]
 
@@ -140,5 +140,5 @@ def _gate_up(
 def _down(
     slices: WeightSlices, prefix: str, hidden: int, width: int, share: tuple[int, int]
 ) -> list[MatrixPart]:
-    """Return a part of an MLP's inner width: [part, hidden]."""
+    """Return the matrix of down, for a part of the inner width: [part, hidden]."""
     return [slices.matrix(f"{prefix}.down_proj", (hidden, width), 1, *share)]

@@ -63,7 +63,7 @@ class GatedDeltaKind(DeltaKind):
         qkvz, gates = (self._grouped if grouped else self._separate)(slices, prefix)
         return GatedDeltaAttention(
             qkvz=slices.product(qkvz),
-            # This product is separate, because quantised checkpoints may store its matrices in
+            # This product is separate, because quantised checkpoints can store its matrices in
             # floats.
             gates=slices.product(gates),
             decay=slices.place(-read(f"{prefix}.A_log", shape)[mine].exp()),

@@ -55,7 +55,7 @@ class Int4Weights:
             name: name of a matrix, for error messages.
             sizes: number of matrices, their inputs and their outputs.
             dtype: type of the products' rows and results.
-            place: puts a tensor on the device, and notes its bytes.
+            place: puts a tensor on the device, and records its number of bytes.
 
         Raises:
             ConfigError: the operators do not accept parts of these sizes.
@@ -74,7 +74,8 @@ class Int4Weights:
         """Write a matrix of the stack; matrices are written in order.
 
         Raises:
-            ConfigError: a part has an odd number of outputs; reading has added one output.
+            ConfigError: a part has an odd number of outputs; the part that was read has one
+                output more.
         """
         assert index == len(self._scales)
         widths = [len(part.pairs) for part in parts]

@@ -10,8 +10,9 @@ shape:
 - ``weight`` [out / 2, in] int8: a byte has two outputs, the first in the low bits (ModelSlim);
 - ``weight`` [out, in / 2] int8: a byte has two inputs (ModelSlim, W4A16 without groups).
 
-Scales are ``weight_scale``, [out, groups] in any shape of this size. ModelSlim's W4A8 with groups
-multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out, groups].
+Scales are stored in ``weight_scale``: as many numbers as [out, groups] has, in any shape.
+ModelSlim's W4A8 with groups multiplies ``weight_scale`` [out, 1] by ``weight_scale_second`` [out,
+groups].
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class StoredInt4:
         self._find, self._has = find, has
 
     def read(self, dim: int, start: int, stop: int) -> Int4Matrix:
-        """Return ``[start, stop)`` of ``dim``; values after the matrix's end are zero. If the
+        """Return ``[start, stop)`` along ``dim``; values after the matrix's end are zero. If the
         number of outputs is odd, one output is added.
 
         Raises:
@@ -125,7 +126,7 @@ class StoredInt4:
         return Int4Matrix(pad(pairs, below), pad(scales[first:last], (0, 0, 0, missing)))
 
     def read_floats(self, dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` in float32; the part may begin and end anywhere.
+        """Return ``[start, stop)`` along ``dim`` in float32; the part can begin and end anywhere.
 
         Raises:
             MissingTensorError, UnsupportedModelError: as ``read``.
@@ -253,7 +254,7 @@ def _halves(pairs: Tensor) -> list[Tensor]:
 
 
 def _turned(packed: Tensor) -> Tensor:
-    """Return bytes with two outputs each, made of bytes with two inputs each.
+    """Return bytes with two outputs each, from bytes with two inputs each.
 
     Args:
         packed: [out, in / 2] uint8, the first input in the low bits.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALE, OFFSET = "_scale", "_offset"  # appended to the weight's name
+SCALE, OFFSET = "_scale", "_offset"  # suffixes that are appended to the weight's name
 LARGEST = 127
 
 

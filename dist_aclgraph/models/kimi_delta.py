@@ -23,8 +23,8 @@ class KimiDeltaAttention(DeltaAttention):
     Attributes:
         qkv: hidden -> inputs of the convolution.
         inner: hidden -> inputs of ``decays`` and of ``gates``, and b, one number for each head.
-        decays: -> a number for each channel of each head's key.
-        gates: -> a gate for each element of each head's result.
+        decays: part of ``inner`` -> a number for each channel of each head's key.
+        gates: part of ``inner`` -> a gate for each element of each head's result.
         decay: [heads, 1] float32, ``-exp(A_log)``.
         dt_bias: [heads * key_dim] float32.
     """

@@ -26,7 +26,7 @@ from dist_aclgraph.models.expert_weights import load_experts
 from dist_aclgraph.models.loading import WeightSlices
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
-MakeRope = Callable[[Tensor], Rope]  # from positions to rotary rows
+MakeRope = Callable[[Tensor], Rope]  # maps positions to rotary rows
 # Arguments: tensors with one row per token. Returns [num_tokens, hidden].
 Embed = Callable[..., Tensor]
 

@@ -20,7 +20,8 @@ from dist_aclgraph.models.int8_weights import Matrix
 from dist_aclgraph.shapes.int4_formats import Int4Format
 
 WeightSource = Checkpoint | DummyCheckpoint
-NotePlaced = Callable[[int], None]  # called with the bytes of a weight that is on the device
+# Gets the number of bytes of a weight when the weight is on the device.
+NotePlaced = Callable[[int], None]
 
 
 def note_nothing(num_bytes: int) -> None:
@@ -29,7 +30,7 @@ def note_nothing(num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """``[start, stop)`` of ``dim`` of an [out, in] weight, which has not been read yet.
+    """``[start, stop)`` along ``dim`` of an [out, in] weight, which has not been read yet.
 
     Attributes:
         shape: shape of the whole weight.
@@ -69,8 +70,8 @@ class WeightSlices:
     Attributes:
         group: tensor parallel ranks among which weights are split.
         experts: how experts are divided among ranks, and how they run.
-        note: called with the bytes of each weight after it is on the device.
-        zeros: one tensor for all products of experts that need offsets.
+        note: called with the number of bytes of each weight after it is on the device.
+        zeros: one tensor of zeros for all products of experts that need offsets.
     """
 
     checkpoint: WeightSource
@@ -88,7 +89,7 @@ class WeightSlices:
         return self.place(self.checkpoint.read(name, shape))
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Tensor:
-        """Return ``[start, stop)`` of ``dim``; elements after the tensor's end are zero."""
+        """Return ``[start, stop)`` along ``dim``; elements after the tensor's end are zero."""
         return self.checkpoint.read_part(name, shape, dim, start, stop)
 
     def columns(self, name: str, out: int, width: int, start: int, stop: int) -> Tensor:
@@ -105,7 +106,7 @@ class WeightSlices:
         start: int,
         stop: int,
     ) -> Tensor:
-        """Return ``[start, stop)`` of ``dim`` of some members of a stack of tensors.
+        """Return the slice ``[start, stop)`` along ``dim`` of some members of a stack of tensors.
 
         Args:
             shape: shape of the stack; its first dimension counts the members.
@@ -137,7 +138,7 @@ class WeightSlices:
     def matrix(
         self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int
     ) -> MatrixPart:
-        """Return the description of ``[start, stop)`` of ``dim`` of an [out, in] weight."""
+        """Describe the slice ``[start, stop)`` along ``dim`` of an [out, in] weight."""
         return MatrixPart(f"{name}.weight", shape, dim, start, stop)
 
     def product(self, parts: Sequence[MatrixPart], bias: Tensor | None = None) -> Product:

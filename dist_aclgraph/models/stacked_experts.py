@@ -44,7 +44,7 @@ def load_stacked_products(
     gate_up_bias = stack("gate_up_proj_bias", (2 * width,), 0, 2 * start, 2 * stop)
     down_bias = stack("down_proj_bias", (hidden,), 0, 0, hidden)
     if stop - start < width and slices.group.rank > 0:
-        down_bias.zero_()  # Only one of the ranks that share an expert adds its bias.
+        down_bias.zero_()  # only one of the ranks that share an expert adds the expert's bias
     return (
         GroupedProduct(slices.place(gate_up), slices.place(_bias(gate_up_bias))),
         GroupedProduct(slices.place(down), slices.place(_bias(down_bias))),
@@ -72,7 +72,7 @@ def load_joined_products(
             f"quantization is w8a8; {prefix} is stored as one tensor for all experts, which cannot "
             "be converted to int8: leave quantization out"
         )
-    last = max(start, min(stop, width))  # The last ranks may have zeros in place of rows.
+    last = max(start, min(stop, width))  # The last ranks can have zeros in place of rows.
 
     def rows(first: int) -> Tensor:
         name, shape = f"{prefix}.gate_up_proj", (count, 2 * width, hidden)

@@ -20,7 +20,7 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run_mode: FULL graphs contain attention; with PIECEWISE graphs, attention runs between the
             pieces.
-        query_len: tokens of each request; 0 accepts any mixture of prefill and decode.
+        query_len: number of tokens of each request; 0 accepts any mixture of prefill and decode.
         buckets: sizes in tokens, ascending.
         refused: sizes that some rank could not capture; no rank tries these sizes again.
         max_buckets: the largest number of captured buckets that every rank could have at the same
@@ -41,8 +41,8 @@ class GraphFamily(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self, bucket: int, max_num_seqs: int) -> BatchDescriptor:
         """Return the descriptor of one bucket.
 
-        A full graph of mixed batches has room for one request more than can run at once; the
-        additional request gets the padding tokens.
+        A full graph of mixed batches holds one request more than the maximum number of running
+        requests; the additional request gets the padding tokens.
         """
         if self.run_mode == "PIECEWISE":
             return BatchDescriptor(bucket, 0, 0, self.run_mode)
@@ -83,8 +83,8 @@ def capture_sizes(largest_batch: int, max_tokens: int, query_len: int = 1) -> tu
     Args:
         largest_batch: tokens of the largest batch that can run.
         max_tokens: maximum number of tokens of a graph.
-        query_len: tokens of each request in a decode step, drafts included (k + 1); sizes are
-            multiples of this number.
+        query_len: number of tokens of each request in a decode step, drafts included (k + 1); sizes
+            are multiples of this number.
     """
     largest = min(largest_batch, max_tokens) // query_len * query_len
     sizes = {-(-size // query_len) * query_len for size in stepped_sizes(largest)}
@@ -136,7 +136,7 @@ def _decode_family(config: Config, sizes: Sequence[int] | None) -> GraphFamily:
     query_len = config.speculative.num_tokens + 1
     largest = config.scheduler.max_num_seqs * query_len
     buckets = sizes or capture_sizes(largest, config.graph.max_tokens, query_len)
-    if config.recovery.exact:  # The size of a graph may change the rounding of results.
+    if config.recovery.exact:  # graphs of different sizes can round differently, so use one size
         buckets = buckets[-1:]
     return GraphFamily(run_mode="FULL", query_len=query_len, buckets=tuple(buckets))
 
@@ -153,8 +153,8 @@ class BufferSizes(NamedTuple):
     """The largest sizes of inputs and outputs of all graphs."""
 
     num_tokens: int
-    num_reqs: int  # rows of block tables
-    num_samples: int  # rows of logits
+    num_reqs: int  # number of rows of block tables
+    num_samples: int  # number of rows of logits
 
 
 def buffer_sizes(graphs: Iterable[BatchDescriptor], max_num_seqs: int) -> BufferSizes:

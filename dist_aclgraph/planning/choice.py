@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dist_aclgraph.planning.buckets import pad_to_bucket
 
-NO_GAIN = 1 - 1e-9  # relative difference that rounding may cause between equal costs
+NO_GAIN = 1 - 1e-9  # relative difference that rounding can cause between equal costs
 FloatArray = npt.NDArray[np.float64]
 
 

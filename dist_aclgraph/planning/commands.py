@@ -48,8 +48,8 @@ class GraphAnswer(msgspec.Struct, frozen=True, tag="graph_answer"):
         plan_hash: hash of the plan that the rank uses.
         cost: cost of a capture.
         free_streams: number of the device's free streams; None if captures do not change it.
-        live_bytes: used bytes of the graph pool.
-        pool_bytes: all bytes of the graph pool.
+        live_bytes: number of used bytes of the graph pool.
+        pool_bytes: number of all bytes of the graph pool.
     """
 
     epoch: int

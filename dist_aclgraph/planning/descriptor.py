@@ -15,8 +15,8 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
 
     Attributes:
         num_tokens: padded number of tokens, the bucket.
-        num_reqs: padded number of requests; 0 for a graph without attention, for which the number
-            does not matter.
+        num_reqs: padded number of requests; 0 for a graph without attention, which any number of
+            requests can replay.
         query_len: uniform query length, 0 if lengths differ.
         mode: mode of the capture.
     """
@@ -31,7 +31,7 @@ class BatchDescriptor(msgspec.Struct, frozen=True, order=True):
         return f"{self.mode.lower()} {kind} {self.num_tokens}"
 
 
-Table = list[BatchDescriptor | None]  # by token count; index 0 is never used
+Table = list[BatchDescriptor | None]  # the index is a number of tokens; index 0 is never used
 
 
 def table_of(graphs: Iterable[BatchDescriptor]) -> Table:

@@ -37,7 +37,7 @@ class GraphDispatcher:
         self.replays: Counter[BatchDescriptor] = Counter()
         self.padding: Counter[BatchDescriptor] = Counter()  # padded tokens
         self.misses: Counter[MissReason] = Counter()
-        self.live_tokens = 0  # tokens of replayed batches, without padding
+        self.live_tokens = 0  # number of tokens of replayed batches, without padding
         self._step = 0
         # Number of steps by live tokens since the last ``take_traffic``.
         self._decode_seen: Counter[int] = Counter()
@@ -149,7 +149,7 @@ class GraphDispatcher:
         }
 
     def _make_tables(self) -> None:
-        """Make one table per kind of graph, in the order in which they are tried.
+        """Make one table per kind of graph, in the order in which the dispatcher tries the kinds.
 
         FULL comes before PIECEWISE, and graphs only for decoding come before other graphs.
         """

@@ -1,4 +1,4 @@
-"""Chooses how a step's tokens are sent to experts on other ranks, and the room of each exchange.
+"""Chooses how a step's tokens are sent to experts on other ranks, and computes capacities.
 
 All inputs of the rule are the same on all ranks, so all ranks make the same choice without
 communication. A rank sends only its slice of its tensor parallel group's tokens.
@@ -22,7 +22,8 @@ from dist_aclgraph.topology import MAY_LOSE_TOKENS, ExchangeKind
 # all_gather. A link of 20 GB/s sends this many bytes in the time of two dozen small operators; the
 # times were not measured on an NPU.
 MIN_SAVED_BYTES = 2 * MIB
-MIN_CAPACITY = 16  # rows per rank; few tokens are spread less evenly than many
+# Minimum number of rows per rank; a few tokens are spread less evenly than many tokens.
+MIN_CAPACITY = 16
 
 
 def expert_capacity(num_rows: int, ep: int, top_k: int, factor: float) -> int:
@@ -57,13 +58,14 @@ class ExchangeRule:
 
     Attributes:
         tp: number of ranks of a tensor parallel group.
-        mc2: MC2 in this deployment, with the numbers of experts; None if every tensor parallel
-            group has all experts.
+        mc2: the properties of MC2 in this deployment; None if every tensor parallel group has all
+            experts.
         setting: the configured exchange.
         capacity_factor: see ``expert_capacity``.
         max_tokens: maximum number of tokens of one batch.
-        may_run_again: whether a step whose tokens found no room may run a second time. False for a
-            model with recurrent state; then no exchange that may lose tokens is chosen.
+        may_run_again: whether a step may run a second time if its exchange had no room for some
+            tokens. False for a model with recurrent state; then no exchange that can lose tokens is
+            chosen.
     """
 
     tp: int
@@ -159,7 +161,8 @@ class ExchangeRule:
         """Return the decisions for all batch sizes, from one token to ``max_tokens``."""
         found: list[Stretch] = []
         for first in range(1, self.max_tokens + 1, self.tp):
-            last = min(self.max_tokens, first + self.tp - 1)  # up to ``last``: equal slices
+            # Batches of ``first`` to ``last`` tokens have equal slices.
+            last = min(self.max_tokens, first + self.tp - 1)
             decision = self.decide(first)
             if found and found[-1].decision.kind == decision.kind:
                 found[-1] = found[-1]._replace(last=last)
@@ -203,7 +206,7 @@ class ExchangeRule:
             )
         if self.mc2 is None or self.setting != "mc2":
             return
-        # Batches larger than MC2's operators accept use another exchange.
+        # A batch that is too large for MC2's operators uses another exchange.
         rows = min(self.mc2.max_rows, -(-self.max_tokens // self.tp))
         obstacle = self.mc2.obstacle(rows)
         if obstacle is not None:

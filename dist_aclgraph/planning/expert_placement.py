@@ -71,7 +71,7 @@ def place_experts(
     Without redundant experts, each rank has neighbouring experts. Otherwise, each additional copy
     is given to the expert with the largest load per copy. Then the slots are given to the ranks:
     slots with large loads first, each slot to the rank with the smallest load. Copies of an expert
-    are on different ranks if there is room.
+    are on different ranks if enough ranks have free slots.
 
     Args:
         redundant: number of additional copies.
@@ -95,11 +95,11 @@ def place_experts(
     counts = _copies(load, redundant)
     order = sorted(range(num_experts), key=lambda expert: (-load[expert] / counts[expert], expert))
     chosen: list[list[int]] = [[] for _ in range(ep)]
-    open_ranks = [(0.0, rank) for rank in range(ep)]  # a heap: load and rank
+    open_ranks = [(0.0, rank) for rank in range(ep)]  # a heap of pairs: load, rank
     for expert in order:
         share, taken = load[expert] / counts[expert], list[tuple[float, int]]()
         for _ in range(counts[expert]):
-            if not open_ranks:  # Fewer ranks have room than the expert has copies.
+            if not open_ranks:  # Fewer ranks have free slots than the expert has copies.
                 open_ranks, taken = sorted(taken), []
             total, rank = heapq.heappop(open_ranks)
             chosen[rank].append(expert)

@@ -33,7 +33,7 @@ class LazyGraphs:
     Args:
         families: kinds and sizes that may be captured lazily.
         capacity: maximum number of lazy graphs at the same time.
-        min_tokens: a graph is captured after it could have saved this number of tokens.
+        min_tokens: number of tokens; a graph is captured after it could have saved this number.
         retry_steps: number of steps for which a failed shape is not tried again.
     """
 
@@ -54,8 +54,10 @@ class LazyGraphs:
         self._min_tokens = min_tokens
         self._retry_steps = retry_steps
         self._used: dict[BatchDescriptor, None] = {}  # least recently used first
-        self._wasted: Counter[BatchDescriptor] = Counter()  # tokens that each shape would save
-        self._failed: dict[BatchDescriptor, int] = {}  # step of each shape's last failure
+        # Number of tokens that each shape would save.
+        self._wasted: Counter[BatchDescriptor] = Counter()
+        # Number of the step in which each shape failed last.
+        self._failed: dict[BatchDescriptor, int] = {}
         self._evicted: Counter[BatchDescriptor] = Counter()
         self.has_change = False  # whether ``next_change`` would return a change
 
@@ -113,17 +115,17 @@ class LazyGraphs:
         return self._wasted[shape] >= self._min_tokens << min(self._evicted[shape], MAX_DOUBLINGS)
 
     def enter(self, graph: BatchDescriptor) -> None:
-        """Note that every rank has captured the graph."""
+        """Record that every rank has captured the graph."""
         self._used[graph] = None
 
     def leave(self, graph: BatchDescriptor) -> None:
-        """Note that the graph was released, or that the plan contains it now."""
+        """Record that the graph was released, or that the plan contains it now."""
         self._used.pop(graph, None)
         self._wasted.pop(graph, None)
         self.has_change = any(map(self._pays, self._wasted))
 
     def fail(self, graph: BatchDescriptor, step: int) -> None:
-        """Note that the graph could not be captured."""
+        """Record that the graph could not be captured."""
         self._failed[graph] = step
 
     def _shape_of(self, num_tokens: int, query_len: int) -> BatchDescriptor | None:

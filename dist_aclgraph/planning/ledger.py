@@ -19,8 +19,8 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
     term: str
     unit: str  # "streams" or "bytes"
     predicted: int | None  # None if the budget model does not predict the item
-    measured: int | None = None  # set by the rank that captures
-    parts: dict[str, int] = {}  # the prediction by owner of the streams, if known
+    measured: int | None = None  # the rank that captures sets it
+    parts: dict[str, int] = {}  # the prediction, divided by owner of the streams, if known
 
     @property
     def is_off(self) -> bool:
@@ -30,10 +30,10 @@ class LedgerEntry(msgspec.Struct, kw_only=True):
         return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
 
     def describe(self) -> str:
-        """Return prediction and measurement in words, and the part closest to the difference.
+        """Return prediction and measurement in words, and the part of the price nearest to the gap.
 
-        The part is only a guess at the cause: devices report how many streams are free, but not
-        the owners of used streams.
+        The gap is the difference of the two numbers. The part is only a guess at the cause: devices
+        report how many streams are free, but not the owners of used streams.
         """
         text = f"{self.term} took {self.measured} {self.unit}, predicted {self.predicted}"
         if not self.parts or self.measured is None or self.predicted is None:

@@ -16,7 +16,7 @@ from dist_aclgraph.planning.chip import Chip
 
 MIB = 1 << 20
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
-MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # limits on an A2 with CANN 8
+MAX_EXPERTS_CANN_8, MAX_ROWS_CANN_8 = 512, 256  # limits of experts and of rows on an A2 with CANN 8
 
 
 class Mc2Batch(NamedTuple):
@@ -61,13 +61,13 @@ def _aligned(size: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class Mc2Operators:
-    """MC2 on one generation of NPUs, with one algorithm.
+    """The properties of MC2 on one generation of NPUs, with one algorithm.
 
     Attributes:
         comm_alg: name of the algorithm as the operators' argument.
         max_rows: maximum number of tokens of one rank.
         hidden_sizes: supported hidden sizes.
-        buffer_bytes: returns the necessary bytes of HCCL's buffer.
+        buffer_bytes: function that returns the necessary bytes of HCCL's buffer.
         pays_from_ep: smallest number of ranks for which other projects use MC2.
         pays_to_local: largest number of experts of a rank for which other projects use MC2.
         takes_scales: whether the weights of experts are sent with the tokens in both directions.
@@ -132,7 +132,7 @@ MC2_OPERATORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Mc2:
-    """MC2 in one deployment. Every attribute is the same on all ranks.
+    """The properties of MC2 in one deployment. Every attribute is the same on all ranks.
 
     Attributes:
         num_experts: number of experts on all ranks together, copies included.

@@ -36,7 +36,7 @@ from dist_aclgraph.shapes.weight_sizes import weight_parts
 from dist_aclgraph.topology import ParallelLayout
 
 MIB, GIB = 1 << 20, 1 << 30
-BUFFERS_OF_A_DOMAIN = 2  # one input buffer and one output buffer
+BUFFERS_OF_A_DOMAIN = 2  # number of buffers: one for input and one for output
 INT32_BYTES = 4
 LARGE = 4  # An error message names each part that needs a quarter of the device or more.
 WEIGHTS = "weights"
@@ -161,7 +161,7 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are left for graphs and KV blocks."""
+        """Bytes for graphs and KV blocks, after all other parts are subtracted."""
         return max(0, self.device_bytes - self.taken_bytes - self.eager_bytes)
 
     def check_fits(self, config: Config, whose: str = "each NPU") -> None:
@@ -189,7 +189,8 @@ class RankMemory:
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
     """Return how to make a part smaller, as the end of an error message."""
     limits = config.scheduler
-    own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)  # buffer size of MC2's only domain
+    # MC2 has only one domain, so this is its buffer size.
+    own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)
     remedies = {
         EAGER_STEPS: f"lower scheduler.max_num_batched_tokens ({limits.max_num_batched_tokens})",
         HCCL_BUFFERS: f"set device.hccl_buffer_mb below {config.device.hccl_buffer_mb}",
@@ -201,7 +202,7 @@ def _how_to_shrink(part: MemoryPart, config: Config) -> str:
 
 
 def _hccl_buffers(config: Config, mc2_buffer_mb: int | None) -> tuple[MemoryPart, ...]:
-    """Return the parts for a rank's communication domains; ranks have equally many domains."""
+    """Return the parts for a rank's communication domains; other ranks have as many domains."""
     domains = ParallelLayout.from_config(config.parallel).domains_of(0)
     if not domains:
         return ()
@@ -236,7 +237,7 @@ class EagerStep(NamedTuple):
 
 
 def largest_eager_step(config: Config) -> EagerStep:
-    """Return the largest share of a rank: all tokens of short requests, and chunks of long ones."""
+    """Return the largest step: all tokens of short requests, and chunks of long requests."""
     limits, pcp = config.scheduler, config.parallel.pcp
     direct = min(limits.max_num_batched_tokens, limits.max_num_seqs * MAX_WHOLE_QUERIES)
     if pcp == 1:

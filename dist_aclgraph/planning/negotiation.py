@@ -155,7 +155,7 @@ def tightest_limits(
 
 
 def _proven_limits(families: Sequence[GraphFamily]) -> Iterator[RankLimit]:
-    """Yield the limits that failed captures have shown; they add to the budget model's limits."""
+    """Yield additional limits that failed captures have shown."""
     for index, family in enumerate(families):
         if family.max_buckets is not None:
             prices = tuple(int(i == index) for i in range(len(families)))
@@ -182,8 +182,8 @@ def step_seconds(
 
 @dataclass(frozen=True)
 class _Menu:
-    """The best sets of buckets of one family, one set for each number of buckets; and the weight of
-    the family's batches.
+    """The best sets of buckets for one family (one set for each number of buckets), and the weight
+    of the family's batches.
     """
 
     choices: Choices

@@ -27,7 +27,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     mode: GraphMode
-    families: tuple[GraphFamily, ...] = ()  # empty if nothing is captured
+    families: tuple[GraphFamily, ...] = ()  # empty if no graph is captured
     max_num_seqs: int = 0  # maximum number of requests that run at once
     budget_model: BudgetModelName
     reasons: tuple[str, ...] = ()  # reasons for the choice of buckets, the oldest first
@@ -73,7 +73,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             GraphError: the graph is not part of the plan.
-            StreamBudgetError: no graph is left.
+            StreamBudgetError: the new plan would have no graph.
         """
         order = self.capture_order
         if failed not in order:
@@ -165,7 +165,7 @@ class Shrink(msgspec.Struct, frozen=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The decision to capture no more graphs. The epoch ends, or serving continues without them."""
+    """The decision to capture no more graphs. Then the epoch ends, or serving continues."""
 
     reason: str
 
@@ -177,7 +177,7 @@ def decide_after_failure(plan: GraphPlan, failure: CaptureFailure) -> CaptureDec
     """Return the decision after a failed capture; it is the same on every rank."""
     failed = failure.graph
     if failure.cause == "timeout":
-        # A silent rank may block its peers inside a collective.
+        # A silent rank can block its peers inside a collective.
         return GiveUp(
             f"rank {failure.rank} did not answer while capturing {failed}"
             + (f": {failure.message}" if failure.message else "")

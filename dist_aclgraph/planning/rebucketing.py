@@ -145,10 +145,9 @@ def transition(
 ) -> tuple[Action, ...]:
     """Return the captures and releases, one graph each, that lead from one plan to the other.
 
-    Captures come before releases, and the largest graph is captured first. Only if there is no room
-    for the next capture, a graph that is not in the new plan is released before this capture. After
-    each action, every limit that both plans obey is still obeyed, and the largest bucket of each
-    family exists.
+    Captures come before releases, and the largest graph is captured first. If there is no room for
+    the next capture, a graph that is not in the new plan is released first. After each action,
+    every limit that both plans obey is still obeyed, and the largest bucket of each family exists.
 
     Args:
         offers: the offers from which ``old`` was chosen, made before any capture.

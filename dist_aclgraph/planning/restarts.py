@@ -19,7 +19,7 @@ class Backoff:
     All times must come from the same monotonic clock.
 
     Args:
-        first_s: the pause after the first failure.
+        first_s: seconds of the pause after the first failure.
     """
 
     def __init__(self, first_s: float = FIRST_PAUSE_S) -> None:
@@ -35,19 +35,19 @@ class Backoff:
         return self.pause_s(now_s) == 0.0
 
     def failed(self, now_s: float) -> None:
-        """Note that an attempt failed; the next attempt must wait."""
+        """Record that an attempt failed; the next attempt must wait."""
         self._next_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def could_not_begin(self, now_s: float) -> None:
-        """Note that an attempt did not begin: it found no place, or another change was running.
+        """Record that an attempt did not begin: resources were missing, or another change ran.
 
-        The next attempt follows soon, even during a pause, because the reason may end at any time.
+        The next attempt follows soon, even during a pause, because the reason can end at any time.
         """
         self._next_s = now_s + self._first_s
 
     def succeeded(self) -> None:
-        """Note that an attempt succeeded; the next failure counts as the first one."""
+        """Record that an attempt succeeded; the next failure counts as the first one."""
         self._pause_s = self._first_s
 
 
@@ -113,10 +113,10 @@ class StartLimit:
         return min(longest_s, usual_s * float(2**self._num_exceeded))
 
     def note(self, took_s: float) -> None:
-        """Note that the processes of a start came up after this time."""
+        """Record how long the processes of a successful start took."""
         self._slowest_s = max(self._slowest_s or 0.0, took_s)
         self._num_exceeded = 0
 
     def exceeded(self) -> None:
-        """Note that the processes of a start did not come up within the limit."""
+        """Record that the processes of a start were not ready within the limit."""
         self._num_exceeded += 1

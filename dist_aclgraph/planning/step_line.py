@@ -30,7 +30,8 @@ class LineFit:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = np.zeros(5)  # weight, tokens, seconds, tokens squared, tokens x seconds
+        # Sums of: weighted sums of: 1, tokens, seconds, tokens squared, tokens x seconds.
+        self._sums = np.zeros(5)
 
     def add(self, num_tokens: int, seconds: float) -> None:
         step = (1, num_tokens, seconds, num_tokens**2, num_tokens * seconds)

@@ -4,14 +4,15 @@ their memory.
 
 from __future__ import annotations
 
-SPARE_POSITIONS = 16  # rotary positions after the longest context, for drafts that are discarded
+# Number of rotary positions after the longest context, for drafts that are discarded.
+SPARE_POSITIONS = 16
 
 
 def table_width(num_tokens: int, block_size: int, num_drafts: int) -> int:
     """Return the width of the block table: blocks for the tokens and for 3 k positions of drafts.
 
     A step verifies k drafts after the last token, and drafting adds k positions. If only the device
-    knows which drafts were accepted, a step may begin up to k positions later than the host knows.
+    knows which drafts were accepted, a step can begin up to k positions later than the host knows.
     """
     return -(-(num_tokens + 3 * num_drafts) // block_size)
 

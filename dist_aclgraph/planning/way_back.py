@@ -4,7 +4,7 @@ RESUME keeps all processes: their devices' work is aborted, their communicators 
 interrupted steps run again. Weights, KV and graphs stay valid. RECOMPUTE is like RESUME, but the KV
 is lost: requests are computed again from their first token. REJOIN keeps the running processes and
 their weights: lost processes are started again in the same places, and all processes join a new
-group; KV and graphs are lost. REBUILD replaces the group by another group, which may run in other
+group; KV and graphs are lost. REBUILD replaces the group by another group, which can run in other
 places. If RESUME, RECOMPUTE or REJOIN fails, REBUILD follows.
 """
 
@@ -25,8 +25,9 @@ SOUND_STEPS = 100
 # The maximum number of consecutive resumptions of a group, for each kind of failure; 0 means that
 # the group never resumes. If a failure follows soon after a resumption, its cause still exists.
 TRIES: dict[DeviceFault, int] = {
-    "stopped": 2,  # The peers of a failed rank report this; that rank's fault sets the limit.
-    "link": 2,  # A link may fail only for a moment.
+    # The peers of a failed rank report this fault, so the fault of the failed rank sets the limit.
+    "stopped": 2,
+    "link": 2,  # A link can fail only for a moment.
     "remote": 1,  # The peers report the cause.
     "retry": 1,
     "suspect": 1,

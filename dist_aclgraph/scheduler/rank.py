@@ -63,13 +63,14 @@ class RankScheduler:
     """Owns the rows and the block pool of one data-parallel rank. ``Scheduler`` gives requests to
     the ranks.
 
-    Calls for one step: ``lack``, ``begin``, ``start`` for each new request, ``build``, and
-    ``advance`` with the step's result. The next step may be built before the result arrives,
-    because only the tokens and the number of accepted drafts are unknown at that time.
+    The caller runs one step with these methods, in this order: ``lack``, ``begin``, ``start`` for
+    each new request, ``build``, and ``advance`` with the step's result. The next step may be built
+    before the result arrives, because only the tokens and the number of accepted drafts are unknown
+    at that time.
 
     Args:
         index: index of this data-parallel rank in the group.
-        rows: this rank's rows, which are empty.
+        rows: this rank's rows, which are empty at first.
         num_drafts: number of drafts that workers make for each sampled request.
         num_prompt_ranks: number of ranks that split prompts.
         exact: whether output that must be computed again runs in decode steps, one token per
@@ -98,20 +99,22 @@ class RankScheduler:
         self._num_prompt_ranks = num_prompt_ranks
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._appended: IntArray = NO_PAIRS  # row, token id: new tokens to send to workers
-        self._steady: RankStep | None = None  # the last step, if the next step may repeat it
+        self._steady: RankStep | None = None  # the last step, if the next step can repeat it
         # The builder of quiet steps. A quiet step decodes the same requests as the previous step,
         # and runs nothing else. A step that is not quiet removes the builder.
         self._quiet_builder: StepBuilder | None = None
-        self._margin = 0  # number of tokens for which steps stay quiet, see ``_measure_margin``
+        # Number of tokens that each request can still get in quiet steps, see ``_measure_margin``.
+        self._margin = 0
         self._flights: deque[Flight] = deque()  # decided steps, oldest first
         # for each stop id, the number of running requests that stop at it
         self._stop_ids: Counter[int] = Counter()
         self._knows_nothing = False  # Whether workers have lost all rows.
-        self._renewed: list[RowStart] = []  # rows that workers must begin again
+        # Rows that workers must get again from their first token.
+        self._renewed: list[RowStart] = []
         # a request that could not start, and the number of free blocks at that time
         self._refused: tuple[Request, int] | None = None
         self.num_preemptions = 0
-        # how often a request's drafts were verified and could be accepted
+        # number of verifications of a request's drafts in which drafts could be accepted
         self.num_verified = 0
         # Element n is the number of verifications that accepted n drafts.
         self._accepted = np.zeros(self._decode_len, np.int64)
@@ -143,7 +146,10 @@ class RankScheduler:
         return None if self._is_quiet else self._missing_blocks()
 
     def must_wait(self, lack: Lack | None) -> bool:
-        """Whether the rank waits for steps in flight, which may free blocks, before it preempts."""
+        """Whether the rank must wait for steps in flight, instead of preempting a request now.
+
+        The steps in flight can free enough blocks.
+        """
         if lack is None or not self._flights:
             return False
         return lack.num_blocks > self.pool.num_free
@@ -278,9 +284,11 @@ class RankScheduler:
         return True
 
     def build(self, builder: StepBuilder) -> tuple[RankStep, RankBatch]:
-        """Return the decided step, which is empty if no request runs, and its message.
+        """Return the decided step and its message; the step is empty if no request runs.
 
-        If all requests decode, the caller must call ``GroupRows.take_off`` for the step.
+
+        If all requests of the step decode, the caller must call ``GroupRows.take_off`` for the
+        step.
         """
         is_quiet = self._is_quiet and builder.is_steady
         if not builder.is_steady:
@@ -384,7 +392,7 @@ class RankScheduler:
     def has_room_for_padding(self, step: RankStep, graph: BatchDescriptor) -> bool:
         """Whether the cache has enough blocks for a full graph's padding.
 
-        All padding is in the dummy block, but attention may count padding like other blocks
+        All padding is in the dummy block, but attention can count padding like other blocks
         (``counts_shared`` of ``BlockPool``).
         """
         pool = self.pool
@@ -450,7 +458,7 @@ class RankScheduler:
         return victims
 
     def _take_back(self, places: Places) -> None:
-        """Undo the steps in flight for some requests; workers begin their rows again."""
+        """Undo the steps in flight for some requests; workers get their rows again."""
         for flight in self._flights:
             at = flight.places
             is_taken = np.isin(at, places)
@@ -517,7 +525,7 @@ class RankScheduler:
     def only_decodes(self, new: NewTokens) -> bool:
         """Whether every request was in the oldest step and gets one token that is not a stop token.
 
-        A request may still end at its maximum length.
+        A request can still end at its maximum length.
         """
         flight = self._flights[0]
         return (
@@ -584,7 +592,7 @@ class RankScheduler:
         """End the finished requests at their last token.
 
         Args:
-            sampled: [num_samples], requests of the tokens in ``new``.
+            sampled: [num_samples], index of each sampled request; ``new`` has their tokens.
             is_quiet: whether no request can reach its maximum length.
 
         Returns:
@@ -625,13 +633,13 @@ class RankScheduler:
     def abort(self, request: Request) -> None:
         """Remove a running request, and drop its results of steps in flight.
 
-        These steps may still write the request's blocks; they end before a later step uses the
+        These steps can still write the request's blocks; they end before a later step uses the
         blocks for other requests.
         """
         self._release([request])
 
     def _preempt(self, requests: Sequence[Request]) -> list[Request]:
-        """Release requests that wait again; return them."""
+        """Release the rows and blocks of requests; return the requests, which wait again."""
         if requests:
             self._release(requests)
         self.num_preemptions += len(requests)

@@ -28,7 +28,7 @@ class StepShape(NamedTuple):
     """The numbers that decide which graph a step can replay, and how the step is padded.
 
     Attributes:
-        num_tokens: number of tokens of the prefill rank with the largest share.
+        num_tokens: number of tokens that the prefill rank with the most tokens runs.
         num_reqs: number of requests.
         query_len: query length of every request; 0 if the query lengths differ.
         num_samples: number of requests that get tokens.
@@ -66,7 +66,7 @@ class NewTokens(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each sampled request gets one token, and no other result such as an embedding."""
+        """Whether the step gives every sampled request one token, and no other result."""
         return (
             self.counts is None
             and not len(self.non_finite)
@@ -123,7 +123,7 @@ class StepBuilder:
         decoding: [num_decoding], indices of the requests that decode; each runs ``decode_len``
             tokens.
         budget: number of tokens that may still be added to the step.
-        max_chunk: largest number of tokens of one prompt while other requests want to run.
+        max_chunk: maximum number of tokens of one prompt while other requests want to run.
         is_open: whether waiting requests may be started.
         unserved: indices of running requests that have not sampled a token, in order of service.
         num_prompt_ranks: number of ranks that split prompts.
@@ -145,13 +145,14 @@ class StepBuilder:
     kind: StepKind = "mixed"
     block_size: int = 1
     checkpoints: Checkpoints | None = None
-    blocks: list[int] = field(default_factory=list)  # flat: row, index in the table, block id
+    # Groups of three numbers: row, index in the table, block id.
+    blocks: list[int] = field(default_factory=list)
     started: list[RowStart] = field(default_factory=list)
-    restored: list[int] = field(default_factory=list)  # flat: row, checkpoint
+    restored: list[int] = field(default_factory=list)  # pairs: row, checkpoint
     chunks: list[Chunk] = field(default_factory=list)
 
     def add_chunk(self, index: int) -> None:
-        """Add a request's next tokens to the step, up to the request's share."""
+        """Add a request's next tokens to the step, at most ``max_chunk`` tokens."""
         rows, computed = self.rows, int(self.rows.computed[index])
         end = max(int(rows.prompt_end[index]), computed + 1)
         kept = end
@@ -188,7 +189,9 @@ class StepBuilder:
 
     def build(self) -> RankStep:
         """Return the step. The prompts that are served first get the unused part of the budget."""
-        if self.kind == "decode":  # A graph samples the first requests of its batch.
+        # In decode steps, sampled requests come first, because a graph samples the first requests
+        # of its batch.
+        if self.kind == "decode":
             self.chunks.sort(key=lambda chunk: not chunk.samples)
         for chunk in self.chunks:
             more = min(chunk.end - chunk.stop, self.budget)
@@ -385,7 +388,7 @@ class Flight:
 
 
 def largest_of(steps: Sequence[RankStep]) -> StepShape:
-    """Return the maximum of each number over all steps; it may be larger than the largest step.
+    """Return the maximum of each number over all steps; perhaps no single step has this shape.
 
     The query length is 0 if the steps have different query lengths.
     """

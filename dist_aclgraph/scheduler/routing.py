@@ -43,7 +43,7 @@ def choose_group(waiting: Sequence[int], cached: Sequence[int], first: int = 0) 
 
 
 def block_hashes(prompt: bytes, cache_salt: str, tokens_per_block: int) -> list[BlockHash]:
-    """Return the hashes of the full blocks of a prompt that a prefix cache may supply.
+    """Return the hashes of the full blocks of a prompt that a prefix cache can supply.
 
     As in the scheduler, the last token is never cached, because its logits are needed.
 
@@ -80,7 +80,7 @@ class PrefixMemory:
         return len(hashes)
 
     def note(self, hashes: Sequence[BlockHash]) -> None:
-        """Note blocks that the group is about to compute or to reuse."""
+        """Record blocks that the group is about to compute or to reuse."""
         # Later blocks are dropped first, because a prefix without its beginning cannot be found.
         for block_hash in reversed(hashes):
             self._known[block_hash] = None
@@ -112,8 +112,9 @@ class RoutedCounts:
 
     Attributes:
         routed_requests: number of requests.
-        routed_prompt_tokens: prompt tokens of these requests.
-        routed_cached_tokens: prompt tokens that the router assumed to be in the group's cache.
+        routed_prompt_tokens: number of prompt tokens of these requests.
+        routed_cached_tokens: number of prompt tokens that the router assumed to be in the group's
+            cache.
     """
 
     routed_requests: int = 0
@@ -136,7 +137,7 @@ class RequestRouter:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def add(self, group: str, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add a group, or change the size of a known group's cache. Groups may differ in size."""
+        """Add a group, or change the size of a known group's cache. Groups can differ in size."""
         known = self._groups.get(group)
         if known is None:
             self._groups[group] = _Group(PrefixMemory(cache_blocks), tokens_per_block)
@@ -196,14 +197,14 @@ class RequestRouter:
         return name
 
     def begun(self, request_id: str) -> None:
-        """Note that a request has its first token, which means that its prompt is computed."""
+        """Record that a request has its first token, which means that its prompt is computed."""
         request = self._open.get(request_id)
         if request is not None and request.uncomputed:
             self._groups[request.group].own_tokens -= request.uncomputed
             request.uncomputed = 0
 
     def ended(self, request_id: str) -> None:
-        """Note the end of a request, for any reason; unknown requests are ignored."""
+        """Record the end of a request, for any reason; unknown requests are ignored."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._groups[request.group].own_tokens -= request.uncomputed + REQUEST_TOKENS

@@ -19,18 +19,18 @@ Indices = Places | slice
 EVERY = slice(None)
 
 NUM_COLUMNS = 15
-# Columns that change together are neighbours, so that one operation changes all of them. When a
-# step is decided, ``computed`` to ``slack`` change. When the tokens of the step arrive, ``flying``
-# to ``num_recent`` change.
+# Columns that change at the same time are next to each other, so that one operation changes all of
+# them. When a step is decided, ``computed`` to ``slack`` change. When the tokens of the step
+# arrive, ``flying`` to ``num_recent`` change.
 TAKING_OFF, LANDING = slice(2, 6), slice(4, 8)
 
 
 class StepChanges(NamedTuple):
-    """The changes of the columns by a step in which a request decodes.
+    """The numbers that a step adds to the columns of a request that decodes.
 
     Attributes:
-        taken_off: [4, 1], changes of the columns ``TAKING_OFF``, when the step is decided.
-        landed: [4, 1], changes of the columns ``LANDING``, when the request gets one token.
+        taken_off: [4, 1], added to the columns ``TAKING_OFF`` when the step is decided.
+        landed: [4, 1], added to the columns ``LANDING`` when the request gets one token.
     """
 
     taken_off: IntArray
@@ -59,7 +59,8 @@ class Columns:
         slack: number of drafts in steps in flight; all these drafts may be accepted.
         received: number of tokens in ``known`` that the host has.
         num_recent: number of tokens that ``settle`` will add to ``Request.tokens``.
-        started: number of tokens at the start of the row; later tokens were sampled in this row.
+        started: number of tokens that the request had when its row began; later tokens were sampled
+            in this row.
         prompt_end: tokens before this position are computed in chunks. Existing tokens after this
             position are computed one per step, as when they were sampled.
         limit: maximum length of prompt and output together.
@@ -156,7 +157,7 @@ class RunningRows(Columns):
         return int(self._index_of_row[request.row])
 
     def select(self, indices: Indices) -> list[Request]:
-        """Return the requests at indices."""
+        """Return the requests at these indices."""
         if isinstance(indices, slice):
             return self.requests[indices]
         return list(map(self.requests.__getitem__, indices.tolist()))
@@ -173,7 +174,7 @@ class RunningRows(Columns):
         keep = np.ones(len(self.requests), bool)
         keep[indices] = False
         self._columns[:, :num_kept] = self._columns[:, : len(self.requests)][:, keep]
-        self.held[num_kept : len(self.requests)] = 0  # These columns have no request now.
+        self.held[num_kept : len(self.requests)] = 0  # no request has these columns now
         self.requests = list(compress(self.requests, keep))
         self._update_names()
         self._index_of_row[self.row] = np.arange(num_kept)

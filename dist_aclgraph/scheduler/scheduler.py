@@ -121,9 +121,11 @@ class Scheduler:
         self._is_void = False  # whether the step in flight is void and must run again
         self.num_reruns = 0
         self.num_non_finite = 0  # requests that ended because their logits were NaN or infinite
-        self.num_admitted_tokens = 0  # tokens of admitted requests
-        self.num_cached_tokens = 0  # tokens of admitted requests found in the prefix cache
-        self.expert_tokens: dict[int, int] = {}  # by rank, number of tokens its experts computed
+        self.num_admitted_tokens = 0  # number of tokens of admitted requests
+        # Number of tokens of admitted requests that were found in the prefix cache.
+        self.num_cached_tokens = 0
+        # The keys are ranks; the values are numbers of tokens that their experts computed.
+        self.expert_tokens: dict[int, int] = {}
 
     @property
     def running(self) -> list[Request]:
@@ -207,7 +209,7 @@ class Scheduler:
             return again
         assert len(self._in_flight) < MAX_IN_FLIGHT, "update() comes first"
         if self._in_flight and self._in_flight[-1].plan.exchange in MAY_LOSE_TOKENS:
-            return None  # The step in flight may have to run again.
+            return None  # this step may have to run again first
         lacks = [rank.lack() for rank in self.ranks]
         if any(lack and rank.must_wait(lack) for rank, lack in zip(self.ranks, lacks, strict=True)):
             return None
@@ -251,12 +253,12 @@ class Scheduler:
     def update(self, results: Sequence[StepResult]) -> StepOutputs:
         """Apply the results of all ranks for the oldest step in flight; return the outputs.
 
-        Results of another epoch or step are ignored. If a token found no room in the exchange
-        between experts, the step is void, and ``schedule()`` issues it again. If the logits of a
-        request are NaN or infinite, its blocks may be the cause: the request waits again, and is
-        computed once more from its first token, in clean blocks that it does not share. If its
-        logits are NaN or infinite again, the request ends. If a rank had not compiled a request's
-        grammar, the request gets no token, and waits until all ranks have compiled it.
+        Results of another epoch or step are ignored. If the exchange between experts had no room
+        for a token, the results of the step are void, and ``schedule()`` issues the step again. If
+        the logits of a request are NaN or infinite, its blocks may be the cause: the request waits
+        again, and is computed once more from its first token, in clean blocks that it does not
+        share. If its logits are NaN or infinite again, the request ends. If a rank had not compiled
+        a request's grammar, the request gets no token, and waits until all ranks have compiled it.
 
         Raises:
             WorkerError: the step failed on a rank, or a result does not have the expected tokens.
@@ -426,7 +428,7 @@ class Scheduler:
     # ---- void steps
 
     def _is_void_after(self, plan: StepPlan, results: dict[int, StepResult]) -> bool:
-        """Store the token counts of experts; return whether a token found no room."""
+        """Store the token counts of experts; return whether an exchange had no room for a token."""
         for result in results.values():
             self.expert_tokens[result.rank] = result.expert_tokens
             if result.num_unplaced and plan.exchange not in MAY_LOSE_TOKENS:

@@ -30,19 +30,20 @@ def activation_bytes(
     dcp: int = 1,
     num_direct: int = 0,
 ) -> int:
-    """Return the bytes of a forward pass on one rank at one time, without the keys of long queries.
+    """Return the bytes of one forward pass on one rank, without the keys of long queries.
 
     Layers run one after another, and a layer reuses the memory of the previous layer. So only the
     largest layer is counted.
 
     Args:
         ep: 1 if every tensor parallel group has all experts.
-        num_tokens: tokens of the rank's batch, padding included; equal on all ranks.
+        num_tokens: number of tokens of the rank's batch, padding included; equal on all ranks.
         num_samples: number of these tokens whose logits are computed.
         num_direct: number of these tokens for which each shard computes attention on its own rank.
     """
     hidden = spec.hidden_size
-    stream = 4 * hidden  # residual stream, before and after attention, after the feed-forward part
+    # The residual stream, before attention, after attention, and after the feed-forward part.
+    stream = 4 * hidden
     attention = _latent(spec, spec.latent, tp) if spec.latent else _grouped(spec, tp)
     if spec.linear is not None:
         attention = max(attention, _linear(spec.linear, tp))
@@ -52,7 +53,7 @@ def activation_bytes(
     if spec.experts is not None:
         feed_forward = max(feed_forward, _experts(hidden, spec.experts, tp, ep))
     part = -(-spec.vocab_size // tp)
-    logits = part + 2 * tp * part  # the rank's part; the parts of all ranks, twice
+    logits = part + 2 * tp * part  # logits of this rank, and twice the logits of all ranks
     elements = num_tokens * (stream + attention + feed_forward) + num_samples * logits
     merged = 0 if dcp == 1 else _merged_bytes(spec, tp, pcp, dcp, element_bytes)
     return elements * element_bytes + num_direct * merged
@@ -74,7 +75,7 @@ def prompt_bytes(
 
     Args:
         kept: cached elements per token and layer on one rank.
-        num_tokens: tokens of the rank's batch.
+        num_tokens: number of tokens of the rank's batch.
         chunk_tokens: number of tokens whose keys are read at once.
     """
     value_dim, made = spec.head_dim, 0
@@ -104,7 +105,7 @@ def _merged_bytes(spec: ModelSpec, tp: int, pcp: int, dcp: int, element_bytes: i
     """Return the bytes of one token that attends to each shard on the shard's rank: queries of all
     heads of the DCP group, and the shards' results in float32.
     """
-    heads, groups = spec.num_heads // tp, dcp // pcp  # groups of heads; PCP ranks have copies
+    heads, groups = spec.num_heads // tp, dcp // pcp  # PCP ranks have copies of the same heads
     rotated = spec.latent.rope_dim if spec.latent else 0
     found = spec.latent.kv_rank if spec.latent else spec.head_dim
     # Queries in four forms: of the rank, of all ranks, in order, and in two parts. Then the results
@@ -122,7 +123,7 @@ def _grouped(spec: ModelSpec, tp: int) -> int:
     # of attention.
     heads = 2 * (q + 2 * kv) + q
     if spec.qk_norm_spans_heads and tp > 1:
-        heads += FLOAT32_ELEMENTS * (q + kv)  # rescaled in float32
+        heads += FLOAT32_ELEMENTS * (q + kv)  # the same values, rescaled in float32
     if spec.has_output_gate:
         heads += 3 * q  # gates, their sigmoids, and the multiplied output
     return spec.head_dim * heads
@@ -142,7 +143,7 @@ def _linear(linear: LinearSpec, tp: int) -> int:
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, tp: int) -> int:
-    head = 2 * (latent.plain_dim + latent.rope_dim)  # as projected, and in two parts
+    head = 2 * (latent.plain_dim + latent.rope_dim)  # queries as projected, and in two parts
     head += 2 * latent.kv_rank  # absorbed queries, and the output of their attention
     head += 2 * latent.plain_dim + 2 * latent.value_dim  # keys and values of the plain form; output
     down = 2 * (latent.kv_rank + latent.rope_dim) + 2 * (latent.q_rank or 0)

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from dist_aclgraph.errors import ConfigError
 
-MAX_LATENT_HEADS = 128  # heads of a rank; latent attention's operator needs a power of two
-MAX_LINEAR_VALUE_HEADS = 64  # value heads of one rank: limit of npu_chunk_gated_delta_rule
-MAX_SHARDS = 16  # npu_attention_update merges the results of at most this number of shards
+# Maximum number of heads of a rank; latent attention's operator needs a power of two.
+MAX_LATENT_HEADS = 128
+# Maximum number of value heads of a rank, in npu_chunk_gated_delta_rule.
+MAX_LINEAR_VALUE_HEADS = 64
+MAX_SHARDS = 16  # maximum number of shards whose results npu_attention_update merges
 
 
 def heads_per_rank(num_heads: int, tp: int, *, is_latent: bool) -> int:
@@ -47,7 +49,7 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int) -> int:
 
 
 def linear_heads_per_rank(num_key_heads: int, num_value_heads: int, tp: int) -> tuple[int, int]:
-    """Return the numbers of key heads and value heads of linear attention on each of ``tp`` ranks.
+    """Return how many key heads and value heads of linear attention each of ``tp`` ranks has.
 
     Raises:
         ConfigError: the key heads cannot be divided evenly, or a rank would have too many value
@@ -89,8 +91,8 @@ def check_shards(
     if num_shards == 1:
         return
     copies = tp if is_latent else max(1, tp // num_kv_heads)
-    # Keys: legal sizes. Values: number of ranks with different heads; each of these ranks computes
-    # attention for the queries of all these ranks.
+    # The keys are the allowed numbers of shards. The values are the numbers of ranks with different
+    # heads; each of these ranks computes attention for the queries of all these ranks.
     legal = {num_prompt_ranks * n: n for n in range(1, copies + 1) if copies % n == 0}
     if num_shards not in legal:
         count = copies * num_prompt_ranks

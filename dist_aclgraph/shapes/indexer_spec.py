@@ -12,8 +12,9 @@ from dist_aclgraph.errors import ModelError
 from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
 MAX_INDEX_HEADS, INDEX_DIM = 64, 128  # limits of npu_lightning_indexer
-MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024  # limits of the same operator
-INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # if config.json has no value
+# Further limits of npu_lightning_indexer.
+MAX_TOP_K, MAX_LONG_TOP_K, LONG_TOP_K_STEP = 2048, 8192, 1024
+INTERLEAVES = ("GlmMoeDsaForCausalLM",)  # architectures that interleave if config.json has no value
 KINDS = {"F": "full", "S": "shared"}  # letters of index_topk_pattern
 
 
@@ -22,8 +23,8 @@ class IndexerSpec:
     """The indexer of sparse attention.
 
     Attributes:
-        num_heads: heads of an index query; all of them use one index key.
-        head_dim: elements of an index key.
+        num_heads: number of heads of an index query; all of them use one index key.
+        head_dim: number of elements of an index key.
         top_k: number of keys that a query attends to, if it sees more keys.
         interleaves: whether the checkpoint rotates neighbouring elements of index heads; else it
             rotates elements that are half of the rotated part apart.

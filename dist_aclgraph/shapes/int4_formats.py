@@ -20,7 +20,8 @@ DESCRIPTION = "quant_model_description.json"  # from ModelSlim: types of all ten
 # With int8 rows, the operators accept only groups of this size (document aclnnGroupedMatmulV5).
 INT8_GROUP = 256
 SMALLEST_GROUP = 32  # npu_weight_quant_batchmatmul accepts groups of 32, 64, 96, ... inputs
-EXPERT_INPUTS = 64  # with int8 rows, npu_grouped_matmul needs a multiple of this number of inputs
+# With int8 rows, the number of inputs for npu_grouped_matmul is a multiple of this number.
+EXPERT_INPUTS = 64
 W4A16, W4A8 = "W4A16", "W4A8_DYNAMIC"  # ModelSlim's names of the types
 EXPRESSION = "re:"  # beginning of a pattern of compressed-tensors that is a regular expression
 REPETITION, REPEATED_GROUP, MAX_REPETITIONS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]"), 5
@@ -32,7 +33,8 @@ class Int4Format:
     """How a matrix of four-bit values is multiplied.
 
     Attributes:
-        quantises_rows: whether input rows are quantised to int8; else values become floats.
+        quantises_rows: whether input rows are quantised to int8; else the values of weights are
+            converted to floats.
         group: number of consecutive inputs with a common scale for each output; None means one
             scale for all inputs.
     """
@@ -47,9 +49,9 @@ class Int4Format:
     def bytes_each(self, *, has_experts: bool) -> float:
         """Return the bytes of one element, with its share of the scales.
 
-        Scales for all inputs of an output are not counted. Products with int8 rows have a scale of
-        eight bytes for every 256 inputs; products of experts have such scales only if the
-        checkpoint has groups.
+        If an output has one scale for all its inputs, this scale is not counted. Products with int8
+        rows have a scale of eight bytes for every 256 inputs; products of experts have such scales
+        only if the checkpoint has groups.
         """
         if not self.quantises_rows:
             return 0.5 + (SCALE_BYTES / self.group if self.group else 0)
@@ -173,7 +175,7 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
     Raises:
         ModelError: the expression is invalid.
-        UnsupportedModelError: the expression may need years for a name, because it has a repeated
+        UnsupportedModelError: the expression can need years for a name, because it has a repeated
             group or many repetitions.
     """
     expression = pattern.removeprefix(EXPRESSION)
@@ -192,8 +194,8 @@ def _compiled(config: ModelConfig, key: str, pattern: str) -> re.Pattern[str]:
 
 
 def group_of(description: Mapping[str, Any]) -> int | None:
-    """Return the group size that a description of ModelSlim or of weights has; None without
-    groups.
+    """Return the number of inputs with a common scale, from a description of ModelSlim or of
+    weights; None without groups.
     """
     size = description.get("group_size")
     return size if isinstance(size, int) and size > 0 else None

@@ -10,7 +10,7 @@ from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, SMALLES
 from dist_aclgraph.shapes.matrices import ATTENTION, DENSE, EXPERTS, SHARED
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
-WORD = 8  # values in an int32, for consecutive outputs
+WORD = 8  # number of values in an int32, for consecutive outputs
 
 
 def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:

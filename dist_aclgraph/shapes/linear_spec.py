@@ -11,10 +11,10 @@ from dist_aclgraph.errors import ConfigError, ModelError
 from dist_aclgraph.shapes.heads import linear_heads_per_rank
 from dist_aclgraph.shapes.model_config import MAX_HEADS, MAX_LAYERS, ModelConfig
 
-HEAD_DIM = 128  # width of keys and values, required by npu_chunk_gated_delta_rule
+HEAD_DIM = 128  # width of keys and of values, which npu_chunk_gated_delta_rule requires
 MAX_CONV_WIDTH = 16
-MAX_DIRECT_TOKENS = 8  # tokens of one request; limit of npu_recurrent_gated_delta_rule
-DEFAULT_INTERVAL = 4  # every fourth layer has full attention
+MAX_DIRECT_TOKENS = 8  # maximum number of tokens of one request, in npu_recurrent_gated_delta_rule
+DEFAULT_INTERVAL = 4  # layers from one layer with full attention to the next
 # Bytes of an element of the matrix in a state. CANN's operators keep the matrix in bfloat16; plain
 # operators keep it in float32.
 MATRIX_BYTES = {"bfloat16": 2, "float16": 4, "float32": 4}
@@ -26,7 +26,8 @@ class LinearSpec:
 
     Attributes:
         layers: layers with linear attention; the other layers attend to all keys.
-        num_key_heads, num_value_heads: the same number of value heads shares each key head.
+        num_key_heads, num_value_heads: numbers of heads; equally many value heads use each key
+            head.
         key_dim, value_dim: width of a key or query head, and of a value head.
         conv_width: number of tokens, the token itself included, that the convolution mixes.
         has_grouped_weights: true: a matrix stores the queries, keys, values and gates key head by

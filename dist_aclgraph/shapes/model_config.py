@@ -25,19 +25,20 @@ DEFAULT_CONTEXT = 2048
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16
 MAX_EXPERTS = 1 << 16
-MAX_SIZE = 1 << 24  # limit of a vocabulary and of any width
+MAX_SIZE = 1 << 24  # limit of the vocabulary size, and of any width
 MAX_CONTEXT = 1 << 30
 MAX_EOS_IDS = 1024
 EOS = "eos_token_id"
-# names of the number of next-token modules, by the family that uses it
+# the keys for the number of next-token modules; each family uses one of them
 DRAFT_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-# objects with the rotary embedding, and values that config.json has in them or beside them
+# names of the objects that describe the rotary embedding, and of the values that config.json has in
+# these objects or beside them
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 ROPE_VALUES = ("rope_theta", "partial_rotary_factor")
 ROPE_ORIGINAL = "original_max_position_embeddings"
 # families whose published checkpoints have one next-token module, but no such key in config.json
 HAS_DRAFTS = ("Qwen3NextForCausalLM",)
-# families that use other names for usual keys, and the usual names
+# for each family that names usual keys differently: its names, and the usual names
 KEY_NAMES = {
     "KimiLinearForCausalLM": {
         "model_max_length": "max_position_embeddings",
@@ -57,7 +58,7 @@ class ModelConfig:
 
     Attributes:
         path: path of the file, for error messages.
-        raw: the object, with the usual names of keys. In a model with several parts, keys of the
+        raw: the object; its keys have the usual names. In a model with several parts, keys of the
             text part replace keys at the top level.
         generation: the object of generation_config.json; empty without this file.
     """
@@ -186,9 +187,9 @@ class ModelConfig:
 
     @property
     def rope(self) -> ModelConfig:
-        """The object of the rotary embedding. As in transformers, the older ``rope_scaling`` takes
-        precedence over ``rope_parameters``, because users add it to files that were published long
-        ago.
+        """The part of config.json that describes the rotary embedding. As in transformers, the
+        older ``rope_scaling`` takes precedence over ``rope_parameters``, because users add it to
+        files that were published long ago.
         """
         return self.part("rope_scaling") or self.part("rope_parameters") or self.empty_part()
 
@@ -266,8 +267,9 @@ def _listed(value: Any) -> list[Any]:
 def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object of config.json with its overrides.
 
-    The place of an override of the rotary embedding may rank below the place of the value in the
-    file. So these values are at the highest place of the result, in ``rope_scaling``.
+    An override of the rotary embedding can belong to an object with lower precedence than the
+    object that has the value in the file. So the result has these values in ``rope_scaling``, which
+    has the highest precedence.
     """
     shape = {**raw, **overrides}
     values = {key: overrides[key] for key in ROPE_VALUES if key in overrides}
@@ -275,7 +277,7 @@ def _overridden(path: Path, raw: Mapping[str, Any], overrides: Mapping[str, Any]
     if not values and not has_object:
         return shape
     found, given = (ModelConfig(path, each, {}).rope.raw for each in (raw, overrides))
-    if has_object:  # other values of the file belong to the scaling that the override replaces
+    if has_object:  # other values of the file describe the scaling that the override replaces
         found = {key: found[key] for key in ROPE_VALUES if key in found}
     shape["rope_scaling"] = {**found, **values, **given}
     shape.pop("rope_parameters", None)
@@ -293,5 +295,5 @@ def _is_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that is too large for a float
+    except OverflowError:  # the integer is too large for a float
         return False

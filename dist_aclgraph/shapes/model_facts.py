@@ -73,16 +73,16 @@ class ModelFacts:
     Attributes:
         context_len: length of the longest request that the model can have.
         usual_len: default of ``max_model_len``; None means ``context_len``.
-        num_draft_layers: next-token modules, which propose drafts.
-        latent_size: elements that latent attention caches per token and layer; 0 without latent
-            attention.
+        num_draft_layers: number of next-token modules, which propose drafts.
+        latent_size: number of elements that latent attention caches per token and layer; 0 without
+            latent attention.
         linear: layers of linear attention; None if all layers keep keys.
         indexer: the indexer of sparse attention; None if queries attend to all keys that they see.
         weight_bytes: size of the model's safetensors files; 0 without such files.
         holds_int8: whether these files contain int8 matrices.
         holds_int4: whether the checkpoint has matrices of four bits.
         quant_method: name of the format of quantised weights in config.json; "" without a name.
-        vocab_size: rows of the embedding; all token ids are smaller.
+        vocab_size: number of rows of the embedding; all token ids are smaller.
         qk_norm_spans_heads: whether one RMS norm spans all heads of q, and another norm all heads
             of k, so that ranks with different heads exchange sums. Else, norms of q and k, if the
             model has them, normalise each head on its own.

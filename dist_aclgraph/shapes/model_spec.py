@@ -133,11 +133,12 @@ class ModelSpec(ModelFacts):
     """The shape of a supported decoder: the facts of its model, and its details.
 
     Attributes:
-        rotary_dim: number of first elements of a head that are rotated; None means all elements.
+        rotary_dim: number of elements at the beginning of a head that are rotated; None means all
+            elements.
         has_sinks: whether each head has a logit without a value, which takes a part of the
             attention.
         has_output_gate: whether a gate of each element multiplies the result of attention.
-        norm_adds_one: whether the factor of a norm is ``1 + weight``; not in linear attention.
+        norm_adds_one: whether a norm multiplies by ``1 + weight``; not in linear attention.
         int4: the matrices that have four bits in some or all layers.
     """
 

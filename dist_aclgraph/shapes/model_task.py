@@ -99,7 +99,10 @@ def _check_pooling(path: Path) -> None:
 
 
 def _pooling_modes(pooling: Mapping[str, Any]) -> list[str]:
-    """Return the names of the modes that are on. Newer files name the modes in one key."""
+    """Return the names of the pooling modes that are on.
+
+    Newer files name the modes in one key.
+    """
     if (named := pooling.get("pooling_mode")) is not None:
         return [str(mode) for mode in (named if isinstance(named, list) else [named])]
     return [

@@ -28,7 +28,7 @@ INT8_INPUTS = {**INT8_WEIGHTS, "strategy": "token", "dynamic": True}
 # Formats of compressed-tensors. PACKED: eight values of four bits in an int32. BYTES: one value in
 # each byte.
 PACKED, BYTES = "pack-quantized", "int-quantized"
-IN_ORDER = (None, "static", "weight")  # values of actorder that keep inputs in their order
+IN_ORDER = (None, "static", "weight")  # values of actorder that do not change the order of inputs
 MXFP4_REMEDY = (
     "load the model in transformers with Mxfp4Config(dequantize=True), save it in bfloat16, and "
     "serve the saved checkpoint"
@@ -117,8 +117,8 @@ def _takes(group: int | None, *, has_int8_rows: bool) -> bool:
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the first key whose value differs from the wanted value, with its value; "" without a
-    difference.
+    """Return the first key whose value differs from the wanted value, together with its value; ""
+    without a difference.
     """
     for key, value in wanted.items():
         if found.get(key) != value:

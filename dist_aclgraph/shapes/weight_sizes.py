@@ -49,8 +49,8 @@ class _Others(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Bytes of an element of most weights; bytes of an element of a matrix that does not have four
-    bits; the matrices that have four bits.
+    """The bytes of an element of most weights; the bytes of an element of a matrix without four-bit
+    values; and the matrices that have four bits.
     """
 
     element: int

@@ -30,7 +30,8 @@ from dist_aclgraph.topology import ParallelLayout
 
 NPU_STREAMS = 2048
 NPU_STREAMS_TAKEN = 69  # a 910C with CANN 9.0 had 1979 free streams before groups were joined
-EMULATOR_STREAMS_TAKEN = 34  # streams of torch_npu and the runner, counted on the emulator
+# Number of streams of torch_npu and the runner, counted on the emulator.
+EMULATOR_STREAMS_TAKEN = 34
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ContextRoom:
         bytes_per_token: average bytes of KV per token on each NPU of the rank.
         tokens: number of tokens of all requests together.
         longest: maximum length of a single request, within the model's context.
-        requests: number of requests of the given length at the same time.
+        requests: number of requests of the given length that fit at the same time.
     """
 
     bytes_per_token: float

@@ -40,10 +40,11 @@ from dist_aclgraph.simulate.tally import LastStep, Tally, WatchedDispatcher
 from dist_aclgraph.simulate.times import StepTimes
 from dist_aclgraph.steps.step import RowSampling, StepPlan, StepResult
 
-IDLE_POLL_S = 0.1  # time between two graph changes of an idle group
+IDLE_POLL_S = 0.1  # seconds between two graph changes of an idle group
 MAX_VERSIONS = 256  # number of latest plan versions that are kept
 STEPS_BETWEEN_LOOKS = 512  # number of steps between two calls of ``on_progress``
-LOGITS, RECORD = 3, 4  # index of num_logits in a record of ``RankBatch.scheduled``; record length
+# Index of num_logits in a record of ``RankBatch.scheduled``; length of a record.
+LOGITS, RECORD = 3, 4
 
 OnProgress = Callable[[], None]
 
@@ -81,7 +82,8 @@ class Counts:
 
     generated_tokens: int = 0
     finished: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # refused requests by class of error
+    # Number of refused requests, by class of error.
+    refused: Counter[str] = field(default_factory=Counter)
     lazy_captures: int = 0
     lazy_evictions: int = 0
     plan_captures: int = 0

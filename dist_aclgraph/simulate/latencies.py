@@ -29,12 +29,12 @@ class Latencies:
         self._arrived_s[name] = at_s
 
     def note_outputs(self, now_s: float, outputs: StepOutputs) -> None:
-        """Note the first tokens and the ends of requests in the outputs of a step that ended at
+        """Record the first tokens and the ends of requests in the outputs of a step that ended at
         ``now_s``.
         """
         for index in outputs.firsts.tolist():
             name = outputs.requests[index].request_id
-            if name in self._arrived_s:  # Otherwise the request begins again after a preemption.
+            if name in self._arrived_s:  # else the request runs again after a preemption
                 self.first_token_s.append(now_s - self._arrived_s.pop(name))
                 self._begun_s[name] = now_s
         for index in outputs.finish_reasons:

@@ -64,7 +64,9 @@ class Arrival(NamedTuple):
     shared_tokens: int = 0
 
     def token_ids(self, number: int) -> list[int]:
-        """Return the prompt with this number. All prompts share the prefix; the rest differs.
+        """Return the prompt with this number.
+
+        All prompts have the same prefix, and different tokens after it.
 
         Args:
             number: identifies the request.
@@ -79,7 +81,7 @@ class Beginnings:
 
     Attributes:
         count: number of different prefixes.
-        tokens: length of each prefix; prompts become longer by this number.
+        tokens: number of tokens of each prefix; prompts become longer by this number.
     """
 
     count: int
@@ -268,7 +270,7 @@ class Poisson:
 
     Attributes:
         rate: mean number of arrivals per second.
-        prompt_tokens, output_tokens: mean lengths, before lengths are clipped.
+        prompt_tokens, output_tokens: mean numbers of tokens, before they are clipped.
         max_total_tokens: maximum length of prompt and output together.
         max_requests, max_seconds: the load ends at the first of these limits.
         seed: equal seeds give equal loads.

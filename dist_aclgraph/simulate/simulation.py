@@ -34,7 +34,7 @@ from dist_aclgraph.simulate.times import StepTimes
 DEFAULT_REQUESTS = 1000
 MAX_GROUPS = 8  # maximum number of simulated groups; largest kinds come first
 
-OnProgress = Callable[[float], None]  # called with the played part of the load, from 0 to 1
+OnProgress = Callable[[float], None]  # gets the part of the load that has been played, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +314,8 @@ def _draw(
 
     Args:
         share: share of the deployment's load.
-        first: index of the group that gets the share, or of the first of several groups.
+        first: index of the group that gets the share; if several groups get it, index of the first
+            group.
 
     Raises:
         ConfigError: the prefixes are too long.

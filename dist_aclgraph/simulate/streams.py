@@ -12,11 +12,13 @@ from dist_aclgraph.planning.plan import GraphPlan
 from dist_aclgraph.planning.planner import NegotiatedPlan
 from dist_aclgraph.simulate.deployment import AssumedDeployment, distinct
 
-Held = dict[str, int]  # streams of each family; "fixed": before the first bucket; "all": the sum
+# Number of streams of each family; "fixed": streams that are used before the first bucket; "all":
+# the sum.
+Held = dict[str, int]
 
 
 def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) -> StreamOffer:
-    """Return the offer of the rank that has the fewest streams left after the plan's captures."""
+    """Return the offer of the rank that has the fewest free streams after the plan's captures."""
     model = deployment.budget_model
 
     def left(offer: StreamOffer) -> int:
@@ -29,7 +31,7 @@ def tightest_offer(deployment: AssumedDeployment, negotiated: NegotiatedPlan) ->
 def streams_held(
     deployment: AssumedDeployment, offer: StreamOffer
 ) -> Callable[[Iterable[BatchDescriptor]], Held]:
-    """Return a function that predicts the streams of a set of graphs on the rank of an offer."""
+    """Return a function that predicts how many streams a set of graphs uses on the offer's rank."""
     planner, model = deployment.planner, deployment.budget_model
     kinds = [*planner.families, *planner.lazy_families]
     families: dict[str, GraphFamily] = {family.name: family for family in kinds}

@@ -26,10 +26,10 @@ class StepTimes:
     """Seconds of steps and captures.
 
     Attributes:
-        base_s: constant part of a step's time.
-        token_s: time per token, padding included.
+        base_s: seconds of each step, independent of its size.
+        token_s: additional seconds per token, padding included.
         eager: time of steps without a graph; None means the time of a graph of the same size.
-        capture_s: time of one capture, during which no step runs.
+        capture_s: seconds of one capture, during which no step runs.
         measured: measured times by mode and bucket, which replace ``base_s`` and ``token_s``. Times
             between two measured sizes are interpolated; above the largest measured size, times are
             proportional to tokens.
@@ -166,7 +166,7 @@ def _mean(lines: Sequence[tuple[int, Line]]) -> Line | None:
 
 
 def _groups(report: Any) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all groups in a report of a deployment or of one group."""
+    """Yield the reports of all groups; the given report is that of a deployment or of one group."""
     if isinstance(report, dict):
         yield report
         for group in report.get("groups", ()):

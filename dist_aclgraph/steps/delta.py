@@ -29,7 +29,8 @@ class RequestDelta(msgspec.Struct, frozen=True):
     token_ids: bytes = b""  # int32 [num_new_tokens]
     finish_reason: FinishReason | None = None
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new_tokens], or empty if not requested
-    num_cached_tokens: int = 0  # in the first delta: prompt tokens found in the prefix cache
+    # In the first delta: number of prompt tokens found in the prefix cache.
+    num_cached_tokens: int = 0
     error: str = ""  # one sentence, if finish_reason is "error"
     error_kind: str = ""  # class name from errors.py
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # in the first delta, if requested
@@ -37,12 +38,12 @@ class RequestDelta(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> list[int]:
-        """The new tokens as numbers."""
+        """The ids of the new tokens, as Python integers."""
         return listed_ints(self.token_ids)
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Additional results of a request, sent with its first tokens and with its last tokens.
+    """Additional results of a request, sent with its first tokens or with its last tokens.
 
     ``index`` is the request's index in ``StepDeltas.numbers``; ``RequestDelta`` explains the other
     fields.
@@ -68,9 +69,10 @@ class StepDeltas(msgspec.Struct, frozen=True, omit_defaults=True):
 
     numbers: bytes  # int32 [num_reqs]
     token_ids: bytes = b""  # int32 [num_new], request by request
-    ends: bytes = b""  # int32 [num_reqs], end of each request's tokens; empty: one each
+    # int32 [num_reqs], index after each request's last token; empty if each has one token.
+    ends: bytes = b""
     notes: tuple[Note, ...] = ()
-    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new]; empty if not requested
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if not requested
 
     def check_columns(self) -> None:
         """Check that the columns have consistent lengths.

@@ -40,7 +40,7 @@ class GraphLens:
 
     Args:
         place: place of the rank; KV lengths count the keys that this rank keeps.
-        num_drafts: k, number of drafts of each request of a decode batch.
+        num_drafts: k, number of drafts of each request that decodes.
     """
 
     def __init__(self, place: ContextPlace, num_drafts: int = 0) -> None:

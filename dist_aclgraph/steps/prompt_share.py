@@ -1,4 +1,4 @@
-"""A step with split prompts: one prefill rank's share, and where other ranks run their tokens."""
+"""A step with split prompts: one prefill rank's share, and the ranks that run the other tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PromptShare:
     Attributes:
         rank: the rank that uses this share.
         written: [ranks * num_tokens], slots in this rank's cache for the new KV of the tokens of
-            all ranks. The array has one part for each rank. If all ranks run a token, only this
-            rank's part has a slot for it.
+            all ranks, rank by rank. Several ranks can run the same token; then only this rank's
+            copy of the token has a slot.
         positions: [ranks * num_tokens], positions of the same tokens.
         owners: [num_places], the rank that runs the token at each place.
         landings: [num_places], index of the token at each place among the owner's tokens.
@@ -38,7 +38,7 @@ def share_prompts(step: HostStep, num_ranks: int, rank: int) -> HostStep:
     """Return one rank's share of a step, or the step itself if no prompt is long enough.
 
     The share contains the requests of the whole step, but only the tokens and places of this rank.
-    The index of a place that another rank runs is 0.
+    For a place that another rank runs, the index is 0.
     """
     if num_ranks == 1 or not len(step.rows):
         return step

@@ -1,9 +1,9 @@
-"""Names for tokens that the host does not have: negative numbers, which are never token ids.
+"""References to tokens that only the device has: negative numbers, which are never token ids.
 
-The *latest tokens* are one array of int32 on the device. The name ``i - num_latest`` means element
-i of this array, like a negative index in Python. Without drafts, the array contains the last step's
-samples in the order of its batch. With drafts, which are kept for more than one step, the array is
-ordered by row: first k drafts of each row, then the last token of each row.
+The *latest tokens* are one array of int32 on the device. The reference ``i - num_latest`` means
+element i of this array, like a negative index in Python. Without drafts, the array contains the
+last step's samples in the order of its batch. With drafts, which are kept for more than one step,
+the array is ordered by row: first k drafts of each row, then the last token of each row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def first_last(k: int, num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class References:
-    """The names of one rank's latest tokens.
+    """Makes references to one rank's latest tokens.
 
     Attributes:
         num_latest: number of latest tokens that the device keeps.
@@ -34,13 +34,13 @@ class References:
     num_rows: int
 
     def draft(self, rows: IntArray, index: IntArray) -> IntArray:
-        """Return the names of drafts, [n]; ``index`` is a draft's number in its row."""
+        """Return references to drafts, [n]; ``index`` is a draft's number in its row."""
         return rows * self.k + index - self.num_latest
 
     def last(self, rows: IntArray) -> IntArray:
-        """Return the names of the last tokens of rows, [n]; only with drafts."""
+        """Return references to the last tokens of rows, [n]; only with drafts."""
         return first_last(self.k, self.num_rows) + rows - self.num_latest
 
     def sample(self, index: IntArray) -> IntArray:
-        """Return the names of samples of the last step, [n]; only without drafts."""
+        """Return references to samples of the last step, [n]; only without drafts."""
         return index - self.num_latest

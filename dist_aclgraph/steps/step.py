@@ -82,7 +82,7 @@ class RankBatch(msgspec.Struct, frozen=True):
     same order. A token is sampled after each of the last ``num_logits`` tokens of a request:
     ``num_logits`` is 0 in the middle of a prompt, 1 at its end, and k + 1 if the device verifies
     the row's k drafts. ``appended`` and ``blocks`` update the rows before the step. The blocks of
-    ``cleaned`` are set to zero before the step, because they may contain NaN, and attention reads
+    ``cleaned`` are set to zero before the step, because they can contain NaN, and attention reads
     whole blocks. A data-parallel rank without work gets an empty batch, and runs the step on
     padding.
 
@@ -167,7 +167,7 @@ class RowLogprobs(msgspec.Struct, frozen=True):
     rank: int  # rank of the chosen token; 1 means the most probable token
 
     def ranked(self) -> dict[int, tuple[float, int]]:
-        """Return log-probability and rank by token id. The chosen token comes first; it may also be
+        """Return log-probability and rank by token id. The chosen token comes first; it can also be
         one of the most probable tokens.
         """
         ranks = (self.rank, *range(1, len(self.logprobs)))
@@ -216,10 +216,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     number of new tokens of each sampled request: one plus its accepted drafts. Without drafts it is
     empty, and each request gets one token. ``expert_tokens`` is the number of tokens that the
     rank's experts have computed since the rank started. ``num_unplaced`` is the number of the
-    step's tokens without room in the exchange; if it is not zero, the step is void and runs again.
-    ``non_finite`` lists the requests whose tokens are meaningless, because their logits are NaN or
-    infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the requests
-    whose tokens are meaningless, because this rank had not compiled their grammars yet.
+    step's tokens for which the exchange had no room; if it is not zero, the step is void and runs
+    again. ``non_finite`` lists the requests whose tokens are meaningless, because their logits are
+    NaN or infinite. ``failed`` contains the reasons of failed requests. ``unmasked`` lists the
+    requests whose tokens are meaningless, because this rank had not compiled their grammars yet.
     ``compiling`` lists the rows whose grammars this rank is compiling. ``embeddings`` has the
     hidden state of each request that asks for it, float32 [hidden], after the final norm. If the
     worker measures its host time, ``timings_us`` contains the host time of each stage, from plan to
@@ -234,12 +234,12 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     token_ids: bytes = b""  # int32 [num_new], request by request
     counts: bytes = b""  # int32 [num_sampled]
     non_finite: bytes = b""  # int32 [k], indices among the sampled requests
-    failed: dict[int, str] = {}  # by index among the sampled requests
+    failed: dict[int, str] = {}  # the keys are indices among the sampled requests
     unmasked: bytes = b""  # int32 [k], indices among the sampled requests
     compiling: bytes = b""  # int32 [k], rows
     logprobs: tuple[RowLogprobs | None, ...] = ()  # [num_new], or empty if no request wants them
     prompts: tuple[PromptLogprobs, ...] = ()
-    embeddings: dict[int, bytes] = {}  # by index among the sampled requests
+    embeddings: dict[int, bytes] = {}  # the keys are indices among the sampled requests
     expert_tokens: int = 0
     num_unplaced: int = 0
     timings_us: dict[str, float] = {}
@@ -250,7 +250,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Tells workers that no step follows now, so that they send the result of the step in flight.
+    """Tells workers that no step follows now, so that they send the result of the last step.
 
     Without a pause, workers with two steps in flight send a result only after the next step is
     queued.

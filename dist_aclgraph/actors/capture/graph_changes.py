@@ -1,10 +1,10 @@
 """Changes the graphs of a serving group: one graph at a time, between two steps.
 
-A change is of one of two kinds. First, a new plan version: its graphs are captured one by one in
-quiet steps; then the graphs that the new plan does not contain are released. Second, a lazy graph:
-it is captured when the traffic needs it. Steps replay only graphs that exist on every rank. A
-failed capture is undone on all ranks. If another graph was released to make room for the failed
-capture, the released graph is captured again.
+There are two kinds of changes. A change to a new plan version captures the new graphs one by one in
+quiet steps, and then releases the graphs that the new plan does not contain. A lazy graph is
+captured when the traffic needs it. Steps replay only graphs that exist on every rank. A failed
+capture is undone on all ranks. If another graph was released to make room for the failed capture,
+the released graph is captured again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from dist_aclgraph.planning.plan import CaptureCost, CaptureFailure, GraphPlan
 from dist_aclgraph.planning.rebucketing import Action, Release
 from dist_aclgraph.topology import WorldRank
 
-STEPS_BETWEEN = 16  # steps between two captures, so that a token waits for one capture at most
+# Number of steps between two captures, so that no token waits for more than one capture.
+STEPS_BETWEEN = 16
 MAX_FAILURES = 100  # only the latest failures are kept, because a failed shape is tried again
 PATIENCE_STEPS = 200  # after this number of steps, a change does not wait for a quiet step
 
 
 @dataclass
 class ChannelRanks:
-    """The ranks of a serving group, reached over its step channel.
+    """The ranks of a serving group; commands reach them over the group's step channel.
 
     Attributes:
         epoch: returns the group's current epoch.
@@ -70,7 +71,7 @@ class GraphChanges:
     """Owns the changes that are still to be made.
 
     Attributes:
-        costs: costs of every existing graph; the maximum over the ranks.
+        costs: for each existing graph, its highest cost on any rank.
         failures: messages about the latest captures that were undone.
     """
 
@@ -78,7 +79,7 @@ class GraphChanges:
     transaction: GraphTransaction
     costs: dict[BatchDescriptor, CaptureCost]
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
-    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # set by another thread
+    _wanted: tuple[GraphPlan, Sequence[Action]] | None = None  # another thread sets it
     _coming: GraphPlan | None = None
     _todo: deque[Action] = field(default_factory=deque)
     _last_step: int = -STEPS_BETWEEN
@@ -86,7 +87,7 @@ class GraphChanges:
     # ---- any thread
 
     def change_plan(self, plan: GraphPlan, actions: Sequence[Action]) -> None:
-        """Change to ``plan`` by ``actions``, in quiet steps."""
+        """Begin the change to ``plan``, which carries out ``actions`` in quiet steps."""
         self._wanted = (plan, actions)
 
     @property
@@ -145,7 +146,8 @@ class GraphChanges:
             return
         victim = change.victim
         if victim is not None:
-            # Release before the capture, because streams are reserved for a fixed number of graphs.
+            # The old graph is released before the capture, because streams are reserved for a fixed
+            # number of graphs.
             self._release(victim)
         is_captured = self._capture(change.graph) is None
         if is_captured:

@@ -3,8 +3,9 @@
 The order is: prepare, vote, capture, vote, commit. Each action has a deadline. A rank's vote after
 the capture contains a digest of the recorded operators. If the digests differ, the graph is
 refused, because ranks with different graphs would hang in the first replay. A capture that fails on
-one rank is undone on all ranks. Then every rank proves that its pool has as many bytes as before
-the capture. If the device counts streams, the rank also proves that as many streams are free.
+one rank is undone on all ranks. Then every rank proves that its memory pool has as many bytes as
+before the capture. If the device counts streams, the rank also proves that as many streams are
+free.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class GraphRanks(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks' world ranks."""
+        """The world ranks of the group."""
         ...
 
     def carry_out(
@@ -72,11 +73,11 @@ class GraphTransaction:
                 )
 
     def capture(self, graph: BatchDescriptor) -> list[CaptureCost] | CaptureFailure:
-        """Capture one graph on all ranks; return each rank's cost, or the failure if it was undone.
+        """Capture one graph on all ranks; return each rank's cost, or the failure after an undo.
 
         Raises:
             RankDisagreementError: the ranks recorded different operators; the capture was undone.
-            CaptureError: a rank undid the capture, but did not get back its streams or bytes.
+            CaptureError: a rank undid the capture, but its streams or bytes are not free again.
             WorkerError: a rank could not commit the graph, or could not undo the capture.
         """
         before = self.ranks.carry_out("prepare", self.work_s, graph)

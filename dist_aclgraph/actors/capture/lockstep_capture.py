@@ -51,7 +51,7 @@ def capture_plan(
     """Capture all graphs of ``plan``; if a capture fails, the plan shrinks.
 
     Args:
-        ledgers: one per rank; the cost of each graph is entered in them.
+        ledgers: the ledger of each rank, in which the cost of each graph is entered.
 
     Raises:
         CaptureError: no graph can be captured; the message names rank, graph and remedy.
@@ -82,7 +82,7 @@ def agree(
     because the plan shrinks each time.
 
     Args:
-        records: one for each group.
+        records: the capture record of each group.
         capture_again: captures a new plan in the group with this index, replacing its old plan.
     """
     left = list(records)
@@ -116,9 +116,10 @@ def probe_graphs(
 
 
 def cost_of(graph: BatchDescriptor, costs: list[CaptureCost]) -> CaptureCost:
-    """Return the highest cost of a graph on any rank; warn of its AI CPU operators.
+    """Return the highest cost of a graph on any rank; warn if the graph has AI CPU operators.
 
-    All ranks have recorded the same operators, on chips of one kind.
+    It is enough to look at one rank's operators, because all ranks have recorded the same
+    operators, on chips of one kind.
     """
     most = CaptureCost(
         streams=max(cost.streams for cost in costs),

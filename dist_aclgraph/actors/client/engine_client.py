@@ -80,8 +80,8 @@ class EngineClient:
             0, 1, ... until an engine tells their real names.
         node_id: Ray's id of the node of this process.
         token: the deployment's connection token.
-        link_s: seconds; an engine that is silent for longer counts as dead. The value of
-            ``timeouts.link_s``.
+        link_s: time limit in seconds; an engine that is silent for longer counts as dead. The value
+            of ``timeouts.link_s``.
         recovery: how requests wait while no group accepts requests; None if requests do not wait.
     """
 
@@ -105,7 +105,7 @@ class EngineClient:
         self._node_id = node_id
         self._link_s = link_s
         self._groups_version = 0
-        # If several groups are equally good, replicas of the ingress start with different groups.
+        # If several groups are equally good, replicas of the ingress prefer different groups.
         router = RequestRouter(first=secrets.randbelow(len(addresses)))
         self._table = RequestTable(router, recovery, lambda *command: self._commands.put(command))
         for index, address in enumerate(addresses):
@@ -140,7 +140,7 @@ class EngineClient:
         """Send a request to the engine that the router chooses.
 
         Args:
-            params: ``max_tokens`` must be set; only the caller knows how long the context is.
+            params: ``max_tokens`` must be set; only the caller knows the model's context length.
             stop_ids: all token ids that end the output.
             on_delta: called on the I/O thread, in order, until a delta has a finish reason.
             seed: used if ``params`` has no seed.
@@ -226,7 +226,7 @@ class EngineClient:
                 raise EngineDeadError(self._table.why_dead())
 
     def outage(self) -> str:
-        """Return why no group serves, and the progress of the next group's start; "" if one serves.
+        """Return why no group serves, and the progress of the next group's start; else "".
 
         A group serves if it both accepts and runs requests.
         """
@@ -249,7 +249,7 @@ class EngineClient:
             return self._table.num_held
 
     def losses(self) -> list[str]:
-        """Return one reason for each dead engine; the other engines continue to serve."""
+        """Return the reason for each dead engine, even if other engines serve."""
         return list(self.capacity().lost.values())
 
     def num_losses(self) -> dict[LossKind, int]:
@@ -281,7 +281,10 @@ class EngineClient:
             return list(self._table.engines.values())
 
     def _add(self, name: str, address: Address, cache_blocks: int, tokens_per_block: int) -> None:
-        """Add an engine, or update its sizes. Once the thread runs, the caller holds the lock."""
+        """Add an engine, or update the sizes of its cache.
+
+        Once the I/O thread runs, the caller must hold the lock.
+        """
         endpoint = address.seen_from(self._node_id)
         self._table.add(
             name,
@@ -314,7 +317,8 @@ class EngineClient:
         reason = STOPPING
         try:
             self._serve()
-        except Exception as e:  # any exception: no request may wait for a thread that has ended
+        # Catch any exception, because no request must wait for a thread that has ended.
+        except Exception as e:
             logger.exception("the client's thread has ended")
             reason = f"{type(e).__name__}: {e}"
         self._closing.set()
@@ -407,13 +411,16 @@ class EngineClient:
         if not engine.link.is_lost:
             engine.link.send(Goodbye())
         engine.link.close()
-        engine.link.is_lost = True  # Then commands in its queue are not sent.
+        engine.link.is_lost = True  # so that commands in the link's queue are not sent
         for future in queries.values():
             future.cancel()
         return True
 
     def _follow(self, token: str, node_id: str) -> None:
-        """If the token is new, switch to its deployment. Versions of group lists start again."""
+        """If the token is new, switch to the deployment of this token.
+
+        The new deployment numbers its group lists from the beginning.
+        """
         if token and token != self._hello.token:
             logger.warning("the deployment is another one now")
             with self._lock:
@@ -436,7 +443,7 @@ class EngineClient:
                     continue
                 try:
                     self._add(entry.name, entry.address, entry.cache_blocks, entry.tokens_per_block)
-                except PlacementError as e:  # other clients may reach the group
+                except PlacementError as e:  # perhaps other clients can reach the group
                     logger.warning("group %s cannot be used from here: %s", entry.name, e)
 
     def _receive(self, engine: KnownEngine) -> None:
@@ -501,7 +508,8 @@ class EngineClient:
 
     def _lose(self, engine: KnownEngine, reason: str) -> None:
         """Let other engines continue this engine's requests; end the queries to this engine."""
-        # One lock for the whole move, so that an abort always finds a request at one engine.
+        # The lock is held during the whole move, so that an abort always finds the request at one
+        # engine.
         with self._lock:
             queries, engine.queries = engine.queries, {}
             is_over = self._closing.is_set()

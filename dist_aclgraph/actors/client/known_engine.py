@@ -23,7 +23,7 @@ class KnownEngine:
         added_s: when the client learned of the engine, on a monotonic clock.
         is_proven: whether the engine has run a step on the present link.
         is_listed: whether the deployment's last group list contains the engine.
-        names: request ids, by the number of the request on this engine.
+        names: for each request number on this engine, the request's id.
     """
 
     name: str

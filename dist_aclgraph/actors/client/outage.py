@@ -28,7 +28,7 @@ class Outlook:
 
     Attributes:
         groups: all groups of the deployment.
-        failure: why no group will accept requests again; "" if a group may accept requests again.
+        failure: why no group will accept requests again; "" if a group can accept requests again.
         progress: progress of the next group's start, e.g. ``LOADING 3 of 9``.
         token: connection token of the deployment; "" if the token is unchanged.
         node_id: the id of the client's node in this deployment's Ray; "" if the id is unchanged.
@@ -49,7 +49,7 @@ class Recovery:
     """How a client waits for a group.
 
     Attributes:
-        ask: returns an outlook; may take long. If it raises an error, all waiting requests fail.
+        ask: returns an outlook; can take long. If it raises an error, all waiting requests fail.
         wait_s: how long a request waits for a group.
     """
 
@@ -93,12 +93,12 @@ class Outage:
         return self._recovery is not None
 
     def deadline_s(self, now_s: float) -> float:
-        """Return the end of the wait for a request that begins to wait now."""
+        """Return the time at which a request that begins to wait now must stop waiting."""
         return math.inf if self._recovery is None else now_s + self._recovery.wait_s
 
     @property
     def may_end(self) -> bool:
-        """Whether a group may accept requests again."""
+        """Whether a group can accept requests again."""
         return self._recovery is not None and not self.outlook.failure
 
     def see(self, now_s: float, *, is_served: bool) -> None:
@@ -170,7 +170,7 @@ class OutlookPoller:
             self._wanted.clear()
 
     def take_answer(self) -> Outlook | None:
-        """Return the controller's last response, once; None if there is no new response."""
+        """Return the controller's last response if no earlier call returned it, else None."""
         answer, self._answer = self._answer, None
         return answer
 
@@ -188,7 +188,7 @@ class OutlookPoller:
                 self._answer = self._ask()
             except DistAclGraphError as e:
                 self._answer = Outlook(failure=str(e))
-            except Exception as e:  # any exception: requests wait for an outlook
+            except Exception as e:  # catch any exception, because requests wait for an outlook
                 logger.exception("asking for the deployment's outlook failed")
                 self._answer = Outlook(failure=f"{type(e).__name__}: {e}")
             self._closing.wait(ASK_S)

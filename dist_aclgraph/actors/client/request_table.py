@@ -24,7 +24,8 @@ from dist_aclgraph.errors import DistAclGraphError, EngineDeadError, EngineUnava
 from dist_aclgraph.scheduler.routing import RequestRouter, RoutedCounts
 from dist_aclgraph.steps.delta import RequestDelta
 
-NUMBERS = 1 << 31  # request numbers of one engine; after the last number, they start again at 0
+# Number of different request numbers on one engine; then the numbers start again at 0.
+NUMBERS = 1 << 31
 STOPPING = "the service is stopping"
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class RequestTable:
         """Let other engines continue the requests of a lost engine.
 
         Args:
-            is_over: whether the client ends, so that no request continues.
+            is_over: whether the client is being closed, so that no request continues.
 
         Returns:
             The requests that end.
@@ -262,7 +263,8 @@ class RequestTable:
         if request.is_probe:
             return False
         request.is_resumed = True
-        if engine.link.loss_kind != "refused":  # an engine that refuses its client is not dead
+        # If the engine refused its client, the engine is not dead.
+        if engine.link.loss_kind != "refused":
             request.see_death(now_s, is_proof=is_proof)
         return not request.is_cause and self.place(request, now_s)
 
@@ -279,7 +281,8 @@ class RequestTable:
                 self._give(OpenRequest.probe(request_id), [url])
             return
 
-        # If links were lost but no engine, no group is replaced, so no newer engine will start.
+        # If only links were lost, and no engine died, no group is replaced, so no newer engine will
+        # start.
         is_any_lost = any(engine.dead_because for engine in self.engines.values())
 
         def suitable(request: OpenRequest) -> list[str]:
@@ -290,8 +293,9 @@ class RequestTable:
             self._give(request, suitable(request))
 
     def _is_newer(self, engine: KnownEngine, request: OpenRequest) -> bool:
-        """Whether the engine has started after the request's first engine died.
+        """Whether the engine was started after the death of the request's first engine.
 
-        If lost engines are not replaced, every engine counts as newer.
+        If lost engines are not replaced, every engine counts as one that has started after that
+        death.
         """
         return not self.outage.has_recovery or engine.added_s > request.first_death_s

@@ -1,7 +1,7 @@
 """A client stores the tokens of each request, so that another engine can continue the request.
 
 Sampling depends only on seed, position and tokens. So a request that is submitted again with its
-existing tokens gets the same next tokens as without the loss. Only rounding may change the tokens,
+existing tokens gets the same next tokens as without the loss. Only rounding can change the tokens,
 unless ``recovery.exact`` is set. In ``tokens``, the output follows the prompt; ``sampling`` says
 where the output begins.
 """
@@ -62,7 +62,7 @@ class OpenRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether this request may have ended its engine.
+        """Whether this request is a suspect, which may have caused its engine's death.
 
         A request is a suspect from the death of its engine until it gets a new token.
         """
@@ -95,7 +95,7 @@ class OpenRequest:
 
     @classmethod
     def probe(cls, request_id: str) -> OpenRequest:
-        """Return a request for one token, whose result nobody needs."""
+        """Return a request for one token that tests an engine; nobody needs the token."""
         sampling = row_sampling(
             SamplingParams(max_tokens=1), seed=0, num_prompt_tokens=1, end_ids=()
         )
@@ -103,9 +103,10 @@ class OpenRequest:
         return cls(request_id, prompt, sampling, 1, (), "", lambda delta: None, is_probe=True)
 
     def submit(self, number: int) -> Submit:
-        """Return the message that asks an engine for the missing tokens."""
+        """Return the message that asks an engine for the tokens that are still missing."""
         sampling = self.sampling
-        if self.num_output_tokens and sampling.prompt_logprobs >= 0:  # sent with the first token
+        # If the request has tokens, its first engine has sent the log-probabilities of the prompt.
+        if self.num_output_tokens and sampling.prompt_logprobs >= 0:
             sampling = replace(sampling, prompt_logprobs=-1)
         return Submit(
             self.request_id,

@@ -24,7 +24,8 @@ class Trials:
     """Owns the requests that wait for their turn. The client's lock guards this object."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[OpenRequest, float]] = {}  # request, end of its wait
+        # A request, and the time when its wait ends.
+        self._waiting: dict[str, tuple[OpenRequest, float]] = {}
         self._running: set[str] = set()
 
     def __len__(self) -> int:
@@ -58,10 +59,10 @@ class Trials:
         self._running.update(request_ids)
 
     def begin_turn(self, has_engine: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Remove and return the requests of the next turn; return no requests while a turn runs.
+        """Remove the requests of the next turn and return them; return none while a turn runs.
 
-        The order is: requests that lost one engine; then requests that lost several engines, one
-        request in each turn; then all requests that lost no engine.
+        The turns come in this order: requests that lost one engine; then requests that lost several
+        engines, one request in each turn; then all requests that lost no engine.
 
         Args:
             has_engine: returns whether an engine exists on which the given request may run.

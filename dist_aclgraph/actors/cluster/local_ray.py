@@ -1,9 +1,9 @@
 """Joins an existing Ray cluster, or starts Ray on this machine.
 
 A Ray that this module starts is for this machine only. It listens on loopback and requires a token.
-Signals to its driver's process group do not reach it. If one of Ray's daemons dies, calls of Ray
-may hang forever. So the process that started Ray watches the daemons, and can kill all processes of
-this Ray.
+Signals to the process group of Ray's driver do not reach this Ray. If one of Ray's daemons dies,
+calls of Ray can hang forever. So the process that started Ray watches the daemons, and can kill all
+processes of this Ray.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class ConnectedRay:
     The death of a daemon is noticed at once. A daemon that hangs is noticed after ``silent_s``.
 
     Args:
-        silent_s: if Ray's control store is silent for longer, it counts as dead.
+        silent_s: time limit in seconds; if Ray's control store is silent for longer, it counts as
+            dead.
         daemons: names of Ray's daemons on this machine, by process id.
 
     Attributes:
@@ -121,13 +122,15 @@ class ConnectedRay:
             self.death = f"Ray's node manager (raylet) does not answer; see {ray_logs()}"
 
     def stop(self) -> None:
-        """Leave this Ray."""
+        """End the watch and the connection to Ray."""
         self.unwatch()
         leave_ray()
 
 
 class LocalRay(ConnectedRay):
-    """A Ray that this process has started. Owns Ray's processes, and the starter of Ray's workers.
+    """A Ray that this process has started.
+
+    Owns the processes of this Ray, and the ``ProcessStarter`` that starts Ray's workers.
 
     Args:
         daemons: names of Ray's daemons, by process id.
@@ -153,7 +156,7 @@ class LocalRay(ConnectedRay):
         """Kill all processes of this Ray now, even processes that are stopped."""
         self.unwatch()
         processes.kill_handles(self._handles)
-        for _ in range(KILL_ROUNDS):  # processes may start during a round
+        for _ in range(KILL_ROUNDS):  # new processes can start during a round
             processes.kill_all(self._workers())
             time.sleep(KILL_PAUSE_S)
         self._starter.end_started()
@@ -243,7 +246,7 @@ def _raylet_of_this_node() -> int | None:
 def protect_token() -> None:
     """Create Ray's token file so that only this user can read it, because the token can run code.
 
-    If Ray created the file, the file would have the permissions that the umask leaves.
+    If Ray created the file, other users could perhaps read it, because the umask would decide.
     """
     path = _get_default_token_path()
     with suppress(FileNotFoundError):

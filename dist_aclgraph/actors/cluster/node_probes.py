@@ -1,6 +1,7 @@
 """Asks all nodes of a Ray cluster at the same time, with one short-lived actor on each node.
 
-A node that does not answer in time gets no further questions, so that they do not wait for it.
+Later questions do not wait for a node that did not answer in time, because it gets no more
+questions.
 """
 
 from __future__ import annotations

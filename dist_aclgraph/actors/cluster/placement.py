@@ -33,7 +33,7 @@ from dist_aclgraph.topology import ParallelLayout
 EMULATED_RANK = {"CPU": 0.001}
 START = "start nodes with --resources='{\"NPU\": 8}'"
 ROOM_S, POLL_S = 5.0, 0.1
-SWEEP_S = 2.0  # seconds between two sweeps while waiting for places
+SWEEP_S = 2.0  # seconds between two calls of ``sweep`` while waiting for free resources
 OF_A_CONTROLLER = re.compile(rf"({CONTROLLER}-[0-9a-f]{{8}})/")
 
 
@@ -138,7 +138,8 @@ def plan_bundles(
     ]
     if tp_across_nodes:
         ways.append(BundleRequest({"NPU": 1}, size, 1, "PACK", labels))
-    # First try the request of the whole deployment, because the lost group was placed in this way.
+    # First try the bundles for the whole deployment, because the lost group was placed in such
+    # bundles.
     for count in (max(num_groups, len(layout.lockstep_groups)), num_groups):
         for request in ways:
             if has_places(request, fitting, count):
@@ -152,7 +153,7 @@ def plan_bundles(
 
 
 def has_places(request: BundleRequest, nodes: Sequence[Node], num_groups: int) -> bool:
-    """Return whether the groups fit on these nodes, if Ray fills the nodes in any order."""
+    """Return whether the groups fit on these nodes, in whatever order Ray fills the nodes."""
     if "NPU" not in request.rank:
         return True  # NPUs are emulated, so any node can be used
     unit = request.ranks_of_node
@@ -207,7 +208,7 @@ def free_nodes() -> list[Node]:
 
 
 def may_have_others(address: str) -> bool:
-    """Return whether a cluster with a node at ``address`` may have other nodes, now or later.
+    """Return whether a cluster with a node at ``address`` can have other nodes, now or later.
 
     A Ray on loopback is for one machine only, unless it simulates several nodes.
     """
@@ -229,7 +230,7 @@ def has_room(request: BundleRequest, num_groups: int, wait_s: float = ROOM_S) ->
 
 
 def count_npus(request: BundleRequest, nodes: Sequence[Node]) -> str:
-    """Return a text with the NPUs that each node has for a group, and those that a group needs."""
+    """Return a text: the number of NPUs that each node has, and the number that a group needs."""
     nodes, unit = _with_labels(nodes, request.labels), request.ranks_of_node
     return (
         f"{sum(node.npus for node in nodes)} ({_by_node(nodes) or 'on no node'}), of which a group "
@@ -296,7 +297,7 @@ def release(group: PlacementGroup) -> None:
 def release_all(prefix: str) -> None:
     """Free the bundles of a deployment whose controller died before it could free them.
 
-    Otherwise Ray keeps the bundles until the controller's job ends.
+    Without this call, Ray keeps the bundles until the controller's job ends.
     """
     for entry in placement_group_table().values():
         if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":

@@ -27,7 +27,7 @@ from dist_aclgraph.errors import (
     WorkerLostError,
 )
 
-LOGS = "/tmp/ray/session_latest/logs"  # used by a process that is not connected to Ray
+LOGS = "/tmp/ray/session_latest/logs"  # for a process that is not connected to Ray
 MAX_CHARS = 500
 # Lines to omit: stack frames of C++ and Ray, lines with the actor's id, lines around a traceback.
 NOISE = re.compile(

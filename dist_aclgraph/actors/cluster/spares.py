@@ -29,7 +29,7 @@ class Spares:
         """Reserve all places, and wait for them, before the deployment's groups are placed.
 
         Args:
-            request: request of each group.
+            request: the resources that one group requests.
             num_groups: number of groups with which the deployment starts.
 
         Raises:
@@ -48,7 +48,7 @@ class Spares:
             self._held.append(placement.reserve(request, timeout_s, self._name))
 
     def give(self) -> bool:
-        """Release one place, so that the next group gets it; return whether there was one."""
+        """Release one reserved place for the next group; return whether a place was reserved."""
         for group in self._held:
             if placement.is_placed(group):
                 self._held.remove(group)
@@ -57,11 +57,11 @@ class Spares:
         return False
 
     def refill(self, request: BundleRequest) -> None:
-        """Request one new place for each place that was released."""
+        """Request a new reserved place for each place that was released."""
         while len(self._held) < self._count:
             self._held.append(placement.ask_for(request, self._name))
 
     def release(self) -> None:
-        """Release all places."""
+        """Release all reserved places."""
         while self._held:
             placement.release(self._held.pop())

@@ -88,14 +88,14 @@ class Controller:
         self._start_limit = StartLimit()
         self._entering = threading.Lock()
         self._state = State.PLACING
-        self._entered_s = time.monotonic()  # when the state was entered
+        self._entered_s = time.monotonic()  # time when the state was entered
         self._progress = Progress(self._state.value)
         self._failure = ""  # why the start failed
         self._groups: list[LockstepGroup] = []
         self._serving: ServingGroups | None = None
         self._upkeep: Upkeep | None = None
 
-    # ---- answered while start() or a change runs
+    # ---- methods that also answer while start() or a change runs
 
     def progress(self) -> Progress:
         """Return the progress of the start, or of the running change of groups."""
@@ -113,11 +113,11 @@ class Controller:
         return os.getpid()
 
     def failure(self) -> str:
-        """Return why the deployment has ended; "" while a group serves or may serve again."""
+        """Return why the deployment has ended; "" while a group serves or can serve again."""
         return self._failure if self._upkeep is None else self._upkeep.failure
 
     def handover(self) -> Handover:
-        """Return the values for the next controller. The answer is also a heartbeat."""
+        """Return the values that the next controller takes over. The answer is also a heartbeat."""
         if self._serving is None:
             return Handover(self._config, self._term.num_groups)
         return Handover(self._serving.config, self._serving.num_wanted)
@@ -139,7 +139,8 @@ class Controller:
         groups = self._groups if self._serving is None else list(self._serving.groups)
         lost_groups: list[str] = []
         missing_groups = {"count": 0, "reason": ""}
-        # Read losses and groups before the engines are asked, because dying engines may not answer.
+        # Read losses and groups before the engines are asked, because dying engines do not always
+        # answer.
         if self._serving is not None and self._upkeep is not None:
             lost_groups = self._serving.watch.losses()
             missing_groups = {"count": self._serving.num_missing, "reason": self._upkeep.trouble}

@@ -12,7 +12,7 @@ class GroupState(Enum):
     SERVING: the group accepts requests.
     DRAINING: the group accepts no new requests, and finishes its running requests.
     LOST: a rank or the engine has failed. Other groups continue the requests. Workers that are
-        still alive may join a new group.
+        still alive can join a new group.
     DETACHED: the surviving workers have left the group, and wait to join a new group.
     ABANDONED: the group's workers are killed, and its NPUs are free.
     """

@@ -56,8 +56,8 @@ class GroupWatch:
     """Finds lost groups and the reasons, and ends the other processes of these groups.
 
     Args:
-        link_s: if an engine or a worker is silent for longer, it counts as lost. The value of
-            ``timeouts.link_s``.
+        link_s: time limit in seconds; if an engine or a worker is silent for longer, it counts as
+            lost. The value of ``timeouts.link_s``.
     """
 
     def __init__(self, link_s: float) -> None:
@@ -103,7 +103,7 @@ class GroupWatch:
             self._heartbeats = [beat for beat in self._heartbeats if beat[0] is not group]
 
     def _forget(self, group: LockstepGroup) -> None:
-        """Stop watching the calls of a group.
+        """Stop watching the running calls of a group's actors.
 
         The engine still gets heartbeats, because the engine tells its clients why the group was
         lost.
@@ -193,8 +193,7 @@ class GroupWatch:
     def _lose(self, group: LockstepGroup, reason: str, rank: WorldRank | None = None) -> None:
         """End the epoch of a group, and send the reason to the clients of its requests.
 
-        The group's workers are killed, unless some workers may join a new group
-        (``survivors.py``).
+        The group's workers are killed, unless some workers can join a new group (``survivors.py``).
 
         Args:
             rank: the rank whose process is lost, if known.
@@ -207,7 +206,7 @@ class GroupWatch:
             group.lost_s = time.monotonic()
             is_hopeless = group.way_back() == "REBUILD"
             group.lost_because = reason
-            group.enter(GroupState.LOST)  # another group may now replace this group
+            group.enter(GroupState.LOST)  # another group can now replace this group
             self._forget(group)
         event(
             logger,

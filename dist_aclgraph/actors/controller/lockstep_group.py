@@ -34,7 +34,8 @@ class LockstepGroup:
     workers: WorkerGroup
     planner: Planner
     engine: Any = None
-    devices: list[JoinedDevice] = field(default_factory=list)  # of all ranks that have joined
+    # The devices of all ranks that have joined.
+    devices: list[JoinedDevice] = field(default_factory=list)
     weight_bytes: int = 0
     num_blocks: int = 0
     offers: list[StreamOffer] = field(default_factory=list)
@@ -46,10 +47,10 @@ class LockstepGroup:
     number: int = 0  # the group's name for clients; never reused for another group
     opened_at: Address | None = None  # where clients reach the group's engine
     state: GroupState = GroupState.STARTING
-    opened_s: float = 0.0  # when the group started to serve
+    opened_s: float = 0.0  # time when the group started to serve
     is_rejoined: bool = False  # whether survivors of another group are part of this group
     lost_because: str = ""  # why the group is lost; "" while it is not lost
-    lost_s: float = 0.0  # when the loss was noticed
+    lost_s: float = 0.0  # time when the loss was noticed
     lost_ranks: set[GroupRank] = field(default_factory=set)  # the known lost ranks
     _entering: threading.Lock = field(default_factory=threading.Lock)  # guards state
 
@@ -61,7 +62,7 @@ class LockstepGroup:
     def enter(self, to: GroupState) -> bool:
         """Enter a state if the table allows the transition; return whether the state was entered.
 
-        The result matters, because the watch's thread may enter LOST at any time.
+        The result matters, because the watch's thread can enter LOST at any time.
         """
         with self._entering:
             is_allowed = to in GROUP_TRANSITIONS[self.state]

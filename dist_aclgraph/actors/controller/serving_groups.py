@@ -54,7 +54,7 @@ from dist_aclgraph.version import build, build_of, hash_sources
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # seconds to wait for an engine's response after the engine's own time limit
-# Ingress replicas read these keys at their start. Their values must equal the groups' values.
+# A roll cannot change these keys, because ingress replicas read them at their start.
 OF_THE_INGRESS = (
     "model",
     "model_overrides",
@@ -187,7 +187,7 @@ class ServingGroups:
     def scale(self, count: int, room_s: float = placement.ROOM_S) -> None:
         """Change the number of groups that accept requests; remove lost groups.
 
-        Other changes may start while this one waits for free NPUs.
+        Other changes can start while this one waits for free NPUs.
 
         Args:
             room_s: how long to wait for free NPUs.
@@ -294,7 +294,7 @@ class ServingGroups:
                     if self.taking == before:
                         raise cause from e
                     raise RollError(self._early_end(planner, cause)) from e
-            self._spares.release()  # groups with the new configuration may have another size
+            self._spares.release()  # groups with the new configuration can have another size
             self._ask_for_spares()
 
     def _replace(self, group: LockstepGroup, planner: Planner) -> None:
@@ -356,12 +356,12 @@ class ServingGroups:
         return [group for group in self.groups if group.is_lost]
 
     def find_place(self) -> None:
-        """Find a place for a missing group: a free place, or the place of survivors.
+        """Find NPUs for a missing group: reserved or free NPUs, or the NPUs of survivors.
 
-        Other changes may start while this one waits for free NPUs.
+        Other changes can start while this one waits for free NPUs.
 
         Raises:
-            PlacementError: there is no place.
+            PlacementError: there are not enough NPUs.
             EngineUnavailableError: another change is running.
         """
         with self._change():
@@ -374,12 +374,12 @@ class ServingGroups:
         self.check_room(1, placement.ROOM_S)
 
     def prepare_starter(self) -> None:
-        """Start another fork server if the fork server has died, so that no replacement waits."""
+        """If the fork server has died, start another one before a group needs it."""
         if not self.is_changing:
             self._starter.command(self.config)
 
     def give_up_lost(self, *, are_replaced: bool) -> None:
-        """Free the places of lost groups whose survivors will not be used for another group.
+        """Free the NPUs of lost groups whose survivors will not be used for another group.
 
         Args:
             are_replaced: whether lost groups will be replaced.
@@ -396,7 +396,7 @@ class ServingGroups:
     def _make_room(self) -> None:
         """If there is a spare, release its NPUs for the group that replaces a lost group.
 
-        Otherwise Ray may place the group on a dead node, because Ray notices the death of a node
+        Otherwise Ray can place the group on a dead node, because Ray notices the death of a node
         late, and counts the node's NPUs as free until then.
 
         Raises:
@@ -408,7 +408,7 @@ class ServingGroups:
     def _ask_for_spares(self) -> None:
         try:
             self._spares.refill(bundles_of_groups(self.config, 1))
-        except PlacementError as e:  # tried again with the next change
+        except PlacementError as e:  # the next change tries again
             logger.warning("no spares are held: %s", e)
 
     def _add(self, planner: Planner, count: int) -> None:
@@ -482,7 +482,7 @@ class ServingGroups:
         return self._version
 
     def set_restarts(self, ages_s: Sequence[float]) -> None:
-        """Tell all engines how many seconds ago groups were started again within the last hour."""
+        """Tell all engines how many seconds ago each restart of the last hour was."""
         for group in self.groups:
             group.engine.set_restarts.remote(ages_s)
 
@@ -530,7 +530,7 @@ class ServingGroups:
 
 
 def ranks_of_groups(size: int, first: int, count: int) -> list[Ranks]:
-    """Return the world ranks of groups of ``size`` ranks; the groups follow one another."""
+    """Return the world ranks of ``count`` groups of ``size`` ranks, from rank ``first`` on."""
     starts = range(first, first + count * size, size)
     return [tuple(map(WorldRank, range(start, start + size))) for start in starts]
 

@@ -147,7 +147,7 @@ class Startup:
         self._enter(phase)
 
     def _go_on_to_capture(self) -> None:
-        """Enter CAPTURING once the first scope has a plan; other scopes may still negotiate."""
+        """Enter CAPTURING once the first scope has a plan; other scopes can still negotiate."""
         with self._moving:
             if self._phase is State.NEGOTIATING:
                 self._go(State.CAPTURING)
@@ -227,7 +227,8 @@ class Startup:
         )
 
     def _check_nodes(self, group: LockstepGroup) -> None:
-        """Check the number of ranks on each node, which depends on the ranks' chips and their CANN.
+        """Check that each node has the number of ranks that the ranks' chips and CANN require.
+
         An emulated host may have any number of ranks.
         """
         if group.workers.is_emulated:
@@ -280,7 +281,8 @@ class Startup:
             timeout_s,
             for_each_rank(num_blocks, self._planner.max_model_len, largest),
         )
-        # Eager steps create the HCCL domains and side streams, which offers must include.
+        # Eager steps create the HCCL domains and side streams, and offers must include these
+        # streams.
         for graph in largest:
             answers = group.workers.carry_out("prepare", timeout_s, graph)
             for rank, answer in zip(group.workers.ranks, answers, strict=True):

@@ -32,7 +32,7 @@ class State(Enum):
     STOPPED = "STOPPED"
 
 
-# An error may lead from every state to STOPPED. No state follows STOPPED. The deployment's state
+# An error can lead from every state to STOPPED. No state follows STOPPED. The deployment's state
 # does not change with the phases of groups that start while it is SERVING or RECOVERING.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLACING: frozenset({State.JOINING, State.STOPPED}),

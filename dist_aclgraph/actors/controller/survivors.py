@@ -1,4 +1,4 @@
-"""Finds the workers of a lost group that may join another group with their loaded weights.
+"""Finds the workers of a lost group that can join another group with their loaded weights.
 
 A worker survives if all of the following is true: its process answers; its step loop ended in order
 or because the engine died; its device can be stopped and used again; the failure has not damaged
@@ -21,7 +21,7 @@ from dist_aclgraph.actors.worker.worker_group import fetch, stop_devices
 from dist_aclgraph.errors import DistAclGraphError, EngineDeadError
 from dist_aclgraph.topology import GroupRank
 
-END_S = 5.0  # how long a killed process may take to end
+END_S = 5.0  # seconds that a killed process may take to end
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def gather_survivors(group: LockstepGroup) -> bool:
     """Let the surviving workers leave their group; record the group's lost ranks.
 
     Returns:
-        Whether survivors may join another group. If so, there are survivors, and the places of the
+        Whether survivors can join another group. If so, there are survivors, and the places of the
         lost ranks are free.
     """
     config = group.planner.config

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dist_aclgraph.config import Config
 
-# One controller uses fewer numbers, so that two terms never share a number.
+# A controller makes fewer groups and versions than these limits, so two terms share no number.
 GROUPS_OF_A_TERM, VERSIONS_OF_A_TERM = 1_000, 1 << 32
 
 

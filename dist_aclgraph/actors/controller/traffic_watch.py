@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 
 def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
-    """Return the step time of the slowest group, for each graph."""
+    """Return, for each graph, the step time of the slowest group."""
     found: dict[BatchDescriptor, float] = {}
     for group in seen:
         for graph, seconds in group.step_seconds.items():
@@ -32,7 +32,7 @@ def _slowest(seen: Sequence[SeenTraffic]) -> dict[BatchDescriptor, float]:
 
 
 class TrafficWatch:
-    """Records the traffic of the groups that share one plan, and lets them change to a better plan.
+    """Records the traffic of groups that share one plan, and asks them to use a better plan.
 
     A watch never waits for a group: one call of ``look`` asks the groups for their traffic, and a
     later call collects the answers.

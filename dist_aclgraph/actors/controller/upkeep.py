@@ -107,7 +107,7 @@ class Upkeep:
         ):
             try:
                 look(now_s)
-            except Exception:  # any exception: the next call may succeed
+            except Exception:  # catch any exception, because the next call can succeed
                 logger.exception("looking after the groups failed")
 
     @property
@@ -133,7 +133,7 @@ class Upkeep:
 
     @property
     def failure(self) -> str:
-        """Why the deployment has ended; "" while a group serves or may serve again."""
+        """Why the deployment has ended; "" while a group serves or can serve again."""
         watch = self._serving.watch
         # Check ``serves`` first, because a group serves for a moment before it is watched.
         if self._serving.serves or watch.trouble:
@@ -175,7 +175,7 @@ class Upkeep:
             self._tell_restarts()
             self._serving.replace_one()
             self._tell_restarts()
-        except Exception as e:  # any exception: the other groups continue to serve
+        except Exception as e:  # catch any exception, because the other groups continue to serve
             if has_begun:
                 self._restarts.failed(self._clock())
             else:
@@ -239,7 +239,7 @@ class Upkeep:
                 pause_s,
                 e,
             )
-        except Exception:  # any exception: the groups continue to serve
+        except Exception:  # catch any exception, because the groups continue to serve
             self._growth.failed(self._clock())
             logger.exception("changing the number of groups to %d failed", count)
         else:

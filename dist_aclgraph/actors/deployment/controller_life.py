@@ -34,7 +34,7 @@ from dist_aclgraph.topology import NO_RANK, ParallelLayout
 
 POLL_S = 0.1
 LOOK_S = 1.0
-JOIN_S = 5.0  # longer than the keeper's limit for an answer
+JOIN_S = 5.0  # seconds; longer than the keeper's limit for an answer
 NAME_S = 30.0  # seconds that Ray may need to free the name of a dead controller
 LEASES = 2  # a controller must answer within 2 times the lease time of engines
 
@@ -76,7 +76,7 @@ def end_by_force(controller: Any, name: str) -> None:
 def progress_of(controller: Any, work: Any) -> Iterator[Progress | None]:
     """Yield the controller's progress, or None while it is unknown, until ``work`` is done.
 
-    A late answer is no failure, because a controller's process may start slowly on a busy machine.
+    A late answer is no failure, because a controller's process can start slowly on a busy machine.
     ``work`` has its own time limits. If the controller dies, ``work`` ends with an error.
     """
     asked = None
@@ -153,9 +153,9 @@ class ControllerKeeper:
                 death = self._look()
                 if death and self._has_ray():  # without Ray, every call of Ray hangs
                     self._replace(death)
-            except RayError as e:  # an error of Ray itself, which the owner of this Ray notices
+            except RayError as e:  # Ray itself has failed; the owner of this Ray notices it
                 logger.debug("asking the controller failed: %s", e)
-            except Exception:  # any exception: the next check may succeed
+            except Exception:  # catch any exception, because the next check can succeed
                 logger.exception("looking after the controller failed")
 
     def _look(self) -> str:
@@ -174,7 +174,7 @@ class ControllerKeeper:
         return ""
 
     def _replace(self, death: str) -> None:
-        """Start controllers until one serves, as long as the restart budget lasts."""
+        """Start controllers until one serves, as long as the restart budget allows more starts."""
         event(logger, "controller_lost", logging.ERROR, cause=death)
         lost_s = time.monotonic()
         self.progress = death
@@ -186,7 +186,8 @@ class ControllerKeeper:
                 return
             try:
                 self._start_another()
-            except Exception as e:  # any exception: the budget ends repeated failures
+            # Catch any exception, because the budget limits repeated failures.
+            except Exception as e:
                 event(logger, "controller_start_failed", logging.ERROR, cause=str(e))
                 death = f"{death}, and starting another failed: {e}"
                 self._restarts.failed(time.monotonic())

@@ -261,8 +261,8 @@ class LLM:
             text_1: one query for all documents, or one query per document.
             text_2: one or more documents.
             instruction: the task for which documents are to be relevant; None means a web search.
-            truncate_prompt_tokens: maximum number of tokens of a prompt, for which the end of a
-                document is left out; -1 uses as many as the context allows.
+            truncate_prompt_tokens: maximum number of tokens of a prompt; the end of a longer
+                document is cut off; -1 uses as many tokens as the context allows.
             pooling_params: must be None.
 
         Raises:
@@ -335,7 +335,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         shows_progress: bool,
     ) -> list[RequestOutput]:
-        """Generate for prompts that have text, token ids, or both."""
+        """Generate outputs for prompts that have text, token ids, or both."""
         client = self._open_client()
         if params is None:
             params = self.get_default_sampling_params()
@@ -388,7 +388,8 @@ class LLM:
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with token ids and a compiled grammar."""
-        checked = replace(params)  # the user may have set attributes
+        # ``replace`` checks the values again, because the user may have changed attributes.
+        checked = replace(params)
         found = with_token_ids(self.tokenizer, checked)
         return with_structure(found, self._grammars)
 
@@ -408,7 +409,8 @@ class LLM:
         self.tokenizer.check_ids(ids, "prompt")
         if not ids:
             raise InvalidParameterError("a prompt must hold at least one token", "prompt")
-        # The recommended number of tokens is a limit of the model, and no wish of the user.
+        # The recommended number of tokens is only an upper limit; the user did not ask for this
+        # number.
         is_recommended = params.max_tokens == self._sampling_defaults.get("max_tokens")
         asked = None if is_recommended else params.max_tokens
         ids = truncated(ids, params.truncate_prompt_tokens, self._context_len, asked)
@@ -426,7 +428,8 @@ class LLM:
         for index in range(params.n):
             own = replace(params, max_tokens=wanted, seed=seed_of_choice(seed, index))
             if index:
-                own = replace(own, prompt_logprobs=None)  # the first choice already returns them
+                # The first choice returns the prompt's log-probabilities.
+                own = replace(own, prompt_logprobs=None)
             output = CompletionOutput(index, logprobs=None if own.logprobs is None else [])
             request.outputs.append(output)
             choices.append(_Choice(request, output, own, OutputText(self.tokenizer, ids, own)))

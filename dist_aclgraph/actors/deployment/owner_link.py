@@ -1,6 +1,6 @@
 """An ingress sends questions to the owner of its deployment, in MessagePack over a Unix socket.
 
-The supervisor of both processes holds the listening socket, so that each process may die: a new
+The supervisor of both processes holds the listening socket, so that each process can die: a new
 process then uses the same socket. The ingress repeats a question that got no answer.
 """
 
@@ -25,7 +25,7 @@ from dist_aclgraph.errors import NotAMessageError
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 20  # maximum size of one message
-WAITING = 64  # waiting connections, most of which the ingress has already closed
+WAITING = 64  # maximum number of waiting connections, of which the ingress has closed most
 LOOK_S, LOOK_MS = 0.05, 500
 CONNECT_S = 1.0
 ADMISSION_S = 1.0  # seconds to wait for an answer that needs no call of Ray
@@ -56,7 +56,7 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class OwnerAnswers(Protocol):
-    """The owner's answers; called on any thread."""
+    """The owner's answers; any thread may ask for them."""
 
     def admission(self, is_open: bool) -> Admission: ...
 
@@ -100,7 +100,7 @@ class OwnerLink:
         self._thread.join()
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Wait until no ingress is connected, ``seconds`` at most; return whether none is left."""
+        """Wait until no ingress is connected, ``seconds`` at most; return whether this is so."""
         until_s = time.monotonic() + seconds
         while self._num_linked and time.monotonic() < until_s:
             time.sleep(LOOK_S)
@@ -165,7 +165,7 @@ class OwnerClient:
         return found or Outlook(progress="the deployment is being started again")
 
     def close(self) -> None:
-        """Disconnect. A question in progress gets no answer. Any thread. Idempotent."""
+        """Disconnect. A question in progress then gets no answer. Any thread. Idempotent."""
         peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()

@@ -94,7 +94,7 @@ class Engine:
         self._lease = Lease(config.timeouts.link_s)
         leave_with(self._lease, "this engine")
 
-    # ---- answered at any time, on the control thread
+    # ---- methods that answer at any time, on the control thread
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int) -> None:
@@ -256,7 +256,10 @@ class Engine:
             self._loop.fail(reason)
 
     def wait_for_end(self) -> str:
-        """Wait until the group has ended, and return why. The controller watches this call."""
+        """Wait until the group has ended, and return why.
+
+        The end of this call tells the controller that the engine has ended.
+        """
         assert self._loop is not None
         return self._loop.wait_for_end()
 

@@ -70,7 +70,7 @@ class _Sent:
 
     Attributes:
         schedule_s, send_s: seconds that the decision and the sending of the step took.
-        at_s: when the step was sent.
+        at_s: time when the step was sent.
     """
 
     plan: StepPlan
@@ -88,9 +88,9 @@ class EngineLoop:
         resumption: makes the group run again after a fault of a device or a link.
         report: returns the facts about the ranks, which are part of every report.
         steps_in_flight: maximum number of steps whose results have not arrived.
-        step_timeout_s: a step that takes longer ends the epoch.
-        turn_timeout_s: if the host works longer than this between two waits, the loop counts as
-            stuck. Waits have their own time limits.
+        step_timeout_s: time limit of a step; a step that takes longer ends the epoch.
+        turn_timeout_s: time limit of the host's work between two waits; if the work takes longer,
+            the loop counts as stuck. Waits have their own time limits.
         is_held: returns whether this engine holds the group's lease. Without the lease, the engine
             sends nothing to workers or clients.
     """
@@ -119,12 +119,12 @@ class EngineLoop:
         self.is_held = is_held
         self._steps_in_flight = steps_in_flight
         self._flying: deque[_Sent] = deque()
-        self._received_s = 0.0  # when the last result arrived
+        self._received_s = 0.0  # time when the last result arrived
         self._changes = changes
         self._resumption = resumption
         self._report = report
         self._recipients = Recipients()
-        self._seen_s = time.monotonic()  # when the loop last showed progress
+        self._seen_s = time.monotonic()  # time when the loop last showed progress
         self._failure = ""
         self._has_dismissed = False
         self._stopping = False
@@ -150,13 +150,17 @@ class EngineLoop:
     def failure_now(self) -> str:
         """Return why the group has ended; "" while it serves."""
         stuck_s = time.monotonic() - self._seen_s
-        # After the whole process was stopped, the lease is not held. Then the loop is not stuck.
+        # If the whole process was stopped, the lease is not held, and the loop does not count as
+        # stuck.
         if not self._failure and stuck_s > self._turn_timeout_s and self.is_held():
             return f"the engine's loop has been stuck on its host for {stuck_s:.1f} s"
         return self._failure
 
     def pause_now(self) -> str:
-        """Return why the group runs no step and resumes; "" if steps run or the pause is short."""
+        """Return why the group has stopped its steps until it resumes; "" if it runs.
+
+        A short pause also returns "".
+        """
         return self._resumption.pause_now()
 
     def stop(self) -> None:
@@ -175,7 +179,7 @@ class EngineLoop:
     def drain(self, version: int, timeout_s: float) -> bool:
         """Wait until all requests have ended, and all clients use this version of the group list.
 
-        The list of this version says that this engine's group drains, so clients that use the list
+        The group list of this version marks this group as draining, so clients that use the list
         send no requests to this engine. Returns False after ``timeout_s``.
         """
         self._drains_from = version
@@ -205,7 +209,7 @@ class EngineLoop:
         return {graph: mean.value for graph, mean in means if mean.count >= MEAN_FROM}
 
     def eager_times(self) -> dict[str, float]:
-        """Return the line that fits the times of eager steps; empty after too few eager steps."""
+        """Return the line that fits the times of eager steps; empty if there were too few steps."""
         if self._eager_times.count < MEAN_FROM:
             return {}
         base_s, token_s = self._eager_times.line()
@@ -252,7 +256,8 @@ class EngineLoop:
         self._take(0)
         is_due = self._changes.is_due(not self._scheduler.has_work, not self._scheduler.waiting)
         if is_due and not self._flying:
-            self._deliver(outputs)  # before a capture, so that no token waits for the capture
+            # Deliver before a capture, so that no token waits for the capture.
+            self._deliver(outputs)
             outputs = StepOutputs()
             self._changes.advance()
         start_s = time.perf_counter()
@@ -325,7 +330,7 @@ class EngineLoop:
             raise EngineDeadError(STOPPING)
 
     def _book(self, sent: _Sent, result: StepResult, took_s: float, update_s: float) -> None:
-        """Add one step's host times, in microseconds, and its counters, by graph mode."""
+        """Add one step's host times (microseconds) and counters to the sums of its graph mode."""
         graph = sent.plan.graph
         mode = "eager" if graph is None else graph.mode.lower()
         worker_us = sum(result.timings_us.values())

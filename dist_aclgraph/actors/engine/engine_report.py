@@ -24,7 +24,7 @@ class LoopCounts:
     prompt_tokens: int
     generation_tokens: int
     steps: int
-    resumptions: Mapping[DeviceFault, int]  # by the fault that stopped a device
+    resumptions: Mapping[DeviceFault, int]  # by the fault that had stopped a device
 
 
 def group_metrics(
@@ -81,7 +81,7 @@ def group_metrics(
 
 
 def host_metrics(ranks_report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return memory and open files: of the group's processes on this host, and of the host.
+    """Return the memory and open files of the group's processes on this host, and of the host.
 
     Processes on other hosts are left out. The call takes about 10 us for each process.
     """
@@ -112,7 +112,7 @@ def _by_rank(counts: Mapping[int, int], ranks_report: Mapping[str, Any]) -> dict
 
 
 def _places(ranks_report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the labels that name each rank's place."""
+    """Return labels for each rank: its node, its NPUs, and whether the NPUs are emulated."""
     kind = "emulated" if ranks_report.get("emulated") else "npu"
     return {
         str(rank["rank"]): {

@@ -1,4 +1,4 @@
-"""Stores, by the key of a request, which client gets the request's outputs."""
+"""Stores which client gets the outputs of each request, by the request's key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST_CAPACITY = 64
 class Recipients:
     """Owns the keys of requests. Only the loop's thread uses this object.
 
-    Pending outputs may contain the key of a request that has ended. So a key is used for another
+    Pending outputs can contain the key of a request that has ended. So a key is used for another
     request only after these outputs were delivered.
     """
 
@@ -29,7 +29,8 @@ class Recipients:
         # By key: the number that the client gave to the request.
         self._number_of = np.zeros(FIRST_CAPACITY, np.int32)
         self._free = list(range(FIRST_CAPACITY))
-        self._left: list[int] = []  # keys of ended requests that pending outputs may still contain
+        # Keys of requests that have ended, but that pending outputs can still contain.
+        self._left: list[int] = []
 
     def add(self, request_id: str, link: ClientLink, number: int) -> int:
         """Record the client of a request; return the request's key."""

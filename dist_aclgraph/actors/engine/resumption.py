@@ -1,11 +1,11 @@
 """Resumes a group after a fault of a device or a link, if all processes are alive.
 
 First, each rank aborts the work on its device. The rank does this on its control thread, because
-the thread that runs steps may wait for the device. After all ranks have aborted, each rank resumes
-its device and its communicators, and reports to the engine. Weights, KV and graphs stay valid. The
-engine decides the interrupted steps again, so no request starts again. But if KV was in faulty
-memory, requests are computed again from their first token. If resuming fails or a rank takes too
-long, the group's epoch ends, as after a worker's death.
+the thread that runs steps may be waiting for the device. After all ranks have aborted, each rank
+resumes its device and its communicators, and reports to the engine. Weights, KV and graphs stay
+valid. The engine decides the interrupted steps again, so no request starts again. But if KV was in
+faulty memory, requests are computed again from their first token. If resuming fails or a rank takes
+too long, the group's epoch ends, as after a worker's death.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Resumption:
         self._stop = stop
         self._timeout_s = timeout_s
         self._in_a_row = 0
-        self._num_sound = 0  # successful steps since the last failure
+        self._num_sound = 0  # number of successful steps since the last failure
         # The time when the group stopped, and the reason; None while the group runs.
         self._begun: tuple[float, str] | None = None
         self.counts: Counter[DeviceFault] = Counter()
@@ -90,7 +90,7 @@ class Resumption:
 
         Args:
             error: the report of the first rank that failed.
-            check: called during waits; may raise an error to end the wait.
+            check: called during waits; can raise an error to end the wait.
 
         Raises:
             WorkerLostError: the group cannot be resumed.

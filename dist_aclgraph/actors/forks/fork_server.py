@@ -41,12 +41,14 @@ from dist_aclgraph.environment import (
 from dist_aclgraph.version import build
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20  # limits of a client's request: seconds, bytes
+# Limits of a client's request: time in seconds, size in bytes.
+REQUEST_S, REQUEST_BYTES = 10.0, 4 << 20
 STOP_S, LOOK_S = 5.0, 0.02
-# Ray's native library reads two variables once, when the server loads it. Ray may not run yet, so
-# the job's id must be known in advance. Therefore the server uses the id of Ray's first job, and
-# forks only processes of this job. The other variable is the process id of the raylet to watch. The
-# server sets a process that never ends, because forked processes watch their raylets themselves.
+# Ray's native library reads two variables once, when the server loads it. The server may start
+# before Ray, so the job's id must be known in advance. Therefore the server uses the id of Ray's
+# first job, and forks only processes of this job. The other variable is the process id of the
+# raylet to watch. The server sets it to the id of a process that never ends, because forked
+# processes watch their raylets themselves.
 JOB_VARIABLE = "RAY_JOB_ID"
 SERVER_VARIABLES = {JOB_VARIABLE: "01000000", RAYLET_VARIABLE: "1"}
 MODULES = (
@@ -163,7 +165,7 @@ def load() -> None:
     load_torch_npu("emulated")
     for name in MODULES:
         importlib.import_module(name)
-    build()  # Forked processes then run the sources as they are now.
+    build()  # compute the hash of the sources now, because the files can change later
 
 
 def serve(listener: socket.socket, parent: int, job: str) -> tuple[ForkRequest, list[int]] | None:
@@ -257,7 +259,7 @@ def become(request: ForkRequest, streams: list[int]) -> None:
 
 def _read_again() -> None:
     """Let Ray's native library read the variables again. It has read only the server's values."""
-    from ray._raylet import Config  # type: ignore[attr-defined]  # it is compiled
+    from ray._raylet import Config  # type: ignore[attr-defined]  # the module is compiled
 
     Config.initialize("")
 

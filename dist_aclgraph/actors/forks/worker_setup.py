@@ -36,7 +36,7 @@ def command_of(context: dict[str, Any], arguments: Sequence[str]) -> str | None:
 
 
 def take_over(variables: dict[str, str]) -> None:
-    """Set environment variables. A value may contain another variable as ``${OTHER}``."""
+    """Set environment variables. A value can contain another variable as ``${OTHER}``."""
     for name, value in variables.items():
         os.environ[name] = UNKNOWN_VARIABLE.sub("", os.path.expandvars(value))
 

@@ -37,13 +37,13 @@ class Silence:
     Time in which this process itself was stopped or got no CPU time does not count.
 
     Args:
-        limit_s: a longer silence is too long.
+        limit_s: maximum silence in seconds.
         clock: monotonic, in seconds.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s = limit_s
-        self._turn_s = 2 * beat_s(limit_s)  # limit of the time that one call of ``listen`` counts
+        self._turn_s = 2 * beat_s(limit_s)  # one call of ``listen`` counts at most this time
         self._clock = clock
         self.heard()
 
@@ -73,7 +73,7 @@ class SharedHeartbeat:
     ``listen``.
 
     Args:
-        limit_s: a longer silence is too long.
+        limit_s: maximum silence in seconds.
         clock: monotonic, in seconds.
 
     Attributes:
@@ -83,7 +83,8 @@ class SharedHeartbeat:
     REST, FIRST, LAST = 0, 1, 255  # values of the byte; REST: no heartbeat is expected
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shared = mmap.mmap(-1, 2)  # the heartbeat byte, and the byte of ``has_served``
+        # Two bytes: the heartbeat, and whether the process has served.
+        self._shared = mmap.mmap(-1, 2)
         self._seen = self.REST
         self._silence = Silence(limit_s, clock)
         self.served_before = False
@@ -95,7 +96,7 @@ class SharedHeartbeat:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Show heartbeats on a thread within this context, whose work has its own time limits."""
+        """Show heartbeats on a thread within this context, whose body has its own time limits."""
         has_ended = threading.Event()
 
         def run() -> None:
@@ -148,9 +149,9 @@ class Lease:
     question. After ``limit_s`` without a question, the lease is not held, and the holder does
     nothing. After ``2 * limit_s``, the lease is over.
 
-    While the holder is stopped, the giver may replace the holder by another process. The first
-    question after the stop may have been sent before that. So only the second question after the
-    stop renews the lease.
+    While the holder is stopped, the giver can replace the holder by another process. The first
+    question that the holder reads after a stop may have been sent before the replacement. So only
+    the second question after the stop renews the lease.
 
     Attributes:
         is_given_back: see ``give_back``.
@@ -169,7 +170,7 @@ class Lease:
         self._number = 0  # number of the last question
         self._counts_from = 0  # number of the first question that renews the lease
         self.is_given_back = False
-        # Counts only time in which the holder ran. After a stop, the giver may renew the lease.
+        # Counts only time in which the holder ran. After a stop, the giver can renew the lease.
         self._silence = Silence(2 * limit_s, clock)
 
     def renew(self, number: int) -> None:

@@ -33,7 +33,7 @@ class ProcessStarter:
         return []
 
     def renew(self) -> None:
-        """Replace the fork server, which may hang. Does nothing without a fork server."""
+        """Replace the fork server, which can hang. Does nothing without a fork server."""
 
     def end_started(self) -> None:
         """Kill all processes that Ray has not started itself."""

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # constants of linux/prctl.h
 
 
 def set_name(name: str) -> None:
@@ -127,7 +127,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def count_open_files(pid: int) -> int:
-    """Return how many files a process has open; 0 if it is gone or another user's."""
+    """Return how many files a process has open; 0 if it has ended or is another user's."""
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))
     return 0

@@ -1,7 +1,7 @@
 """A directory for socket files. Only this user may enter it. Paths of sockets must be short.
 
 The owner holds a lock in the directory until the owner ends. A process id would not show whether
-the owner is alive, because several containers may share one temporary folder, and each container
+the owner is alive, because several containers can share one temporary folder, and each container
 has its own process ids.
 
 A directory has a hidden name while it is created or removed. If such a directory is unlocked, its
@@ -33,7 +33,7 @@ class RunDirectory:
     def __init__(self) -> None:
         sweep()
         while not self._make():
-            pass  # another process swept the new directory
+            pass  # another process has removed the new directory
 
     def _make(self) -> bool:
         """Create a directory and lock it; return whether the directory still exists."""
@@ -43,7 +43,8 @@ class RunDirectory:
         try:
             lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(new, path)  # after the lock, so that no process sweeps the directory
+            # Rename after the lock, so that no other process removes the directory.
+            os.rename(new, path)
         except FileNotFoundError:
             if lock >= 0:
                 os.close(lock)

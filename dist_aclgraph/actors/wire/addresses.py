@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 10_000  # milliseconds until a connection without valid keys is closed
 MAX_WAITING_CONNECTIONS = 64
-FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0  # first and longest pause while all ports are in use
+# Seconds: first and longest pause while all ports are in use.
+FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 DOMAIN = "dist_aclgraph"  # the domain in which the authenticator checks client keys
 
 
@@ -184,7 +185,7 @@ class Listener:
 def open_meeting(host: str, ports: range | None, timeout_s: float) -> socket.socket:
     """Return a socket that listens at ``host``, so that the ranks of a group meet there.
 
-    If all ports are in use, a port may soon become free, so the ports are tried again until
+    If all ports are in use, a port can soon become free, so the ports are tried again until
     ``timeout_s`` has passed.
 
     Raises:

@@ -41,11 +41,13 @@ from dist_aclgraph.actors.wire.sockets import Wakeup, has_message, read_frame
 from dist_aclgraph.errors import NotAMessageError
 from dist_aclgraph.steps.delta import StepDeltas
 
-# Queue limit of one peer, for peers that are no clients. A client reaches its byte limit earlier.
+# Maximum number of frames that wait for one peer. It limits peers that are no clients, because a
+# client reaches its limit of bytes first.
 MAX_QUEUED_FRAMES = 1 << 16
-FRAMES_A_TURN = 256  # limited, so that many frames do not delay a heartbeat
+# Maximum number of frames read at once, so that many frames do not delay a heartbeat.
+FRAMES_A_TURN = 256
 LAST_WORDS_MS = 200
-UNHELD_S = 0.01  # seconds between two checks of the lease, while clients may not be answered
+UNHELD_S = 0.01  # seconds between two checks of the lease, while clients must not be answered
 
 
 class LoopAnswers(Protocol):
@@ -73,8 +75,8 @@ class ClientLink:
 
     Attributes:
         unread: number and size in bytes of each message that the client has not confirmed.
-        waiting_tokens: tokens of the client's requests that wait at this engine, as the client
-            reported.
+        waiting_tokens: number of tokens of the client's requests that wait at this engine, as the
+            client reported.
         groups_version: version of the group list that the client uses.
     """
 
@@ -107,8 +109,9 @@ class ClientLinks:
     Args:
         place: where the socket listens.
         token: the deployment's token, which clients must send.
-        link_s: a client that is silent for longer is lost.
-        max_unread_bytes: a client that leaves more bytes unread is disconnected.
+        link_s: time limit in seconds; a client that is silent for longer is lost.
+        max_unread_bytes: maximum number of unread bytes; a client that leaves more bytes unread is
+            disconnected.
 
     Attributes:
         address: where clients connect.
@@ -126,7 +129,8 @@ class ClientLinks:
         self._max_unread_bytes = max_unread_bytes
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
-        # A frame that cannot be sent raises an error. Without this option, the frame is lost.
+        # With this option, a frame that cannot be sent raises an error. Without it, ZeroMQ would
+        # drop the frame silently.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         self._listener = Listener(self._context, place)
@@ -173,7 +177,7 @@ class ClientLinks:
     def set_groups(self, groups: GroupList) -> None:
         """Send the list of groups to all clients. Any thread.
 
-        Calls may arrive in any order: the list with the latest version is used.
+        Calls can arrive in any order: the list with the latest version is used.
         """
         with self._setting:
             self._groups = max(self._groups, groups, key=lambda g: g.version)
@@ -183,7 +187,7 @@ class ClientLinks:
         """Return whether all clients use this version of the list or a later version. Any thread.
 
         If so, the queue of events for the loop already contains every request that a client sent
-        while it used an earlier version.
+        with an earlier version.
         """
         return all(link.groups_version >= version for link in list(self._links.values()))
 
@@ -268,7 +272,7 @@ class ClientLinks:
         link = ClientLink(routing_id, hello.client, Silence(self._link_s))
         self._links[routing_id] = link
         # Send the list before the status, because the client sends requests as soon as it has the
-        # status, and the list may say that a group drains.
+        # status, and the list can say that a group drains.
         if self._told_groups.version:
             self._post(link, self._told_groups)
         self._post(link, self._status(link))

@@ -25,7 +25,8 @@ from dist_aclgraph.actors.wire.messages import (
 from dist_aclgraph.actors.wire.sockets import MAX_MESSAGE_BYTES, has_message, read_frame
 from dist_aclgraph.errors import EngineDeadError, NotAMessageError
 
-FRAMES_A_TURN = 256  # limited, so that many tokens do not delay a heartbeat
+# Maximum number of frames read at once, so that many tokens do not delay a heartbeat.
+FRAMES_A_TURN = 256
 LAST_WORDS_MS = 100
 # Why a link is lost. gone: the engine's process has ended. silent: no heartbeat for too long.
 # failed: the engine reports the end of its group. refused: the engine refuses the client. broken:
@@ -43,7 +44,7 @@ class EngineLink:
     """One connection. After an error, close the connection and open another one.
 
     Args:
-        link_s: an engine that is silent for longer counts as dead.
+        link_s: time limit in seconds; an engine that is silent for longer counts as dead.
 
     Attributes:
         is_welcome: whether the engine has answered on this connection, and serves.
@@ -70,8 +71,8 @@ class EngineLink:
         self._silence = Silence(link_s)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # No limit, because a limit would drop messages or block. The number of open requests limits
-        # the messages.
+        # The queue has no limit, because a full queue would drop messages or block. The number of
+        # open requests limits the number of messages.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSALS)
         endpoint.connect(self._socket)
@@ -141,7 +142,7 @@ class EngineLink:
         if not has_message(self._socket) and self._silence.listen():
             silent_s = self._silence.silent_s
             raise self._lost("silent", f"the engine has been silent for {silent_s:.1f} s")
-        if self.is_welcome:  # otherwise the engine has not answered Hello
+        if self.is_welcome:  # if not, the engine has not answered Hello
             self.send(Beat(self._received, waiting_tokens, groups_version))
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:

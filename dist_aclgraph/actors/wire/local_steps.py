@@ -119,7 +119,7 @@ class LocalPeers:
         os.chmod(path, 0o600)
         self._listener.listen(MAX_WAITING_CONNECTIONS)
         self._listener.setblocking(False)
-        self._peers: dict[int, _Peer] = {}  # by file descriptor
+        self._peers: dict[int, _Peer] = {}  # the keys are file descriptors
         self._arrived: deque[bytes] = deque()
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)

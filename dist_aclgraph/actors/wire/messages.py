@@ -34,7 +34,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     token: str
     client: str
-    protocol: str = ""  # see ``protocol``; older versions send none
+    protocol: str = ""  # hash of all messages, see ``protocol``; older versions do not send it
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -42,7 +42,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
     Attributes:
         received: number of the last ``Deltas`` that the client has read.
-        waiting_tokens: tokens of the client's requests that wait at this engine.
+        waiting_tokens: number of tokens of the client's requests that wait at this engine.
         groups_version: version of the last ``GroupList`` that the client has read. The client
             routes all later requests by this list.
     """

@@ -49,8 +49,8 @@ class RemotePeers:
         self.num_workers = 0
         self._context = zmq.Context(io_threads=1)
         self._plans = self._context.socket(zmq.XPUB)
-        # Several workers subscribe to the same topic. Only the option XPUB_VERBOSER reports every
-        # subscribe and every unsubscribe.
+        # Several workers subscribe to the same topic. Without the option XPUB_VERBOSER, the socket
+        # would report only the first subscription and the last unsubscription.
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._results = self._context.socket(zmq.PULL)
         self._plans.setsockopt(zmq.LINGER, 0)

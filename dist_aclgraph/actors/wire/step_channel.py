@@ -63,7 +63,7 @@ class Deadline:
 
 
 def unknown_statuses(ranks: Sequence[GroupRank]) -> RankStatuses:
-    """Return no status for each rank, because these ranks cannot be asked."""
+    """Return None as the status of each rank, because these ranks cannot be asked."""
     return dict.fromkeys(ranks)
 
 

@@ -2,7 +2,7 @@
 
 ``join_rank`` returns a ``JoinedRank``, ``JoinedRank.load`` returns a ``LoadedRank``, and
 ``LoadedRank.make_runner`` returns a ``RunningRank``. ``RunningRank.leave`` returns a
-``LoadedRank``, which may join another group. torch_npu reads the environment once, during its
+``LoadedRank``, which can join another group. torch_npu reads the environment once, during its
 import. Ray must set the environment before that, so heavy imports are inside the functions.
 """
 
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from dist_aclgraph.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
-NoteProgress = Callable[[int, int], None]  # bytes of weights loaded so far, total bytes
+# Number of bytes of weights loaded so far, and of all weights.
+NoteProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class JoinedRank:
 
     @property
     def device(self) -> JoinedDevice:
-        """The device, as the controller sees it."""
+        """The facts about the device that the controller gets."""
         cores = f", bound to {len(self.cores)} cores of the host" if self.cores else ""
         return JoinedDevice(self.npu.description + cores, self.exchange.ranks_of_node)
 
@@ -447,7 +448,8 @@ class RunningRank:
         graphs are released.
         """
         joined = self.joined
-        joined.npu.give_back()  # temporary memory of eager steps; ``eager_bytes`` already counts it
+        # Gives back the temporary memory of eager steps, which ``eager_bytes`` already counts.
+        joined.npu.give_back()
         free_bytes = joined.npu.memory().free_bytes - self.loaded.eager_bytes
         chips = ",".join(map(str, visible_devices() or (os.getpid(),)))
         return StreamOffer(

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 FOLDER, SUFFIX = "steps", ".steps"  # the files' folder, in the folder of logs; the files' suffix
 MAGIC = b"STEPS001"
 NUM_STEPS = 256
-KEPT_FILES = 64  # per node; beyond it, a new file removes the oldest files of ended ranks
+# Number of files per node; a new file beyond it removes the oldest files of ended ranks.
+KEPT_FILES = 64
 STAGES = ("rows", "inputs", "upload", "lengths", "forward", "replay", "update", "sample", "read")
 # States of the host. The name of a stage means that this stage has ended. BEGUN: a step has begun,
 # and no stage has ended. IDLE: the host waits for a plan. WAITS: the host waits for the device.
@@ -55,7 +56,8 @@ _STATE = struct.Struct("=IQ")  # state, time in ns since 1970
 # epoch, plan version, step; mode and tokens of the graph; requests and tokens of the rank; digest
 # of the plan; data-parallel rank; digest of its batch; time in ns since 1970
 _STEP = struct.Struct("=iiqiiiiIiIQ")
-_LAP = struct.Struct("=I")  # microseconds after the step's beginning; 0 before the stage's end
+# A stage's end, in microseconds after the step's beginning; 0 before the end.
+_LAP = struct.Struct("=I")
 MAX_LAP_US = 0xFFFFFFFF
 STATE_AT, WORDS_AT, STEPS_AT, STEP_BYTES = 128, 256, 1024, 128
 _COUNT_AT, _COUNT = STATE_AT + 32, struct.Struct("=Q")  # number of steps begun
@@ -111,7 +113,8 @@ class FileRecorder(StepRecorder):
         _HEAD.pack_into(self._map, 0, MAGIC, os.getpid(), rank, group_rank, NO_GROUP, host)
         self._num_steps = 0
         self._begin_ns = 0
-        self._before = 0  # number of the state before the host began to wait for the device
+        # Number of the state in which the host was before it began to wait for the device.
+        self._before = 0
         self._at = STEPS_AT
         self.idle()
 
@@ -200,7 +203,7 @@ def open_recorder(config: Config, rank: int, group_rank: int) -> StepRecorder:
 
 
 def digest_of(plan: RankPlan) -> int:
-    """Return a short hash of the part of a plan that is the same for all ranks of a group."""
+    """Return a short hash of those fields of a plan that are the same for all ranks of a group."""
     graph = "" if plan.graph is None else f"{plan.graph} {plan.graph.num_reqs}"
     size = f"{plan.largest.num_tokens} {plan.largest.num_samples}"
     shared = f"{plan.step} {plan.plan_version} {graph} {plan.exchange} {size}"

@@ -63,7 +63,7 @@ def _idle(recordings: Sequence[Recording]) -> str:
 
 
 def doing_of(recording: Recording) -> str:
-    """Return a rank's state; if the rank was told to stop, the state before."""
+    """Return a rank's state; if the rank was told to stop, return the state before that."""
     return recording.words if recording.state == ENDED else recording.state
 
 

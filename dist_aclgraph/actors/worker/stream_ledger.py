@@ -1,4 +1,7 @@
-"""Counts a rank's streams by user. The rank's offer contains these counts and the free streams."""
+"""Counts a rank's streams, by the operation that uses them.
+
+The rank's offer contains these counts and the free streams.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StreamLedger:
-    """Counts the device's free streams after each operation that may take streams.
+    """Counts the device's free streams after each operation that can take streams.
 
     Attributes:
         taken: number of streams, by the name of the operation that took the streams.
@@ -22,7 +25,7 @@ class StreamLedger:
         self.taken: Counter[str] = Counter()
 
     def book(self, what: str) -> None:
-        """Record ``what`` as the user of all streams that were taken since the last call."""
+        """Record ``what`` as the operation that uses all streams taken since the last call."""
         available = self._npu.available_streams()
         self.taken[what] += self._available - available
         if not self.taken[what]:

@@ -61,7 +61,7 @@ NO_PLAN = GraphPlan(version=0, mode="NONE", budget_model="legacy-last")
 class Worker:
     """State of one rank, from its placement to its end. A worker is never restarted.
 
-    A worker may outlive its group: it leaves the group, and joins the next group with its weights.
+    A worker can outlive its group: it leaves the group, and joins the next group with its weights.
     """
 
     def __init__(self, config: Config, epoch: int) -> None:
@@ -72,10 +72,11 @@ class Worker:
         self._phase = "PLACING"
         self._last_step = -1
         self._neighbour = ALONE
-        self._neighbours: dict[int, int] = {}  # process handles of other ranks, by process id
-        self._progress = (0, 0)  # bytes of weights loaded so far, total bytes
+        # Handles of the processes of other ranks, by process id.
+        self._neighbours: dict[int, int] = {}
+        self._progress = (0, 0)  # number of bytes of weights loaded so far, and of all weights
         self._doing = ""
-        self._is_told_to_stop = False  # if true, the device was aborted, so any error may follow
+        self._is_told_to_stop = False  # whether the device was aborted; if so, any error can follow
         self._leaving = threading.Lock()
         self._is_sound = True  # whether device memory, except KV and _bad_memory, is intact
         self._bad_memory: set[MemoryRange] = set()  # faulty memory that held tensors
@@ -96,7 +97,7 @@ class Worker:
         assert isinstance(self._stage, RunningRank), "the controller calls the phases in order"
         return self._stage
 
-    # ---- answered at any time, on the control thread
+    # ---- methods that answer at any time, on the control thread
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def ping(self, number: int | None = None) -> dict[str, Any]:
@@ -174,7 +175,7 @@ class Worker:
         """
         self._meet_neighbours(pids)
         if self._stage is not None:
-            return  # A previous group has prepared the worker.
+            return  # the worker was prepared for a previous group
         self._neighbour = neighbour
         if self._config.weights != "dummy":
             read_ahead(weight_files(self._config.model), neighbour)
@@ -311,7 +312,7 @@ class Worker:
         return offer
 
     def carry_out(self, command: GraphCommand) -> GraphAnswer:
-        """Do one action of a graph transaction, for a call of Ray or a message of the engine."""
+        """Do one action of a graph transaction; Ray or a message of the engine calls this."""
         from dist_aclgraph.device.failures import classify
 
         rank = self._running
@@ -457,8 +458,8 @@ class Worker:
         """Report a failure to the engine; return the device's fault; None if it is unknown."""
         joined, fault = self._running.joined, self._fault_of(error)
         self._note_fault(fault)
-        # Name the step after the last step. The last step may have been answered, and the engine
-        # ignores errors of answered steps.
+        # Report the failure for the step after the last step. The reason is that the last step may
+        # have been answered, and the engine ignores errors of answered steps.
         step = self._last_step + 1
         cause = f"{type(error).__name__}: {error}"
         event(logger, "rank_failed", logging.ERROR, step=step, fault=fault, cause=cause)

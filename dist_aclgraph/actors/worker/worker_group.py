@@ -63,7 +63,7 @@ class WorkerGroup:
     bundles: PlacementGroup | None
     infos: list[WorkerInfo] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    phase: str = "NEGOTIATING"  # named in errors of graph transactions
+    phase: str = "NEGOTIATING"  # the phase that errors of graph transactions name
     _num_commands: int = 0
 
     def call(
@@ -76,7 +76,7 @@ class WorkerGroup:
         """Call a method on all workers and return their answers in rank order.
 
         After a rank has reported a failure, the other ranks have only a few more seconds to answer,
-        because they may wait for this rank in a collective.
+        because they may be waiting for this rank in a collective.
 
         Args:
             arguments: returns the arguments for a worker's index; the default is no arguments.
@@ -117,7 +117,7 @@ class WorkerGroup:
         silent: Sequence[int],
         failed: GraphAnswer | None,
     ) -> DistAclGraphError:
-        """Return the error for workers that did not answer; it may name the rank to blame."""
+        """Return the error for workers that did not answer; it can name the rank to blame."""
         verdict = judge(self.ranks, ask_workers(self.workers, [GroupRank(i) for i in silent]))
         if failed is not None:
             return WorkerLostError(
@@ -390,7 +390,7 @@ def stop_devices(
 
     Args:
         timeout_s: time limit of each worker. A worker that needs more time ends its own process.
-        check: called several times a second; may raise an error to end the wait.
+        check: called several times a second; can raise an error to end the wait.
     """
     refs = {worker.stop_device.remote(timeout_s): i for i, worker in enumerate(workers)}
     deadline_s = time.monotonic() + timeout_s

@@ -123,7 +123,7 @@ class Drafter:
             accepted: [num_reqs] int32, the result of ``count``.
         """
         num_reqs, num_places = sampled.shape
-        if num_reqs == 0:  # All requests of the step are in the middle of prompts.
+        if num_reqs == 0:  # no request samples, because all prompts are unfinished
             assert next_tokens is not None
             run(DraftPass(0, next_tokens, positions, slots, slots, hidden))
             return

@@ -31,7 +31,7 @@ class Grammars:
 
     Args:
         read_vocabulary: reads the checkpoint's tokenizer; called at once on a thread. If the call
-            fails, the first grammar fails.
+            fails, compiling the first grammar raises the error.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -41,7 +41,7 @@ class Grammars:
         self._executor = llguidance.LLExecutor(1)
         self._second: tuple[llguidance.LLMatcher, int] | None = None  # see ``consume``
         self._kept: OrderedDict[tuple[str, str], Future[llguidance.LLMatcher]] = OrderedDict()
-        self._sizes: dict[tuple[str, str], int] = {}  # bytes of each grammar in ``_kept``
+        self._sizes: dict[tuple[str, str], int] = {}  # number of bytes of each grammar in ``_kept``
         self._num_bytes = 0  # their sum
 
     def compile(self, structure: Structure) -> Future[llguidance.LLMatcher]:
@@ -63,7 +63,7 @@ class Grammars:
         return coming
 
     def submit_slow(self, work: Callable[[list[int]], T], output: list[int]) -> Future[T]:
-        """Do work that may take seconds on a thread, after earlier work of this kind."""
+        """On a thread, do work that can take seconds, after all earlier work of this kind."""
         return self._slow.submit(work, output)
 
     def consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:

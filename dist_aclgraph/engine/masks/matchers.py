@@ -5,7 +5,7 @@ mask itself, and nothing is sent between ranks. Before each step, a row's matche
 row's output: forward by new tokens, or back if tokens were discarded (a void step, a rewind, drafts
 that were not accepted).
 
-A row may reason before it answers. The row's grammar applies only to the answer. While the row
+A row can reason before it answers. The row's grammar applies only to the answer. While the row
 reasons, only tokens that end the output are forbidden. After a maximum number of tokens, the
 reasoning is ended.
 """
@@ -76,8 +76,8 @@ class Matchers:
         batch: the rows, with all tokens that the engine has sent back.
         read_vocabulary: reads the checkpoint's tokenizer.
         num_places: k + 1, number of places of each sampled request.
-        rows_may_wait: whether a row whose mask is late may wait in its place. It may not if the
-            model has recurrent states, because then it would lose its row.
+        rows_may_wait: whether a request whose mask is late keeps its row while it waits. False if
+            the model has recurrent state, because then the request must begin its row again.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Matchers:
         # whose grammars were not compiled yet.
         self._failed: dict[int, str] = {}
         self._unmasked: list[int] = []
-        # Rows that were sampled without a mask, until they begin again. Steps that are already in
-        # flight sample them once more, after a token that is discarded.
+        # Rows that were sampled without a mask, until requests begin these rows again. Steps that
+        # are already in flight sample these rows once more, after a token that is discarded.
         self._late: set[int] = set()
-        # The sampled rows in the last call of ``concern``, and the result of this call.
+        # The sampled rows that the last call of ``concern`` got, and its result.
         self._asked: IntArray | None = None
         self._concerns = False
 
@@ -171,7 +171,7 @@ class Matchers:
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
         """Return the masks of a step's special places; None if no row has a mask.
 
-        All tokens before the step must be known: ``note`` was called for each earlier step.
+        ``note`` must have been called for each earlier step, so that all earlier tokens are known.
 
         Args:
             drafts: [max_rows, k], the drafts of this step; None without drafts.
@@ -202,7 +202,7 @@ class Matchers:
                 continue
             if complaint := self._rows[row].complaint:
                 self._failed[sample] = complaint
-            own[num_logits:] = own[num_logits - 1]  # The last place is repeated.
+            own[num_logits:] = own[num_logits - 1]  # the other places repeat the last one
         if not wanted:
             return None
         first = np.array([index for index, _ in wanted], np.int32) * size
@@ -257,7 +257,7 @@ class Matchers:
             row.fill(words[place])
         if drafts:
             row.go_back(target)
-        if begin_s is not None:  # a slow row counts the time of its thread
+        if begin_s is not None:  # for a slow row, the thread measures the time
             row.charge(time.thread_time() - begin_s, num_new)
         return row.error
 
@@ -279,7 +279,8 @@ class Masking:
 
     def __init__(self, upload: ToDevice) -> None:
         self._upload = upload
-        self._bits: Tensor | None = None  # [16] int16, the bits of a half word
+        # [16] int16, each with one bit set: the bits of a half word.
+        self._bits: Tensor | None = None
 
     def forget(self) -> None:
         """Reset after an abort of the device, because the constant may not have reached the

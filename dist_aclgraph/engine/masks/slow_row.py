@@ -1,7 +1,7 @@
-"""A row whose masks may take long: a thread computes them, and the row waits for its mask.
+"""A row whose masks can take long: a thread computes them, and the row waits for its mask.
 
 The time to compute a mask has no useful limit: the library checks its limits only after each row of
-its parser, and in an ambiguous grammar one such row may take seconds. So a step waits for the mask
+its parser, and in an ambiguous grammar one such row can take seconds. So a step waits for the mask
 only briefly. If the mask is still missing, the request gets no token, as if its grammar was not
 compiled yet, and the other requests run.
 """
@@ -37,10 +37,10 @@ class SlowRow(Row):
     ) -> None:
         super().__init__(sampling, matcher, end_words, permitted)
         self._grammars = grammars
-        self._output: list[int] = []  # the output that ``_mask`` belongs to
+        self._output: list[int] = []  # the output for which ``_mask`` was computed
         self._mask: Future[tuple[IntArray, str]] | None = None
         self._read: list[int] = []  # the tokens that the state includes
-        self._words: IntArray | None = None  # the mask of the state; None: not computed
+        self._words: IntArray | None = None  # the mask of the state; None if it is not computed
         self._num_words = len(end_words)
         self._is_dropped = False
 
@@ -126,6 +126,6 @@ class SlowRow(Row):
         return self._words
 
     def _consume(self, matcher: llguidance.LLMatcher, token: int) -> bool:
-        if matcher.is_stopped():  # then only an end token can follow
+        if matcher.is_stopped():  # if so, only an end token can follow
             return super()._consume(matcher, token)
         return self._grammars.consume(matcher, token)

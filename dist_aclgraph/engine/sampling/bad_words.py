@@ -19,11 +19,12 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class Forbidden(NamedTuple):
-    """Tokens that are forbidden if a certain token comes before them, [n] each.
+    """Tokens that are forbidden if a certain token directly precedes them, [n] each.
 
     Attributes:
         places: index of the place; tokens: the forbidden token.
-        before: the token after which ``tokens`` is forbidden; -1 if the host has already found it.
+        before: the preceding token after which ``tokens`` is forbidden; -1 if the host has found
+            this token itself.
         coming: index of the actual previous token among the tokens that a step in flight samples.
     """
 

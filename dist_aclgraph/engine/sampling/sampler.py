@@ -1,7 +1,7 @@
 """Chooses token ids from logits, on the device.
 
-If a row has a temperature, a race draws the token (``race_noise``). So only rows with top-k or
-top-p are sorted. The random numbers depend only on (seed, position, token), so a request gets the
+If a row has a temperature, a race draws the token (``race_noise``). So rows without top-k and top-p
+need no sorting. The random numbers depend only on (seed, position, token), so a request gets the
 same tokens in any batch, on every rank, and after a resumption. A step sends the keys of the random
 numbers; the sampling parameters are already on the device (``sampling_places``).
 """

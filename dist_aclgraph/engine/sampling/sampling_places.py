@@ -299,7 +299,8 @@ class KnownPlaces:
             self._rows = None  # Nothing is valid until all parameters are sent.
             self._places = self._send(sampled_rows)
             self._version = self._table.version
-        self._rows = sampled_rows  # the caller passes the same array until the rows change
+        # The caller passes the same array object as long as the rows do not change.
+        self._rows = sampled_rows
         return self._places
 
     def forget(self) -> None:

@@ -99,7 +99,8 @@ class SamplingTable:
         self.has_penalties[row] = sampling.has_penalties
         structure = sampling.structure
         may_forbid_all = structure is not None and (sampling.allowed or sampling.biased)
-        # If the structure is slow, only the first place gets a mask.
+        # If computing masks takes long, only the first place gets a mask, so no draft may be
+        # accepted.
         is_slow = structure is not None and structure.is_slow
         self.may_draft[row] = not (
             sampling.has_penalties or sampling.bad_words or may_forbid_all or is_slow

@@ -36,8 +36,8 @@ class Penalties:
 
 
 class TokenCounts:
-    """Owns [max_rows, vocab] int32: the number of occurrences in the output, plus IN_PROMPT if the
-    token occurs in the prompt.
+    """Owns the counts, [max_rows, vocab] int32: for each token, its number of occurrences in the
+    output, plus IN_PROMPT if it occurs in the prompt.
 
     Only the counts of rows with penalties are updated.
     """

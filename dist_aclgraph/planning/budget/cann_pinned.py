@@ -21,9 +21,10 @@ from dist_aclgraph.planning.budget.workload import Workload
 
 @dataclass(frozen=True)
 class CannPinnedBudget:
-    """Counts stream ids: one for each lane of each graph, one for each further queue of a long
-    lane, and one for each of HCCL's streams in the graph. There is no fixed price, because an offer
-    counts the ids that are free after HCCL's domains were created.
+    """Counts stream ids: one id for each lane of each graph, one id for each further queue of a
+    long lane, and one id for each of HCCL's streams in the graph. Nothing is subtracted before the
+    first bucket, because an offer counts only the ids that are free after HCCL's domains were
+    created.
     """
 
     workload: Workload

@@ -4,7 +4,7 @@ A capture uses one stream id for each lane, as with old drivers. Queues are boun
 idle graphs lose their queues in the order of their creation. So ids limit the number of graphs, and
 queues limit only the width of one graph. ``aclrtGetStreamAvailableNum`` returns the number of free
 queues. When offers are made, this number equals the number of free ids, because no graph is
-captured yet. Later, the two numbers may differ. These rules follow from CANN's sources and were not
+captured yet. Later, the two numbers can differ. These rules follow from CANN's sources and were not
 measured; if a rank behaves differently, the plan shrinks.
 """
 
@@ -21,14 +21,15 @@ from dist_aclgraph.planning.budget.model import Limit, total
 from dist_aclgraph.planning.budget.offer import StreamOffer
 from dist_aclgraph.planning.budget.workload import Workload
 
-QUEUES = 1024  # maximum for one graph; also the maximum for all bound graphs of a device
+# Maximum number of queues of one graph, and of all bound graphs of a device together.
+QUEUES = 1024
 
 
 @dataclass(frozen=True)
 class CannSoftwareSqBudget(CannPinnedBudget):
     """Counts ids like ``CannPinnedBudget``; a graph with more than 1024 queues cannot run (EE1023).
 
-    If several graphs together need more than 1024 queues, a graph may lose its queues to another
+    If several graphs together need more than 1024 queues, a graph can lose its queues to another
     graph; binding a graph again costs time.
     """
 

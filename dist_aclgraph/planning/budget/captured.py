@@ -13,7 +13,7 @@ from dist_aclgraph.planning.budget.domains import streams_per_graph
 from dist_aclgraph.planning.budget.model import BudgetTerm, Price
 from dist_aclgraph.planning.budget.workload import Domain, Workload
 
-QUEUE_ENTRIES = 2016  # entries of one queue: 2048 minus 32 that CANN reserves
+QUEUE_ENTRIES = 2016  # number of entries of one queue: 2048 minus 32 that CANN reserves
 
 # Operators of a dense layer (models/gqa.py), counted in the dumps of captured graphs. Before
 # attention: norm, qkv, two head norms, two rotations, and the copy that makes v contiguous. After
@@ -38,7 +38,7 @@ SHARED = 5  # entries on the shared experts' lane: wait, two products, activatio
 ATTENTION = 10
 # Upper limit of the additional operators if the cache is sharded: queries are joined; results are
 # converted to float32, masked, sent and merged. Latent attention with copies of heads needs all
-# sixteen.
+# sixteen additional operators.
 SHARDED = 16
 EMBEDDING = 3  # three gathers: rows of the embedding, of the cos table and of the sin table
 LAST_NORM = 1

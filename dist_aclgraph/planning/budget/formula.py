@@ -1,7 +1,7 @@
 """The stream budget formulas of vllm-ascend 0.11 to 0.20, reproduced exactly.
 
 Source: ``vllm_ascend/utils.py::update_aclgraph_sizes``, which commit 5f2ef5a0b2 removed. All four
-formulas assume a device with 2048 streams, of which 248 stay free, for any real device.
+formulas assume a device with 2048 streams, of which 248 stay free, whatever the real device is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Variant = Literal["v0.11", "v0.13", "v0.20", "last"]
 DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 248
 LEGACY_STREAMS = DEVICE_STREAMS - RESERVED_STREAMS
-CONTEXT_PARALLEL_STREAMS = 100  # subtracted once for PCP and once for DCP
-GROUP_STREAMS = 40  # subtracted for each of TP and DP without AIV
+CONTEXT_PARALLEL_STREAMS = 100  # number of streams subtracted once for PCP and once for DCP
+GROUP_STREAMS = 40  # number of streams subtracted for each of TP and DP without AIV
 
 
 @dataclass(frozen=True, kw_only=True)

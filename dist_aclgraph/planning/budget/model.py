@@ -1,4 +1,7 @@
-"""The interface of a budget model, which itemises prices and limits the numbers of buckets."""
+"""The interface of a budget model: prices, and limits on the numbers of buckets.
+
+A price says how many streams or bytes one bucket needs, item by item.
+"""
 
 from __future__ import annotations
 

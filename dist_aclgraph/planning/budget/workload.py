@@ -14,7 +14,7 @@ COMMUNICATING: tuple[GroupKind, ...] = ("tp", "pcp", "dcp", "ep")
 
 @dataclass(frozen=True)
 class Domain:
-    """A communication domain of a rank: number of ranks, and kinds of groups that use it."""
+    """A communication domain of a rank: its number of ranks, and the kinds of its groups."""
 
     num_ranks: int
     kinds: tuple[GroupKind, ...]
@@ -76,7 +76,7 @@ class Workload:
 
     @cached_property
     def domains(self) -> tuple[Domain, ...]:
-        """The distinct rank sets in which rank 0 runs collectives; ranks have equally many sets."""
+        """The distinct sets of ranks in rank 0's collectives; other ranks have as many sets."""
         layout = ParallelLayout(tp=self.tp, dp=self.dp, pcp=self.pcp, dcp=self.dcp, ep=self.ep)
         return tuple(
             Domain(

@@ -7,7 +7,8 @@ from dist_aclgraph.shapes.families.experts import read_deepseek_experts
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import LatentSpec, ModelSpec
 
-LATENT_SIZES = (512, 128, 64, 128)  # latent, plain and rotated part of a head, value
+# Widths: latent, part of a head without rotation, rotated part, value.
+LATENT_SIZES = (512, 128, 64, 128)
 
 
 def read_deepseek_v2(config: ModelConfig) -> ModelSpec:

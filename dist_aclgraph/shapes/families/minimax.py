@@ -22,7 +22,7 @@ NAMES = WeightNames(
         (".down_proj.", ".w2."),
     )
 )
-FULL_ATTENTION = 1  # an entry of attn_type_list
+FULL_ATTENTION = 1  # the value of full attention in attn_type_list
 
 
 def read_minimax_m2(config: ModelConfig) -> ModelSpec:

@@ -11,7 +11,7 @@ from dist_aclgraph.shapes.families.qwen import read_qwen_experts
 from dist_aclgraph.shapes.model_config import ModelConfig
 from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 
-ROTATED_PART = 0.25  # if config.json has no value
+ROTATED_PART = 0.25  # default value, if config.json has none
 SHARED_NAME = (".mlp.shared_experts.", ".mlp.shared_expert.")
 # The prefix of the text part of a model with an image encoder. The output head has no such prefix.
 TEXT_NAME = ("model.", "model.language_model.")
@@ -46,7 +46,7 @@ def read_beside_images(config: ModelConfig) -> ModelSpec:
 
 
 def _module_names(num_layers: int) -> tuple[tuple[str, str], ...]:
-    """Return the names of the next-token module, which is the layer after the last layer."""
+    """Return the names of the next-token module, whose index follows the last layer's index."""
     module = f"model.layers.{num_layers}."
     return (
         (f"{module}eh_proj.", "mtp.fc."),
