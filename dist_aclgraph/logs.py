@@ -67,7 +67,7 @@ class ProcessLog:
     Attributes:
         role: the purpose of the process.
         group, rank, get_epoch: group, rank and epoch of the process; None while they are unknown.
-            Each line contains their values at the time of the line.
+            Each line contains the values that are valid when it is written.
         folder: the folder of the files; None while there are no files.
     """
 

@@ -43,14 +43,14 @@ class ModelCommand(TyperCommand):
 
 
 def _known_arguments(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments without options that have no effect. Repeat an option with several names
-    before each name.
+    """Yield the arguments without options that have no effect. If an option has several values,
+    repeat the option before each value.
 
     Raises:
         ConfigError: an option has no counterpart here.
     """
     left = deque(args)
-    # If the model came after the names, it would look like a further name.
+    # A model after these values would look like a further value.
     is_model_first = bool(args) and not args[0].startswith("-")
     while left:
         argument = left.popleft()
@@ -161,7 +161,7 @@ def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | N
 
 
 def _parameter(name: str, option: Option | None) -> inspect.Parameter:
-    """Return a command's parameter; a hidden one for an option of ``SAME``."""
+    """Return a command's parameter for an option; an option of ``SAME`` is hidden."""
     is_hidden = option is None
     option = option or Option(SAME[name], str)
     dashed = name.replace("_", "-")

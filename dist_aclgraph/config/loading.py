@@ -163,7 +163,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a path is a model. A missing file with a configuration's suffix is not one."""
+    """Return whether a path is a model. A missing file with a configuration's suffix is not a
+    model.
+    """
     return path.is_dir() or not (path.exists() or path.suffix in CONFIG_SUFFIXES)
 
 
@@ -243,7 +245,7 @@ def _known_keys(location: tuple[Any, ...]) -> str:
 
 
 def _check_same(name: str, value: Any, ours: str | None) -> None:
-    """Refuse an option of ``SAME`` whose value is not that of our key."""
+    """Refuse an option of ``SAME`` whose value differs from the value of our key."""
     if value and not is_harmless(name, value):
         given = _find_model(str(value), shipped("")) if name == "tokenizer" else str(value)
         if given != ours:

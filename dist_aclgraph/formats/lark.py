@@ -28,7 +28,8 @@ _WHOLE = {
     *("dependencies", "dependentRequired", "dependentSchemas"),
 }
 _OF_PARAMETERS = {"properties", "required", "additionalProperties", "unevaluatedProperties"}
-# Keywords of a schema that restrict a string. A string without quotes can follow one of the groups.
+# Keywords of a schema that restrict a string. The grammar of a string without quotes supports one
+# of these groups at a time.
 _GROUPS = ({"enum", "const"}, {"pattern"}, {"minLength", "maxLength"})
 _OF_STRINGS = set().union(
     *_GROUPS,
@@ -174,7 +175,9 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts that contain no marker token, so that other tokens can spell them."""
+        """Return those of the texts that contain no marker token: other tokens can spell these
+        texts.
+        """
         return [text for text in texts if not self._cut(text)[1]]
 
     def _parameter(
@@ -289,7 +292,7 @@ def parameters_of(
 
 
 def _named(tool: str, schema: Any, root: Any) -> Any:
-    """Return the schema of an object that references name.
+    """Follow the references of an object's schema; return the schema that they name.
 
     Raises:
         InvalidParameterError: other keywords beside a reference restrict the object, too.

@@ -56,10 +56,11 @@ class Arguments:
         return end
 
     def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
-        """Return the text of a value that may be another type than a string, and the end after it.
+        """Return the text of a value that need not be a string, and which of ``ends`` follows it.
 
-        A string within JSON may contain an end, but no marker token. If such a string never ends,
-        the value ends at the first end, and so do all later values of the answer.
+        A string within JSON may contain one of ``ends``, but no marker token. If such a string is
+        never closed, the value ends at the first of ``ends``, and so do all later values of the
+        answer.
         """
         first, end = yield from self._scanner.read_until(ends)
         pieces, last = [first], end

@@ -87,7 +87,7 @@ def _begin(task: Task) -> None:
 
 
 def ask(probe: Probe, bench: Bench) -> Outcome:
-    """Run the question, and return the outcome. Every error of the device is an answer."""
+    """Run the question, and return the outcome. Every error of the device is also an answer."""
     begun = time.perf_counter()
     answer: str | float | Answer
     code = None

@@ -12,7 +12,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.question import Between, Level, Probe
 
 MAX_REPORT_BYTES = 16 << 20
-MAX_TEXT = 2000  # characters; longer error texts are cut
+MAX_TEXT = 2000  # in characters; longer error texts are cut
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         return [row for row in self.rows if row.is_same is False]
 
     def summary(self) -> str:
-        """Return a text with the number of rows of each kind."""
+        """Return a summary: the number of rows of each kind."""
         unasked = sum(not row.was_asked for row in self.rows)
         return (
             f"{len(self.rows)} questions, {len(self.differences())} answers differ from the "

@@ -87,7 +87,9 @@ class Runner:
                     if outcome.chip:
                         report.set_device(outcome.chip, outcome.cann)
                 except (KeyboardInterrupt, ConfigError):
-                    report.running = None  # The question did not end the run.
+                    # The run continues, so the question that was running has not crashed the
+                    # machine.
+                    report.running = None
                     save(report)
                     raise
             row = judged(probe, self._expected(probe, report), outcome)
@@ -164,7 +166,7 @@ class _Child:
 
     Attributes:
         pipe: carries the messages of the process. It closes when the process ends.
-        has_begun: whether the process has told that the device was opened, or why not.
+        has_begun: whether the process has reported that the device was opened, or why it was not.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
 MAX_ONGOING_REQUESTS = 4096  # high: the limit of the scheduler's queue should apply first
-OUTLOOK_S = 20.0  # longer than the deployment's time limit
+OUTLOOK_S = 20.0  # longer than the deployment's own limit for this call
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 

@@ -163,8 +163,8 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> 
 
 
 def _blanks_before(text: str, given: str, at: int) -> str:
-    """Return white space between a position of a prompt and the text of the next token. A special
-    token may have removed it.
+    """Return the white space of a prompt between a position and the text of the next token. If a
+    special token is at this position, the tokenizer may have removed the white space.
     """
     if given.startswith(text, at):
         return ""

@@ -180,7 +180,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Put a mark after the last text of the last message, and return this text."""
+    """Put a mark after the last text of the last message; return the text without the mark."""
     holder, key = messages[-1], "content"
     if isinstance(holder.get(key), list):
         parts = [part for part in holder[key] if isinstance(part, dict) and "text" in part]

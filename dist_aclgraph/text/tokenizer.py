@@ -26,11 +26,11 @@ from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_tem
 from dist_aclgraph.text.token_bytes import TokenBytes
 from dist_aclgraph.token_ids import check_token_ids
 
-MIN_LONGEST_TOKEN = 64  # characters; normalisers may remove characters of a text
+MIN_LONGEST_TOKEN = 64  # in characters; a token may stand for more, which a normaliser removed
 # The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
 # of this many characters.
 PART_CHARS = 1 << 16
-# The end of a text that later text may complete to an ending that ``_without_spaces`` changes.
+# The end of a text, if the text that follows may make ``_without_spaces`` change it.
 _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 
 
@@ -70,7 +70,7 @@ class Tokenizer:
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        except BaseException as e:  # the library raises the class Exception, and panics
+        except BaseException as e:  # the library raises Exception; its panics are no Exception
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# The first driver with task updates, which replays need. With a driver before 25.5, a process can
-# make only a million task updates.
+# The first driver that supports task updates, which replays need. With a driver older than 25.5, a
+# process can make only a million task updates.
 MIN_DRIVER = (25, 0)
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 

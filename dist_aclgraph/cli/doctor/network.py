@@ -41,7 +41,7 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why another program may use the ports of HCCL; "" if no other program may."""
+    """Return why HCCL's ports may be in use by another program; "" if they cannot be."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())
@@ -62,7 +62,7 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which variables of this environment do not reach the workers; "" if all do."""
+    """Return which variables of this environment do not reach the workers; "" if all reach them."""
     overridden = [
         f"{name}={variables[name]} ({key})"
         for name, key in sorted(CONFIGURED_HCCL.items())

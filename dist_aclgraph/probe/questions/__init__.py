@@ -1,4 +1,5 @@
-"""All questions. Harmless questions are first; later ones may stop the device or the machine."""
+"""All questions. Harmless questions are first; later questions may stop the device or the machine.
+"""
 
 from __future__ import annotations
 

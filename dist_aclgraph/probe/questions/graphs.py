@@ -26,10 +26,11 @@ from dist_aclgraph.probe.questions.operators import (
     in_version_2,
 )
 
-EDGES = (1, 1023, 1024, 2048)  # KV lengths: a kernel of CANN 9 changes its algorithm at 1024
+EDGES = (1, 1023, 1024, 2048)  # KV lengths; at 1024 keys, a kernel of CANN 9 changes its algorithm
 LONGEST = 32_768  # KV length
 OPERATOR = "npu_fused_infer_attention_score"
-OPERATOR_V2 = "npu_fused_infer_attention_score_v2"  # of latent attention, and of sinks
+# used for latent attention, and for attention with sinks
+OPERATOR_V2 = "npu_fused_infer_attention_score_v2"
 LAYERS = 28  # of Qwen3-0.6B
 NUM_CAPTURES = 32
 IN_FLIGHT = 2
@@ -206,7 +207,7 @@ class UpdatableGraph:
                 event.record(self.update_stream)
 
     def close(self) -> None:
-        """Take back an update that no replay has used."""
+        """Undo an update that no replay has used."""
         main = self._bench.torch.npu.current_stream()
         for _, event in self._tasks:
             event.wait(self.update_stream)
@@ -257,7 +258,7 @@ def _update_ahead(bench: Bench) -> Answer:
 
 
 def _wrong_guess(bench: Bench) -> Answer:
-    """Update ahead of a replay, take the update back, and give the replay another length."""
+    """Update before a replay, undo the update, and give the replay another length."""
     graph = UpdatableGraph(bench)
     for guess, length in ((77, 78), (2048, 1)):
         graph.update(guess)

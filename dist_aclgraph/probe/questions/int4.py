@@ -1,4 +1,6 @@
-"""Compares products of 4-bit weights to the host's. Hidden size and groups are Kimi K2's."""
+"""Compares products with 4-bit weights with the same products on the host. Hidden size and groups
+are Kimi K2's.
+"""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class _MessageReply(Shape):
 
 
 def usage_of(usage: Usage) -> Json:
-    """Return the counts of tokens; tokens that were read from the cache are counted apart."""
+    """Return the token counts; prompt tokens from the prefix cache have a separate count."""
     found: Json = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

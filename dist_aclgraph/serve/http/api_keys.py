@@ -84,7 +84,7 @@ class ApiKeys:
         self._keys = fixed
         self._seen: Any = None
         self._problem = ""
-        # Not a time of this machine's clock, because a copy may be used on another machine.
+        # Minus infinity, not a reading of this machine's clock: another machine may use a copy.
         self._next_look_s = -math.inf
         if path is not None:
             self._read(path)

@@ -224,7 +224,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._num_header_bytes = 0 if self._has_begun else self._num_header_bytes + len(data)
         if self._num_header_bytes > self._limits.max_header_bytes:
             self.transport.close()  # there is no complete request to answer
-        if self._is_quiet:  # Only a request may keep the connection open.
+        if self._is_quiet:  # Bytes that do not begin a request must not keep the connection open.
             self._deadline.shorten(self._limits.header_s)
         self._settle()
 

@@ -140,7 +140,8 @@ class Edge:
         """Admit a request; return the callable that reads its body.
 
         Args:
-            held: closed after the request has ended, to free slots, counts and memory.
+            held: owns the slots, counts and memory of the request; closed after the request has
+                ended.
 
         Raises:
             DistAclGraphError: the request is refused.

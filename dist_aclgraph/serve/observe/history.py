@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPAN_S = 600.0
-POINTS_OF_A_CELL = 4  # points (20 seconds) in a cell of the experts' heat map
+POINTS_OF_A_CELL = 4  # number of points (20 s) that one cell of the experts' heat map covers
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 REQUEST_RATES = {"requests_per_s": "request_success", "refused_per_s": "refused_requests"}
@@ -118,7 +118,7 @@ class History:
 
 
 def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
-    """Return the counts for points, taken from collected metrics."""
+    """Return the counters that points need, read from collected metrics."""
     counts = MetricCounts(time_s, {}, {}, {})
     sums = {*RATES.values(), *SUMS.values(), "kv_cache_usage"}
     for metric in found:
@@ -141,7 +141,8 @@ def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
 
 
 def quantile(share: float, buckets: Buckets) -> float | None:
-    """Return the same as Prometheus's ``histogram_quantile``; None if nothing was observed."""
+    """Return a quantile as Prometheus's ``histogram_quantile`` does; None without any observation.
+    """
     total = buckets[-1][1] if buckets else 0.0
     if total <= 0:
         return None

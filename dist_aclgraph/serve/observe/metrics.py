@@ -246,7 +246,7 @@ class Metrics:
 
 
 class _Collected(CollectorRegistry):
-    """Gives the library, which writes the text format, metrics that were collected earlier."""
+    """Passes metrics that were collected earlier to the library, which writes them as text."""
 
     def __init__(self, found: list[Metric]) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class _EngineCollector(Collector):
         return metric
 
     def _ingress(self) -> Iterator[Metric]:
-        """Yield those metrics of groups that this replica counts itself."""
+        """Yield the metrics of groups that this replica, not the engine, counts."""
         client, values = self._client, self._values
         routed = client.routed()
         for key, text in ROUTING_METRICS.items():

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
 ABSENT: Raw = msgspec.field(default_factory=Raw)  # default of a field that is read as JSON
-IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the paths of ignored fields
+IGNORED = "dist_aclgraph.ignored"  # key of the ignored fields' paths in the ASGI scope
 # Maximum number of ignored fields of one request, because their names are written into the log.
 MAX_IGNORED = 16
 # If a body has more strings or more objects, its ignored fields are not collected.
@@ -96,7 +96,7 @@ class BodyBudget:
             )
 
     def take(self, num_bytes: int) -> bool:
-        """If there is room, count more bytes of a journal; return whether there was room."""
+        """Count more bytes of a journal if the limit allows them; return whether it does."""
         has_room = self.num_bytes + num_bytes <= self.max_bytes // 2
         if has_room:
             self.num_bytes += num_bytes
@@ -360,5 +360,5 @@ def shorten(text: str) -> str:
 
 
 def is_empty(raw: Raw) -> bool:
-    """Return whether a field of JSON has no value."""
+    """Return whether a field of JSON is absent, null, false or empty."""
     return bytes(raw) in (b"", b"null", b"[]", b"{}", b"false", b'""')

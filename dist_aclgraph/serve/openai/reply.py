@@ -124,8 +124,8 @@ async def reply(
 ) -> Response:
     """Run a generation and answer the request with its text.
 
-    A stream begins only with the first piece. So if the engine refuses the request before, the
-    response has the error's HTTP status.
+    A stream begins only with the first piece. So if the engine refuses the request before the first
+    piece, the response has the error's HTTP status.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(generation.close)

@@ -38,8 +38,8 @@ def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ends_without_effect(params: SamplingParams) -> list[str]:
-    """Return the fields of a request that do not change the end of its answer, because the answer
-    has an output format.
+    """Return the fields about end tokens that have no effect, because the output format decides
+    where the answer ends.
     """
     if params.structured_outputs is None:
         return []

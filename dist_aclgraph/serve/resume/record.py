@@ -17,7 +17,7 @@ from dist_aclgraph.serve.resume.journal import (
 )
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
-# If this number of processes died with a request, without progress of its answer between the
+# If this number of processes died during a request, and its answer made no progress between the
 # deaths, the request may be the cause.
 MAX_LOSSES = 3
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -40,7 +40,7 @@ class ResumedRequest(NamedTuple):
 class ConnectionRecord:
     """The record of one connection. Owns its journal's memory, and counts bytes read and sent.
 
-    The journal has room for one request and its answer. If several requests are in progress on the
+    The journal can store one request and its answer. If several requests are in progress on the
     connection, or if the memory is full, the journal is void, and the connection ends with this
     process.
 
@@ -111,7 +111,9 @@ class ConnectionRecord:
         return self._resumed is not None and self._resumed.journal is not None
 
     def hold(self, descriptor: int) -> None:
-        """Let the supervisor hold the connection, if there is room. No request may be running."""
+        """Let the supervisor hold the connection, unless it holds the maximum number. No request
+        may be running.
+        """
         self._descriptor = descriptor
         if self._memory is not None or self._link is None or not self._link.has_room:
             return
