@@ -12,7 +12,7 @@ from dist_aclgraph.errors import (
     RequestError,
 )
 
-# the first for a failure of the program or the machine, the second for a user's mistake
+# FAILURE: the program or the machine has failed. MISTAKE: the user has made a mistake.
 FAILURE, MISTAKE = 1, 2
 
 

@@ -72,7 +72,7 @@ def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
 def _serve(
     opened: Opened, life: int, server: HttpServer, front: Front, owner: OwnerClient, reach: Reach
 ) -> None:
-    # a separate client, because another thread asks for outlooks
+    # A separate client, because another thread asks for outlooks.
     asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
     failure = None
@@ -80,7 +80,7 @@ def _serve(
         # All objects up to here live until the process ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
-        # called before serving, so that the owner announces the service
+        # This call comes before serving, so that the owner announces the service.
         owner.admission(is_open=True)
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))

@@ -133,7 +133,7 @@ def _started(
                 stop()
 
             def report(progress: Any) -> None:
-                # installed a second time, because Ray has replaced the handlers
+                # Install the handlers a second time, because Ray has replaced them.
                 signals.take_over()
                 if signals.received:
                     raise _Stopping

@@ -27,7 +27,7 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
-# for each length in tokens, the report counts the requests that fit
+# Lengths of requests, in tokens. For each length, the report has the number of requests that fit.
 REQUEST_TOKENS = (1024, 4096, 16384, 65536)
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 

@@ -278,7 +278,7 @@ class Supervisor:
                 processes.kill_all({self._ingress})
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                # ends connections: both processes must have closed a connection
+                # A connection ends only after both processes have closed it.
                 self._holder.take_in()
 
     def _end_orphans(self) -> None:

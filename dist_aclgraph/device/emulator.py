@@ -96,7 +96,7 @@ def build(progress: OnProgress | None = None) -> Path:
     with _one_builder():
         if not is_built():
             _STAMP.unlink(missing_ok=True)
-            # computed first, so that it does not contain changes made during the build
+            # Computed before the build, so that the hash omits changes made during the build.
             fingerprint = _fingerprint()
             _make(progress)
             _STAMP.write_text(fingerprint)

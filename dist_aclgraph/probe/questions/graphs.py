@@ -29,7 +29,7 @@ from dist_aclgraph.probe.questions.operators import (
 EDGES = (1, 1023, 1024, 2048)  # KV lengths; at 1024 keys, a kernel of CANN 9 changes its algorithm
 LONGEST = 32_768  # KV length
 OPERATOR = "npu_fused_infer_attention_score"
-# used for latent attention, and for attention with sinks
+# Latent attention, and attention with sinks, use this version.
 OPERATOR_V2 = "npu_fused_infer_attention_score_v2"
 LAYERS = 28  # of Qwen3-0.6B
 NUM_CAPTURES = 32
