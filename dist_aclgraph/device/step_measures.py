@@ -31,8 +31,8 @@ class Stopwatch:
 
     Attributes:
         stages: stages in sequence, from the plan's arrival to the result.
-        beside: work that ran at the same time as a step, or between two steps, since the last
-            report.
+        beside: host time of work that ran at the same time as a step, or between two steps, since
+            the last report.
         on_lap: called with each stage that has ended, even while the stopwatch is off.
     """
 

@@ -93,7 +93,9 @@ class GroupsReplica:
         await asyncio.to_thread(self._deployment.raise_if_dead)
 
     async def __del__(self) -> None:
-        """Stop the deployment. Serve calls this after all ingresses have left this replica."""
+        """Stop the deployment. Serve calls this after all calls of ingresses to this replica have
+        ended.
+        """
         if hasattr(self, "_deployment"):
             await asyncio.to_thread(self._deployment.shut_down)
 

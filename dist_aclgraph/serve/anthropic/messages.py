@@ -61,7 +61,7 @@ class _MessageReply(Shape):
     """Converts pieces to a message object.
 
     Args:
-        max_tokens: the client's limit; the context may have room for fewer tokens.
+        max_tokens: the client's limit; the context may allow fewer tokens.
     """
 
     shows_usage_so_far = True

@@ -149,7 +149,7 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def check_length(key: str, where: str) -> None:
-    """Check the length of a key; ``where`` names its place.
+    """Check the length of a key; ``where`` says where the key was read.
 
     Raises:
         ConfigError: the key is too short.

@@ -32,7 +32,7 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED, Chance, Journal
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-IDLE_S = 5.0  # maximum seconds from a response to the next request
+IDLE_S = 5.0  # maximum number of seconds between a response and the next request
 
 
 @dataclass

@@ -52,7 +52,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Edge:
     """Checks access, limits and free slots, then admits the request. Streams are not changed.
 
-    Owns the counts of the keys' requests.
+    Owns the request counts of the API keys.
 
     Args:
         names_requests: whether responses get the header X-Request-Id, with the client's name or a

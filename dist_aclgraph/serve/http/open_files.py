@@ -6,7 +6,7 @@ import resource
 import sys
 from typing import NamedTuple
 
-OTHER_FILES = 512  # descriptors that do not belong to clients
+OTHER_FILES = 512  # number of descriptors that are not for clients
 
 
 class ConnectionLimits(NamedTuple):

@@ -144,7 +144,8 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
     """Base class of request bodies and their parts. ``strict`` makes a class for strict services.
 
     Attributes:
-        PARTS: class of each field that is decoded later and contains one part or a list of parts.
+        PARTS: for each field that is decoded later, the class of its part, or of the parts in its
+            list.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {}
@@ -257,7 +258,8 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Ite
 
 
 def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Yield index and fields of each object in a list; of a single object, with an empty index.
+    """Yield index and fields of each object in a list; for a single object, an empty index and its
+    fields.
 
     Other values have no parts. Wrong values are found later, when the field is decoded.
     """

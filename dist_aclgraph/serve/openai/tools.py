@@ -166,7 +166,8 @@ def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
 def leave_out_hosted(
     tools: Sequence[T], type_of: Callable[[T], str], *, is_strict: bool
 ) -> tuple[dict[int, T], list[str]]:
-    """Return the tools that the model may see, by their places, and the fields of the other tools.
+    """Return the tools that the model may see, by their positions, and the fields of the other
+    tools.
 
     A tool that a provider runs itself, such as ``web_search``, is left out, because no client can
     run it. A strict service leaves out no tool, and refuses it later.
