@@ -133,8 +133,8 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return CANN's installed set-up scripts. Root's CANN is first, and in each root folder the
-    script of the newest layout.
+    """Return CANN's installed set-up scripts. The scripts of root's CANN are first. For each CANN,
+    the script of the newest layout is first.
     """
     installed = os.environ.get("ASCEND_INSTALL_PATH")
     # Users other than root install CANN in their home folders.

@@ -259,7 +259,7 @@ def refusal(name: str) -> str:
 
 def _value(name: str, option: Option, value: Any) -> Any:
     """Return the value of our key; None leaves the key out."""
-    if name == "dtype":  # torch.bfloat16 is also an object of torch
+    if name == "dtype":  # a dtype of torch, such as torch.bfloat16, is accepted, too
         value = str(value).removeprefix("torch.")
     is_list = isinstance(value, list | tuple) and all(isinstance(item, int) for item in value)
     if name == "cudagraph_capture_sizes" and is_list:

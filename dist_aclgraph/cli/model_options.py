@@ -131,7 +131,7 @@ def load_local_model(
     *,
     weights: bool = True,
 ) -> Config:
-    """Load a configuration and its model: from this machine, or from the model's hub now.
+    """Load a configuration; if its model is not on this machine, load the model from its hub.
 
     Args:
         weights: whether the command reads weights.
@@ -180,7 +180,7 @@ def _parameter(name: str, option: Option | None) -> inspect.Parameter:
 
 
 def _value(name: str, given: Any) -> Any:
-    """Return the value of an option that the command line gives as text."""
+    """Convert the text of an option on the command line to a value."""
     from dist_aclgraph.config import parse_overrides
 
     kind = str if name in SAME else OPTIONS[name].kind

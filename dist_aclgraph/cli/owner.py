@@ -192,7 +192,7 @@ def _watch(
 
 
 def _announced(config: Config, running: Deployment) -> bool:
-    """Print where the service is; return whether the controller has answered."""
+    """Print how clients reach the service; return whether the controller has answered."""
     try:
         report = running.report()
     except DistAclGraphError:

@@ -198,7 +198,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
-                # The backoff's pause begins at the previous end, so it is over after a long run.
+                # The pause is counted from the previous failure, so it is over after a long run.
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None
@@ -269,7 +269,9 @@ class Supervisor:
         return False
 
     def _end_ingress(self) -> None:
-        """Wait some time for the ingress, which knows that the service is over; then kill it."""
+        """Wait some time until the ingress, which knows that the service is over, has ended; then
+        kill the ingress.
+        """
         until_s = time.monotonic() + END_S
         while self._ingress:
             if any(pid == self._ingress for pid, _ in _ended()):

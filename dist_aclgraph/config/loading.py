@@ -96,7 +96,9 @@ def load_with_options(
 
 
 def to_yaml(config: Config) -> str:
-    """Return the text of a file for ``load_config``, with the keys that were set."""
+    """Return the configuration as the text of a file for ``load_config``; it contains only keys
+    that were set.
+    """
     return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 
@@ -178,7 +180,7 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
         child = node[parent] = dict(child or {})  # a copy, because the caller owns the section
         node = child
-    # In maps by rank, the keys are numbers.
+    # In maps whose keys are ranks, the keys are numbers.
     node[int(last) if last.isdecimal() else last] = value
 
 
@@ -259,7 +261,9 @@ def _find_config(given: Path) -> Path:
 
 
 def _find_model(model: str, base: Path) -> str:
-    """Return the model's directory in the working directory or in ``base``; else the name."""
+    """Return the path of the model's directory, in the working directory or in ``base``; if there
+    is no such directory, return the name.
+    """
     given = Path(model).expanduser()
     candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:

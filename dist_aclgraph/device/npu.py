@@ -102,7 +102,7 @@ class Npu:
 
     @property
     def description(self) -> str:
-        """A description in plain words."""
+        """A description of the device, for users."""
         if self.kind == "emulated":
             return f"emulated NPU ({self.name}) on this machine's CPU"
         return f"NPU {self.name}"

@@ -390,7 +390,9 @@ def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
 
 
 def _moved(part: Any) -> Any:
-    """Return a part of a schema whose references begin at ``/$defs/root``, its new place."""
+    """Return a part of a schema with changed references: they begin at ``/$defs/root``, the new
+    position of the root.
+    """
     if isinstance(part, Mapping):
         return {
             key: f"#/$defs/root{value[1:]}"

@@ -70,7 +70,7 @@ class Scanner:
         self._has_content = False
         self.in_thought = False
         self.num_calls = 0
-        self.strings_end = True  # whether all strings within JSON values had an end so far
+        self.strings_end = True  # whether all strings within JSON values were closed so far
 
     # ---- text
 
@@ -128,7 +128,8 @@ class Scanner:
         """Read a text up to one of the markers, and the marker itself.
 
         Args:
-            emit: gets the text piece by piece; an end that may begin a marker is held back.
+            emit: gets the text piece by piece; text at its end that may begin a marker is held
+                back.
             in_call: whether the text is a part of a call. In a call, if the answer ends within a
                 marker, the beginning of the marker is left out.
 

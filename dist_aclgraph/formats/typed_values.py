@@ -30,8 +30,9 @@ class Arguments:
     def copy_value(
         self, name: str, ends: Sequence[str], *, trims: bool = False, is_text: bool | None = None
     ) -> Scan[str | None]:
-        """Read the text of a value up to one of ``ends``; return this end, or None at the end of
-        the answer. Strings are passed on piece by piece, other values when they are complete.
+        """Read the text of a value up to one of ``ends``; return which of ``ends`` it was, or None
+        at the end of the answer. Strings are passed on piece by piece, other values when they are
+        complete.
 
         Args:
             trims: whether one newline at each end of the text does not belong to the value.

@@ -59,7 +59,8 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         bench = _open_bench(task, probe)
         if plant is not None:
             plant()
-    except Exception as e:  # The outermost frame: any error of a broken installation becomes a row.
+    # Any error, for example of a broken installation, must become a row of the report.
+    except Exception as e:
         outcome = Outcome(
             "the device cannot be opened",
             code=_code_of(e),
@@ -95,7 +96,7 @@ def ask(probe: Probe, bench: Bench) -> Outcome:
         answer = probe.call(bench)
         if bench.npu is not None:
             bench.synchronize()
-    except Exception as e:  # The outermost frame of a question.
+    except Exception as e:  # Any error is an answer.
         code = _code_of(e)
         answer = Answer(_name_of_error(e, code), f"{type(e).__name__}: {e}")
     us = (time.perf_counter() - begun) * 1e6

@@ -152,7 +152,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> 
         own = tokenizer.own_text(token_id) if is_special else text
         blanks = _blanks_before(own, given, at)
         if is_special and not given.startswith(own, at + len(blanks)):
-            own = blanks = ""  # the tokenizer has added the token, such as the first one
+            own = blanks = ""  # the tokenizer has added this token, e.g. a begin token
         at += len(blanks) + len(own)
         if shown:
             shown[-1] += blanks

@@ -110,7 +110,7 @@ def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int]) -> list[Finding]:
-    """Return findings about nodes whose number of NPUs is wrong in Ray's count.
+    """Return findings about nodes for which Ray counts a wrong number of NPUs.
 
     Args:
         declared: number of NPUs of each node in Ray's count.

@@ -38,7 +38,7 @@ NUM_STEPS = 1000
 
 
 def captured(bench: Bench, body: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return the graph of a body, and the body's result."""
+    """Capture a call of ``body``; return the graph and the result of the call."""
     graph = bench.torch.npu.NPUGraph()
     with bench.torch.npu.graph(graph):
         result = body()
@@ -225,7 +225,7 @@ class UpdatableGraph:
 
 
 def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
-    """Ask about version 2 of attention. Its update is the one that the runtime makes."""
+    """Ask about version 2 of attention, with the same way of updating as in the runtime."""
     # This imports torch; only a child process may do so.
     from dist_aclgraph.device.npu import update_at_once
 

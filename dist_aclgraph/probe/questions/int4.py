@@ -10,7 +10,8 @@ from dist_aclgraph.probe.question import EQUAL, Answer, Bench, Probe
 from dist_aclgraph.probe.questions.operators import BFLOAT16
 
 HIDDEN, OUT, ROWS = 7168, 256, 16
-GROUP, INT8_GROUP = 32, 256  # inputs with a common scale: rows in bfloat16, rows in int8
+# number of inputs with a common scale, for bfloat16 rows and for int8 rows
+GROUP, INT8_GROUP = 32, 256
 SIZES = [3, 0, 9, 4]  # rows of each expert
 
 

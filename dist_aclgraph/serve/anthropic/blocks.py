@@ -26,7 +26,7 @@ class Blocks:
         blocks: the blocks that are complete.
 
     Args:
-        name: the name of the answer, from which ids and signatures are made.
+        name: identifies the answer; ids of calls and signatures are made from it.
     """
 
     def __init__(self, name: str) -> None:

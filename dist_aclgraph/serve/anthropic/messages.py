@@ -58,7 +58,7 @@ async def count_tokens(state: ApiState, request: Request) -> Response:
 
 
 class _MessageReply(Shape):
-    """Converts pieces to a message object.
+    """Converts pieces of the answer to a message object.
 
     Args:
         max_tokens: the client's limit; the context may allow fewer tokens.

@@ -190,7 +190,9 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 
 def _parse(words: list[str], where: str) -> ApiKey:
-    """Return the key of one line. Error messages contain no words of the line: one may be a key."""
+    """Return the key of one line. Error messages contain no words of the line, because any word may
+    be a key.
+    """
     key, *options = words
     check_length(key, where)
     given = dict(option.partition("=")[::2] for option in options)

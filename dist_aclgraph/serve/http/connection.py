@@ -77,7 +77,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        # A request that closes the connection stays valid if the client sends data after it.
+        # If a request asks to close the connection, the request stays valid even if the client
+        # sends more data.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._deadline = ClientDeadline(self._loop, self._end_overdue)
         # Ends the connection if the client does not read.

@@ -55,8 +55,8 @@ class Edge:
     Owns the request counts of the API keys.
 
     Args:
-        names_requests: whether responses get the header X-Request-Id, with the client's name or a
-            new name; false if a proxy adds the header.
+        names_requests: whether responses get the header X-Request-Id, with the client's request id
+            or a new id; false if a proxy adds the header.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ def _own_path(scope: Scope) -> str:
 
 
 def request_name(given: bytes) -> bytes:
-    """Return the name that the client gave to the request, or a new name."""
+    """Return the request id that the client has sent, or a new id."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
 
 

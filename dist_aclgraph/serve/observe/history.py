@@ -105,7 +105,7 @@ class History:
             self._last = counts
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """Return all series as lists, oldest first; ``ages_s`` has the age of each point."""
+        """Return all series as lists, oldest point first; ``ages_s`` has the age of each point."""
         with self._lock:
             points = list(self._points)
         names = points[-1].values if points else ()

@@ -63,7 +63,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
 _INDEX = re.compile(r"\[\d+\]")  # the index of an item, in the path of an ignored field
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
-# The escape of one half of a surrogate pair without the other half.
+# Matches the escape of one half of a surrogate pair, without the other half.
 _UNPAIRED = re.compile(
     rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}",
     re.IGNORECASE,
@@ -337,7 +337,9 @@ def _reason(message: str, data: bytes) -> str:
 
 
 def _explained(message: str, param: str) -> InvalidParameterError:
-    """Return msgspec's error, with its place (``$.messages[0].role``) in OpenAI's form."""
+    """Return msgspec's error, with the position of the mistake (``$.messages[0].role``) in OpenAI's
+    form.
+    """
     match = _PLACE.fullmatch(message)
     assert match is not None
     path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", match["path"] or "").replace("...", "*")

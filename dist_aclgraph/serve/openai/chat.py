@@ -34,7 +34,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
 
 
 class _ChatReply(Reply):
-    """Converts pieces to chat completion objects."""
+    """Converts pieces of the answer to chat completion objects."""
 
     def __init__(
         self,

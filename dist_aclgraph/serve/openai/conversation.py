@@ -46,8 +46,9 @@ class Conversation:
         tools: the tools that the answer may call; None if it may not call tools.
         is_limit_soft: whether ``max_tokens`` may be larger than the remaining context, and the
             limit of reasoning may have no effect. Clients of such an API must send both limits.
-        form_param: the request's field for the output format, for errors.
-        limit_param: the request's field for messages, for errors about the length of the prompt.
+        form_param: the request's field for the output format; used in error messages.
+        limit_param: the request's field for messages; used in error messages about the length of
+            the prompt.
         budget_param: the request's field for the limit of reasoning.
         off_param: the request's field that turns the reasoning off; empty if no field does.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the

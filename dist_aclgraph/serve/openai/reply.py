@@ -62,7 +62,7 @@ class Shape(ABC):
         """
 
     def error_frames(self, generation: Generation, error: Exception) -> bytes:
-        """Return the frames that end a stream in place of ``last_frames``."""
+        """Return the frames that end a stream after an error, in place of ``last_frames``."""
         return sse.error_frame(error)
 
 

@@ -28,7 +28,8 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
 
 
 def first_given(body: object, *names: str) -> str:
-    """Return the first of ``names`` whose field has a value; ``names[0]`` if none has one."""
+    """Return the first of ``names`` whose field has a value; ``names[0]`` if no field has a value.
+    """
     return next((name for name in names if getattr(body, name) is not None), names[0])
 
 

@@ -185,7 +185,7 @@ class ApiState:
         Args:
             thinking: the tokens that begin and end the answer's reasoning.
             salt: the request's ``cache_salt``.
-            param: the request's field for the output format, for errors.
+            param: the request's field for the output format; used in error messages.
 
         Raises:
             InvalidParameterError: a token lies outside the vocabulary, or a grammar is wrong.
@@ -240,7 +240,7 @@ class ApiState:
         """Raise an error if all choices together have too many prompt log-probabilities.
 
         Args:
-            param: the field that asks for them, for errors.
+            param: the field that asks for log-probabilities; used in error messages.
         """
         if asked is None:
             return

@@ -113,7 +113,7 @@ def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
     """Return the output format; None for any text.
 
     Args:
-        param: the field that contains the format, for errors.
+        param: the field that contains the format; used in error messages.
     """
     if found.type == "text":
         return None

@@ -186,7 +186,7 @@ def check_type(kind: str, place: str, offered: str = "function") -> None:
     """Raise if the service cannot offer a tool of this type.
 
     Args:
-        place: the tool's place in the body, for errors.
+        place: the tool's position in the body; used in error messages.
     """
     if kind != offered:
         raise InvalidParameterError(
@@ -206,7 +206,7 @@ def use_tools(
     """Return the tools that an answer may call.
 
     Args:
-        places: the field that contains each tool's name, for errors.
+        places: for each tool, the field that contains its name; used in error messages.
         definitions: the definitions for the chat template; if None, ``functions`` are used.
 
     Raises:

@@ -223,8 +223,8 @@ class ResponsesRequest(Body, kw_only=True):
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
     def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
-        """Return the tools that the answer may call, namespaces' functions, and the fields of tools
-        that are left out (``leave_out_hosted``).
+        """Return the tools that the answer may call, the functions of namespaces, and the names of
+        the fields with tools that are left out (``leave_out_hosted``).
 
         Raises:
             InvalidParameterError: a tool is wrong, or is of a type that is not offered.

@@ -21,7 +21,7 @@ from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 # deaths, the request may be the cause.
 MAX_LOSSES = 3
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Buffer for the bytes of connections that end with this process.
+# Buffer for the bytes of connections that cannot outlive this process.
 _scratch = memoryview(bytearray(READ_BYTES))
 
 
