@@ -28,7 +28,8 @@ def with_log_folder(config: Config, folder: str | None = None) -> Config:
     """Return the configuration with a name for the log folder.
 
     Args:
-        folder: the name, if the configuration has no name; None makes a name from time and model.
+        folder: the name of the folder, used if the configuration names none; None makes a name from
+            the time and the model.
     """
     logging = config.logging
     if logging.folder is not None:

@@ -149,8 +149,8 @@ class SamplingParams:
         min_p: [0, 1], drop tokens below min_p times the highest probability.
         presence_penalty, frequency_penalty: [-2, 2], subtracted from the logits of tokens that are
             in the output.
-        repetition_penalty: > 0, divides positive logits, and multiplies negative logits, of tokens
-            that are in the prompt or the output.
+        repetition_penalty: > 0; for tokens that are in the prompt or the output, it divides
+            positive logits and multiplies negative logits.
         seed: random numbers depend only on seed and position; None draws a random seed.
         logprobs: number of alternatives to report for each token; None reports nothing.
         prompt_logprobs: number of alternatives to report for each prompt token except the first

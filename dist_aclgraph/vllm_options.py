@@ -155,7 +155,7 @@ REFUSED: dict[str, str] = {
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
     "uvicorn_log_level": "there is no log of requests: leave it out",
 }
-REFUSED_SHORT = ("-pp",)  # names with one dash on the command line
+REFUSED_SHORT = ("-pp",)  # refused options that begin with a single dash
 # Values of these options that ask for our normal behaviour. An option with such a value has no
 # effect.
 HARMLESS: dict[str, Collection[Any]] = {

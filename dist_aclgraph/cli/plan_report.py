@@ -383,7 +383,8 @@ class _Costs:
             "num_buckets": plan.num_graphs,
             "prices": {e.term: e.predicted for e in ledger.entries if e.unit == "streams"},
             "planned_streams": streams,
-            "pool_bytes": pool_bytes(plan, offer, model) or None,  # None: not predicted
+            # None means that no bytes were predicted.
+            "pool_bytes": pool_bytes(plan, offer, model) or None,
             "left_streams": offer.usable - streams,
         }
 

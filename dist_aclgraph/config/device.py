@@ -11,7 +11,7 @@ from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
-ASSUMED_CANN = "9.1.0"  # for the newest torch_npu for which a CANN is published
+ASSUMED_CANN = "9.1.0"  # version of CANN for the newest torch_npu with a published CANN
 # CANN reads its version from a variable that CANN's set_env.sh sets.
 UNKNOWN_CANN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"

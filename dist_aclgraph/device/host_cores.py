@@ -139,9 +139,9 @@ def own_addresses() -> list[str]:
 def addresses_on_host(addresses: Sequence[str]) -> list[str]:
     """Return the PCI addresses of all NPUs of the host, which may have more than a container.
 
-    The host's NPUs are the functions with the vendor and the device id of ``addresses``. The class
-    of the functions does not identify NPUs, because Kunpeng's compression engines have the same
-    class.
+    The host's NPUs are all PCI functions with the same vendor and device id as ``addresses``. The
+    class of the functions does not identify NPUs, because Kunpeng's compression engines have the
+    same class.
 
     Raises:
         NotBoundError: the kernel does not show an address.
@@ -166,7 +166,7 @@ def _node_of(address: str) -> int | None:
         node = int((PCI / address / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return None if node < 0 else node  # -1: the firmware does not report the node
+    return None if node < 0 else node  # -1 means that the firmware does not report the node
 
 
 def parse_cores(text: str) -> set[int]:

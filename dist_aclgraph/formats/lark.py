@@ -20,7 +20,7 @@ ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
-SPACE = r"[\s\x1c-\x1f]"  # as Python's ``\s``
+SPACE = r"[\s\x1c-\x1f]"  # the same characters as Python's ``\s``
 # Keywords of a schema that restrict an object as a whole, and not one of its properties.
 _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
@@ -35,11 +35,12 @@ _OF_STRINGS = set().union(
     *_GROUPS,
     {"type", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"},
 )
-_NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # names that tags cannot contain
+_NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # matches names that tags cannot contain
 _INNER = r'[^<>"\s\x1c-\x1f]'
 # Name of a parameter that the schema does not list: any name that tags can contain.
 ANY_NAME = rf'/{_INNER}([^<>"\n]*{_INNER})?/'
-_ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)  # an escaped character, "/", a line's end
+# Matches an escaped character, "/", or the end of a line.
+_ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)
 
 
 class Lark:
@@ -52,7 +53,7 @@ class Lark:
     def __init__(self, token_ids: Mapping[str, int]) -> None:
         self._token_ids = token_ids
         self._rules: list[str] = []
-        self._terminals: dict[str, str] = {}  # names by pattern
+        self._terminals: dict[str, str] = {}  # names of the terminals, by pattern
         markers = sorted(token_ids, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, markers)) + ")") if markers else None
 
@@ -404,8 +405,8 @@ def _moved(part: Any) -> Any:
 
 
 def _pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
-    """Return a regular expression of the strings that a schema of ``_strings_of`` allows; None if
-    each of them contains one of ``ends``.
+    """Return a regular expression that matches the strings that a schema of ``_strings_of`` allows;
+    None if each of these strings contains one of ``ends``.
     """
     values = _values_of(schema)
     if values is not None:

@@ -35,7 +35,7 @@ class Arguments:
         complete.
 
         Args:
-            trims: whether one newline at each end of the text does not belong to the value.
+            trims: whether the value omits one newline at each end of the text.
             is_text: whether the value is a string; None means that the schema decides.
         """
         types = types_of(self._property(name), self._schema)
@@ -132,7 +132,7 @@ def _ends_in_string(text: str, *, is_string: bool = False) -> bool:
 
 
 def as_json(text: str, types: frozenset[str] | set[str]) -> str:
-    """Return a text as JSON of one of the types; as a string if it is no JSON of these types.
+    """Return a text as JSON: as a value of one of the types if possible, otherwise as a string.
 
     Args:
         types: names of JSON schema's types; empty if every type is allowed.
@@ -174,7 +174,7 @@ def _types(
         if not isinstance(reference, str):
             return None
         if reference not in known:
-            known[reference] = set()  # within its own target, a reference adds no type
+            known[reference] = set()  # a reference that leads to itself adds no type
             known[reference] = _types(resolve(schema, root), root, known, depth + 1)
         return known[reference]
     kind = schema.get("type")

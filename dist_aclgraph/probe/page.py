@@ -11,7 +11,7 @@ import jinja2
 
 from dist_aclgraph.probe.row import Report, Row, plain
 
-MAX_CELL = 200  # characters
+MAX_CELL = 200  # maximum number of characters in a cell
 TEMPLATE = Path(__file__).with_name("report.html")
 FACTS = "facts"  # the folder of questions about the machine
 

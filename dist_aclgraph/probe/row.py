@@ -12,7 +12,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.question import Between, Level, Probe
 
 MAX_REPORT_BYTES = 16 << 20
-MAX_TEXT = 2000  # in characters; longer error texts are cut
+MAX_TEXT = 2000  # maximum number of characters of an error text; longer texts are cut
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -208,7 +208,8 @@ class _Child:
         self._process.join(END_S if self.is_done else 0)
         if self._process.is_alive() and self._process.pid:
             with suppress(ProcessLookupError):  # the process group does not exist yet
-                os.killpg(self._process.pid, signal.SIGKILL)  # a question may have forked
+                # The question may have forked processes.
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
         self._process.join(END_S)
 

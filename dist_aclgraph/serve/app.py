@@ -36,7 +36,7 @@ from dist_aclgraph.serve.observe.traces import check_packages
 from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
+DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # a path in the working directory or in the package
 MAX_ONGOING_REQUESTS = 4096  # so high that the limit of the scheduler's queue applies first
 OUTLOOK_S = 20.0  # longer than the deployment's own limit for this call
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0

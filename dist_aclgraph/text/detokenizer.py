@@ -45,7 +45,7 @@ class Detokenizer:
         # replacement character of these bytes belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
         self._num_shown = len(before) - self._is_open  # characters of the window's text
-        self._held: list[int] = []  # tokens whose own text is not certain
+        self._held: list[int] = []  # tokens whose own text is not certain yet
         self._new = ""  # returned text that is not yet divided among tokens
         self._token_texts: list[str] = []
 

@@ -159,7 +159,8 @@ def _compile_in_fork(
 
 def main() -> None:
     """Compile until the parent closes the socket, which is standard input and output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent reacts to Ctrl-C; it may drain
+    # Only the parent reacts to Ctrl-C, because it may drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = receive(incoming)
     tokenizer = llguidance.LLTokenizer(

@@ -222,7 +222,8 @@ def _joined(pieces: Iterable[str], max_chars: int) -> str:
 
 def main() -> None:
     """Render until the parent closes the socket, which is standard input and output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent reacts to Ctrl-C; it may drain
+    # Only the parent reacts to Ctrl-C, because it may drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = receive(incoming)
     resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"],) * 2)

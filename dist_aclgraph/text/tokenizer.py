@@ -70,7 +70,7 @@ class Tokenizer:
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        except BaseException as e:  # the library raises Exception; its panics are no Exception
+        except BaseException as e:  # a panic of the library is no Exception
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

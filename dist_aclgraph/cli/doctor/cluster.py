@@ -18,7 +18,7 @@ from dist_aclgraph.config import Config
 
 TIMEOUT_S = 120.0  # Starting a process and loading CANN take long on a busy node.
 PORTS_OF_A_GROUP = 4
-MAX_PORTS = 128  # maximum number of tried ports in a range of ports
+MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
 def examine_cluster(config: Config | None, ray_address: str | None) -> list[Finding]:

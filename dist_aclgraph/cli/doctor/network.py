@@ -50,7 +50,7 @@ def port_warning(variables: dict[str, str]) -> str:
     for name in PORT_VARIABLES:
         try:
             asked = _port_ranges(variables.get(name, ""))
-        except ValueError:  # reported by ``network_problem``
+        except ValueError:  # ``network_problem`` reports this error
             continue
         for port in sorted(port for ports in asked for port in ports):
             if first <= port <= last and not any(port in ports for ports in reserved):

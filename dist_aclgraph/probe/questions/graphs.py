@@ -27,11 +27,11 @@ from dist_aclgraph.probe.questions.operators import (
 )
 
 EDGES = (1, 1023, 1024, 2048)  # KV lengths; at 1024 keys, a kernel of CANN 9 changes its algorithm
-LONGEST = 32_768  # KV length
+LONGEST = 32_768  # largest KV length
 OPERATOR = "npu_fused_infer_attention_score"
 # Latent attention, and attention with sinks, use this version.
 OPERATOR_V2 = "npu_fused_infer_attention_score_v2"
-LAYERS = 28  # of Qwen3-0.6B
+LAYERS = 28  # number of layers of Qwen3-0.6B
 NUM_CAPTURES = 32
 IN_FLIGHT = 2
 NUM_STEPS = 1000
@@ -119,7 +119,7 @@ def _accounting(bench: Bench) -> str:
 
 def _streams_of_a_graph(bench: Bench) -> float:
     x = bench.torch.ones(4, device="npu")
-    captured(bench, lambda: x + 1)[0].reset()  # torch_npu creates its own streams here
+    captured(bench, lambda: x + 1)[0].reset()  # the first capture creates torch_npu's own streams
     before = bench.npu.available_streams()
     graphs = [captured(bench, lambda: x + 1)[0] for _ in range(NUM_CAPTURES)]
     taken = before - bench.npu.available_streams()

@@ -26,7 +26,7 @@ EPSILON = 1e-6
 ROUTED = 2.5  # factor by which DeepSeek-V3 multiplies routing weights
 NUM_DRAWS, NUM_ROUNDS, NUM_TOKENS = 1_000_000, 10, 16
 MAX_CHI_SQUARE = 44.3  # for 15 degrees of freedom; larger values have a probability of 1 in 10,000
-EXPERTS, CHOSEN, GROUPS, KEPT_GROUPS = 256, 8, 8, 4  # of DeepSeek-V3
+EXPERTS, CHOSEN, GROUPS, KEPT_GROUPS = 256, 8, 8, 4  # as in DeepSeek-V3
 
 
 def _random(bench: Bench, *shape: int) -> Any:

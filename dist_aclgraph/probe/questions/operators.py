@@ -9,8 +9,8 @@ from typing import Any
 from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Level, Probe
 
 BFLOAT16, FLOAT32 = 3e-2, 1e-4  # tolerances
-HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # heads of Qwen3-8B
-LATENT, ROTATED = 512, 64  # heads of DeepSeek
+HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # numbers of heads as in Qwen3-8B
+LATENT, ROTATED = 512, 64  # widths as in DeepSeek's latent attention
 VOCABULARY = 32_000
 VERSION_2 = {  # names of arguments of npu_fused_infer_attention_score in version 2
     "actual_seq_lengths": "actual_seq_qlen",

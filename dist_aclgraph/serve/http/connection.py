@@ -141,7 +141,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._is_suspended:
             self._parse(data)
         elif self.record.is_held:
-            self.transport.pause_reading()  # further bytes stay in the kernel and at the client
+            self.transport.pause_reading()  # later bytes stay in the kernel and at the client
         else:
             self._abort("sends too much")
 

@@ -179,7 +179,9 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of each counter in both arguments. A lower value means a reset to 0."""
+    """Return by how much each counter that both arguments contain has increased. A lower value
+    means a reset to 0.
+    """
     return {
         key: value - old[key] if value >= old[key] else value
         for key, value in new.items()

@@ -151,7 +151,8 @@ class _CompletionReply(Reply):
         self._body = body
         self._given = given
         self._prompts = prompts
-        self._lengths: dict[int, int] = {}  # length of the tokens' texts so far, by choice
+        # Number of characters of the token texts so far, by choice.
+        self._lengths: dict[int, int] = {}
 
     def echo(self, index: int) -> str:
         prompt = self._given[index // self._body.num_choices]

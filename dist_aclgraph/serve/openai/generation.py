@@ -144,7 +144,7 @@ class Generation:
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
     _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
     _num_slots: int = 0  # in addition to the slot that the HTTP request already has
-    _num_open: int = 0  # choices that have not ended
+    _num_open: int = 0  # number of choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
 
     def start(self, sink: Sink) -> None:

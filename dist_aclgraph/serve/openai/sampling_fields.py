@@ -16,7 +16,7 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
     """Return sampling parameters; errors contain the client's names of the parameters.
 
     Args:
-        names: the client's names of those parameters whose names differ.
+        names: the client's names of the parameters that have other names here.
     """
     try:
         return SamplingParams(**given)

@@ -41,7 +41,7 @@ from dist_aclgraph.text.structure import MAX_PROCESSES, GrammarCompiler, Thinkin
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number of a prompt's log-probabilities in one response
-MAX_QUEUE_S = 10.0  # how long a grammar may wait until its compilation begins
+MAX_QUEUE_S = 10.0  # maximum number of seconds that a grammar waits for its compilation
 WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that generate text
 
 

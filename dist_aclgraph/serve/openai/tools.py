@@ -14,7 +14,7 @@ from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 
-MAX_BYTES = 1 << 20  # maximum size of all definitions
+MAX_BYTES = 1 << 20  # maximum number of bytes of all definitions together
 MAX_STRINGS = 1 << 15
 MAX_CALLS = 128  # maximum number of calls of one message
 # Beginnings of the types of tools that a provider runs itself.

@@ -41,7 +41,8 @@ from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, r
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
-LOGPROBS = "message.output_text.logprobs"  # entry of ``include`` for log-probabilities
+# The entry of ``include`` that asks for log-probabilities.
+LOGPROBS = "message.output_text.logprobs"
 MAX_INCLUDED = 64
 MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response contains the metadata
 _NOTHING = (b"", b"null")

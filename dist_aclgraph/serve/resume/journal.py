@@ -124,7 +124,7 @@ class Journal:
         self._memory = memory
         self._on_end = on_end
         self._budget: JournalBudget | None = None
-        self._num_bytes = 0  # bytes that the budget counts
+        self._num_bytes = 0  # number of bytes that the budget counts for this journal
 
     def count_in(self, budget: JournalBudget) -> None:
         """Count the journal's memory in a budget until the journal ends.

@@ -24,7 +24,8 @@ import os
 import struct
 
 READ_BYTES = 64 << 10  # bytes that are read from one connection at once
-# limits for one answer; a larger answer cannot outlive its process
+# Limits for one request and for the records of its answer. A larger answer cannot outlive its
+# process.
 REQUEST_BYTES = RECORD_BYTES = 8 << 20
 REQUEST_AT = mmap.PAGESIZE
 RECORDS_AT = REQUEST_AT + REQUEST_BYTES

@@ -58,7 +58,7 @@ class ConnectionRecord:
         self.num_omitted = 0
         self._link = link
         self._descriptor = -1
-        self._number = 0  # the holder's number of the connection
+        self._number = 0  # the number that the holder gave to the connection
         self._memory: JournalMemory | None = None
         self._num_read = self._num_sent = 0
         self._journal: Journal | None = None  # journal of the request that is being answered
