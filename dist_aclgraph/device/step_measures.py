@@ -27,7 +27,8 @@ WORKER_STAGES = (
 
 @dataclass
 class Stopwatch:
-    """Measures the host time of each stage of a step, in microseconds; takes no time while off.
+    """Measures the host time of each stage of a step, in microseconds; takes no time while it is
+    off.
 
     Attributes:
         stages: stages in sequence, from the plan's arrival to the result.

@@ -81,7 +81,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     schema: int = 1
 
     def set_device(self, chip: str, cann: str) -> None:
-        """Store the device that has answered.
+        """Store chip and CANN of the device that has answered.
 
         Raises:
             ConfigError: the report has answers of another chip or of another CANN.

@@ -63,7 +63,7 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Run all questions that were not asked yet, according to the report; add their rows.
+        """Run all questions that the report does not contain yet, and add their rows to it.
 
         Args:
             save: called before and after each question.

@@ -59,7 +59,7 @@ class StopMatcher:
         return start, stop
 
     def _partial(self, text: str) -> int:
-        """Return the length of the longest suffix of ``text`` that is a prefix of a stop string.
+        """Return the length of the longest end of ``text`` with which a stop string begins.
         """
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - size :]
