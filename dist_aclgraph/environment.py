@@ -268,7 +268,7 @@ def disable_backend_autoload() -> None:
 def emulated_environment(
     libraries: Path, packages: Path, programs: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return an environment in which a program finds the emulated NPU, for any order of imports.
+    """Return an environment in which a program finds the emulated NPU, whatever it imports first.
 
     Args:
         libraries: folder of the emulated CANN.

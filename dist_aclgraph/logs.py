@@ -175,7 +175,9 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _TerminalHandler(_StderrHandler):
-    """Writes warnings for a user, without times and names. Omits events, which are no sentences."""
+    """Writes warnings for a user, without times and names. Leaves out events, because they are not
+    sentences.
+    """
 
     def __init__(self) -> None:
         super().__init__()

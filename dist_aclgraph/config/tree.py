@@ -293,8 +293,7 @@ class SchedulerConfig(Section):
 
     @property
     def prompt_share(self) -> int:
-        """Maximum number of tokens of one prompt in a step while other requests are ready.
-        """
+        """Maximum number of tokens of one prompt in a step while other requests are ready."""
         return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 

@@ -39,8 +39,7 @@ def report_page(report: Report) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a Markdown table; without rows, one word in place of the table.
-    """
+    """Return the lines of a Markdown table; without rows, one word in place of the table."""
     if not rows:
         return ["None."]
     lines = [

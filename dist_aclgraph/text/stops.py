@@ -59,8 +59,7 @@ class StopMatcher:
         return start, stop
 
     def _partial(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` with which a stop string begins.
-        """
+        """Return the length of the longest end of ``text`` with which a stop string begins."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - size :]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -90,8 +90,7 @@ def _cann() -> Finding:
 
 
 def cann_libraries_finding() -> Finding:
-    """Return the finding that says whether processes started from this shell can load CANN.
-    """
+    """Return the finding that says whether processes started from this shell can load CANN."""
     problem = load_problem()
     return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
 

@@ -41,7 +41,8 @@ _PATHS = {
     "graph_streams_measured": ("streams_measured",),
 }
 # The keys are names of metrics. The value of a metric has the same key in the engine's answer,
-# unless _PATHS has another key. The values are kind, label for an object's keys, and help.
+# unless _PATHS has another key. The values are the kind of the metric, the name of the label for an
+# object's keys, and the help text.
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),
@@ -121,7 +122,7 @@ ROUTING_METRICS = {
     "routed_prompt_tokens": "Prompt tokens of those requests.",
     "routed_cached_tokens": "Those of them that the engine was taken to have in its cache.",
 }
-# Gauges of this process. The values are help, and a function that reads the value.
+# Gauges of this process. The values are the help text, and a function that reads the number.
 INGRESS_GAUGES: dict[str, tuple[str, Callable[[], float]]] = {
     "ingress_resident_memory_bytes": (
         "Resident memory of this replica's process.",

@@ -247,7 +247,7 @@ class _Frames:
                 self.outlet.put(self._shape.last_frames(self._generation))
             elif self._is_begun:
                 self.outlet.put(self._shape.error_frames(self._generation, error))
-        finally:  # If a shape raises an error, the client must not wait forever.
+        finally:  # Even if the reply's shape raises an error, the client must not wait forever.
             self._begin(error)
             self.outlet.end()
 
