@@ -67,7 +67,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         version: version of this package.
         machine: host, wheels and driver, by name.
         running: the question that was running when the file was written. If the run was cut off
-            then, this question is not asked again.
+            during this question, the question is not asked again.
     """
 
     version: str

@@ -80,8 +80,8 @@ class Detokenizer:
         return new
 
     def take_token_texts(self) -> list[str]:
-        """Return the texts of further tokens, in order. A token's text is returned once, when it is
-        certain.
+        """Return the texts that have become certain since the last call, one for each token, in
+        order. A token's text is returned once, when it is certain.
         """
         texts, self._token_texts = self._token_texts, []
         return texts

@@ -45,7 +45,7 @@ async def messages(state: ApiState, request: Request) -> Response:
 
 
 async def count_tokens(state: ApiState, request: Request) -> Response:
-    """The number of tokens of the prompt that messages become."""
+    """The number of tokens of the prompt that is made from the messages."""
 
     def convert(body: CountTokensRequest) -> Conversation:
         state.admit(body.model)
