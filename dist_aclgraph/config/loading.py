@@ -136,7 +136,7 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 def read_value(key: str, text: str) -> Any:
     """Return the value of a text that is JSON or YAML (``4``, ``1e6``, ``[1, 2]``).
 
-    For YAML 1.1, ``1e6`` is no number, but a text.
+    In YAML 1.1, ``1e6`` is a text, not a number.
 
     Raises:
         ConfigError: the text is neither.
