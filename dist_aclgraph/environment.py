@@ -14,10 +14,10 @@ from pathlib import Path
 
 from dist_aclgraph.config import Config, DeviceConfig, HcclExpansion
 
-# Values of HCCL_OP_EXPANSION_MODE. FFTS+ is the mode of an A2 if the host expands collectives.
+# Values of HCCL_OP_EXPANSION_MODE. With HOST, the host expands collectives; an A2 then uses FFTS+.
 HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU", "FFTS": "HOST"}
 
-EMULATED_VARIABLE = "EMULATED_NPU"  # read by the emulated libraries too
+EMULATED_VARIABLE = "EMULATED_NPU"  # the emulated libraries read it, too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets it for all processes that a raylet starts
 # Plans and limits depend on these variables, so all nodes get the configuration's values.
 CONFIGURED_HCCL = {
@@ -94,7 +94,7 @@ def prepare_network(config: DeviceConfig, address: str | None = None) -> None:
 
 
 def set_hccl_buffsize(mb: int) -> None:
-    """Set the size of HCCL's buffer for communication domains without a size of their own.
+    """Set the buffer size of HCCL's communication domains that have no individual size.
 
     torch_npu reads the variable once, when this process creates its first communicator.
     """
@@ -133,8 +133,8 @@ def sourced_parts() -> dict[str, Path | None]:
 
 
 def cann_scripts() -> list[Path]:
-    """Return CANN's installed set-up scripts. Root's CANN is first, and in each root folder the
-    script of the newest layout.
+    """Return CANN's installed set-up scripts. The scripts of root's CANN are first. For each CANN,
+    the script of the newest layout is first.
     """
     installed = os.environ.get("ASCEND_INSTALL_PATH")
     # Users other than root install CANN in their home folders.
@@ -216,7 +216,7 @@ def ray_address() -> str | None:
 
 
 def may_use_ray_token() -> bool:
-    """Return whether the environment allows a token for a Ray that is started here."""
+    """Return whether a Ray that this process starts may require a token."""
     return os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
 
 
@@ -231,8 +231,9 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     Args:
         is_local: whether this package starts Ray, or has started it. Any other cluster keeps its
             own settings.
-        waits_for_gcs: whether calls of Ray wait while Ray's control store (GCS) is away. Then
-            another process may start the store again, and this process itself watches Ray.
+        waits_for_gcs: whether calls to Ray wait while Ray's control store (GCS) does not answer. If
+            so, another process can restart the store, and this process itself must notice that Ray
+            has died.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -243,12 +244,12 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        # A client of Ray can run code. If RAY_AUTH_MODE is not set, Ray requires a token. With 0,
-        # this variable allows no clusters of several machines, so Ray listens on loopback only, on
-        # all systems.
+        # A client of Ray can run any code, so Ray listens on loopback only: the value 0 forbids
+        # clusters of several machines, on all systems. Also, Ray requires a token, unless the user
+        # has set RAY_AUTH_MODE.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # Long, because a worker may wait for cores or for the fork server. This package limits this
-        # wait itself.
+        # The limit is long, because a worker may have to wait for cores or for the fork server.
+        # This package itself limits the wait.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
         # Disables Ray's memory monitor: if host memory is short, it would end our actors, even if
         # another program uses the memory.
@@ -267,7 +268,7 @@ def disable_backend_autoload() -> None:
 def emulated_environment(
     libraries: Path, packages: Path, programs: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return an environment in which a program finds the emulated NPU, for any order of imports.
+    """Return an environment in which a program finds the emulated NPU, whatever it imports first.
 
     Args:
         libraries: folder of the emulated CANN.

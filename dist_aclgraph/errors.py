@@ -6,7 +6,7 @@ DistAclGraphError
   PlacementError          there are not enough NPUs in the cluster, or ports on a node
   WorkerError             a worker actor failed; names rank and phase
     WorkerStartTimeoutError, WorkerLostError, RankDisagreementError
-      DeviceFaultError    a worker's device failed with a known error; its process lives
+      DeviceFaultError    a worker's device failed with a known error; its process runs
   DeviceError             the device or its runtime refused a call
     StreamExhaustedError, OutOfDeviceMemoryError, EmulatorBuildError
     NotBoundError         a rank is not bound to cores; it works nevertheless
@@ -95,10 +95,10 @@ class WorkerLostError(WorkerError):
 
 
 class DeviceFaultError(WorkerLostError):
-    """A worker's device stopped with a known error, and its process lives.
+    """A worker's device stopped with a known error; the worker's process still runs.
 
     Attributes:
-        fault: cause of the stop.
+        fault: why the device stopped.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class CaptureError(GraphError):
 
 
 class ReplayMismatchError(GraphError):
-    """A replay of a graph got other inputs than the capture of the graph."""
+    """The inputs of a replay differ from the inputs that the graph was captured for."""
 
 
 class StreamBudgetError(GraphError):
@@ -183,7 +183,7 @@ class RequestError(DistAclGraphError):
     """A request has a mistake, so it cannot be served.
 
     Attributes:
-        param: the request field at fault, in OpenAI's spelling, or None.
+        param: name of the invalid request field, as in OpenAI's API; None without a field.
     """
 
     code: str | None = "invalid_value"

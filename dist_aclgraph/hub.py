@@ -18,7 +18,7 @@ from dist_aclgraph.extras import require
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTIONS, WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
 MAIN_BRANCHES = {"huggingface": "main", "modelscope": "master"}
-# Files that are not loaded, because they belong to the same weights in other formats. Two kinds of
+# Files that are not loaded, because they contain the same weights in other formats. Two kinds of
 # files in folders are loaded: chat templates (additional_chat_templates), and JSON in folders whose
 # names begin with a digit, which describe modules of an embedding model (1_Pooling).
 UNUSED = ("[!0-9]*/*.json", "*/*.safetensors", "consolidated*")

@@ -25,10 +25,11 @@ MAX_NAME_CHARS = 60
 
 
 def with_log_folder(config: Config, folder: str | None = None) -> Config:
-    """Return a configuration whose log folder has a name.
+    """Return the configuration with a name for the log folder.
 
     Args:
-        folder: the name, if the configuration has no name; None makes a name from time and model.
+        folder: the name of the folder, used if the configuration names none; None makes a name from
+            the time and the model.
     """
     logging = config.logging
     if logging.folder is not None:

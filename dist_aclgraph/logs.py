@@ -67,7 +67,7 @@ class ProcessLog:
     Attributes:
         role: the purpose of the process.
         group, rank, get_epoch: group, rank and epoch of the process; None while they are unknown.
-            Each line contains their values at the time of the line.
+            Each line contains the values that are valid when it is written.
         folder: the folder of the files; None while there are no files.
     """
 
@@ -175,7 +175,9 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _TerminalHandler(_StderrHandler):
-    """Writes warnings for a user, without times and names. Omits events, which are no sentences."""
+    """Writes warnings for a user, without times and names. Leaves out events, because they are not
+    sentences.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,9 +40,10 @@ class StructuredOutputs:
         lark: a grammar of llguidance with its extensions, made from the request's tools.
         whitespace_pattern: a regular expression of white space in JSON; None means at most eight
             blanks or newlines in a row.
-        disable_any_whitespace: whether the grammar of JSON fixes all white space.
+        disable_any_whitespace: whether JSON must have no optional white space.
         has_free_text: whether the answer may contain any text beside calls. Stop strings end only
-            such text, because an answer that ends by "stop" must have its format.
+            such text, because an answer that ends with the reason "stop" must have the demanded
+            format.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -136,7 +137,7 @@ class Structure:
 class SamplingParams:
     """Parameters of one request; limits follow the OpenAI API and vLLM's extensions.
 
-    An attribute may be set later; `LLM` checks the new value when it uses the object.
+    Attributes can be changed later; `LLM` checks the new value when it uses the object.
 
     Attributes:
         n: number of outputs of `LLM` for the prompt; output j uses the seed ``seed + j``.
@@ -148,8 +149,8 @@ class SamplingParams:
         min_p: [0, 1], drop tokens below min_p times the highest probability.
         presence_penalty, frequency_penalty: [-2, 2], subtracted from the logits of tokens that are
             in the output.
-        repetition_penalty: > 0, divides positive logits, and multiplies negative logits, of tokens
-            that are in the prompt or the output.
+        repetition_penalty: > 0; for tokens that are in the prompt or the output, it divides
+            positive logits and multiplies negative logits.
         seed: random numbers depend only on seed and position; None draws a random seed.
         logprobs: number of alternatives to report for each token; None reports nothing.
         prompt_logprobs: number of alternatives to report for each prompt token except the first

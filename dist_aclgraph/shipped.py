@@ -9,7 +9,7 @@ INSIDE = PACKAGE / "shipped"  # setup.py copies the files to this folder of a wh
 
 
 def is_installed() -> bool:
-    """Return whether this package was installed from a wheel; otherwise it is in a clone."""
+    """Return whether this package was installed from a wheel; false in a git clone."""
     return INSIDE.is_dir()
 
 

@@ -16,7 +16,8 @@ from dist_aclgraph.errors import ConfigError
 
 GroupKind = Literal["tp", "dp", "pcp", "dcp", "ep"]
 ExchangeKind = Literal["all_gather", "all_to_all", "mc2"]  # how tokens are sent to experts
-MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])  # has room only for usual routing
+# With this exchange, a step loses tokens that do not fit into its buffers.
+MAY_LOSE_TOKENS = frozenset[ExchangeKind | None](["all_to_all"])
 GROUP_KINDS: tuple[GroupKind, ...] = ("tp", "dp", "pcp", "dcp", "ep")
 
 # Messages for users contain world ranks. Group ranks count from 0 in each lockstep group.
@@ -28,8 +29,8 @@ ChooseExchange = Callable[[int], ExchangeKind | None]  # argument: padded tokens
 
 
 def no_exchange(num_tokens: int) -> ExchangeKind | None:
-    """Return None. For models without experts, and for layouts in which each TP group has all
-    experts.
+    """Return None: models without experts need no exchange; layouts in which each TP group has all
+    experts need none, either.
     """
     return None
 
@@ -46,12 +47,12 @@ class Coordinates(NamedTuple):
 class ParallelLayout:
     """The sizes of all parallel axes, which do not depend on nodes, devices or HCCL.
 
-    ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of ranks in several whole
-    data-parallel ranks; it divides the number of all ranks. ``dcp`` ranks share a request's KV
-    cache. ``dcp`` is 1, or the number of PCP ranks times a number of neighbouring TP ranks. The
-    index of a rank's shard is the rank's index in its DCP group. With ``mc2``, experts have a
-    second communication domain with the same ranks as the EP domain. Only operators that
-    communicate inside their kernel may use this second domain.
+    ``ep`` ranks share one set of experts. ``ep`` is 1, or the number of world ranks of several
+    complete data-parallel ranks; it divides the number of all world ranks. ``dcp`` ranks share a
+    request's KV cache. ``dcp`` is 1, or the number of PCP ranks times the number of neighbouring TP
+    ranks that share the cache. The index of a rank's shard is the rank's index in its DCP group.
+    With ``mc2``, experts have a second communication domain with the same ranks as the EP domain.
+    Only operators that communicate inside their kernel may use this second domain.
     """
 
     tp: int = 1

@@ -23,7 +23,7 @@ class Option:
     Attributes:
         key: our configuration key, which gets the option's value.
         kind: type of the value: bool for a switch, dict and list for JSON, tuple for texts.
-        words: our names of values, by vLLM's names; None leaves the key out.
+        words: our value for each of vLLM's values; None leaves the key out.
         short: short names on the command line.
         note: the difference between the option and the key.
     """
@@ -155,8 +155,9 @@ REFUSED: dict[str, str] = {
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
     "uvicorn_log_level": "there is no log of requests: leave it out",
 }
-REFUSED_SHORT = ("-pp",)  # names with one dash on the command line
-# Values of these options that ask for what happens here. An option with such a value has no effect.
+REFUSED_SHORT = ("-pp",)  # refused options that begin with a single dash
+# Values of these options that ask for our normal behaviour. An option with such a value has no
+# effect.
 HARMLESS: dict[str, Collection[Any]] = {
     "additional_config": ({},),
     "api_server_count": (1,),
@@ -234,7 +235,7 @@ def as_overrides(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Return whether an option that the table does not contain asks for what happens here.
+    """Return whether an option that the table does not contain asks for our normal behaviour.
 
     Args:
         value: a value, or its text on the command line.
@@ -258,7 +259,7 @@ def refusal(name: str) -> str:
 
 def _value(name: str, option: Option, value: Any) -> Any:
     """Return the value of our key; None leaves the key out."""
-    if name == "dtype":  # torch.bfloat16 is also an object of torch
+    if name == "dtype":  # a dtype of torch, such as torch.bfloat16, is accepted, too
         value = str(value).removeprefix("torch.")
     is_list = isinstance(value, list | tuple) and all(isinstance(item, int) for item in value)
     if name == "cudagraph_capture_sizes" and is_list:

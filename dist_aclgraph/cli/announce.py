@@ -85,14 +85,16 @@ def _scale_command(report: dict[str, Any]) -> str:
 
 
 def _curl_options(config: Config) -> str:
-    """Return curl's options for the service. They read a key from the keys file or the variable."""
+    """Return curl's options for the service. The shell reads the API key from the keys file or the
+    environment.
+    """
     options = ""
     if config.serve.uds is not None:
         options += f"--unix-socket {shlex.quote(config.serve.uds)} "
     if api_key() is not None:
         options += f'-H "Authorization: Bearer ${API_KEY_VARIABLE}" '
     elif config.serve.api_keys_file is not None:
-        # After the key, a line may have a name and limits.
+        # Awk prints the first word of the line, the key. A name and limits may follow it.
         found = f"awk '/^[^# ]/ {{print $1; exit}}' {shlex.quote(config.serve.api_keys_file)}"
         options += f'-H "Authorization: Bearer $({found})" '
     return options

@@ -30,7 +30,7 @@ def check_deployment(config: Config) -> Config:
         check_weight_files(config.model)
     read_task(config)
     if config.device.kind == "auto":
-        Planner.from_config(config)  # the memory is known only on the nodes of the cluster
+        Planner.from_config(config)  # only the nodes of the cluster know their memory
     else:
         plan_report(config)
     return config

@@ -12,7 +12,8 @@ from dist_aclgraph.errors import (
     RequestError,
 )
 
-FAILURE, MISTAKE = 1, 2  # a failure of the program or the machine; a user's mistake
+# FAILURE: the program or the machine has failed. MISTAKE: the user has made a mistake.
+FAILURE, MISTAKE = 1, 2
 
 
 def tell(error: DistAclGraphError) -> int:

@@ -25,7 +25,7 @@ COLUMNS = ("rank", "host", "process", "epoch", "step", "graph", "requests", "tok
 
 
 def read_groups(folder: Path) -> dict[int, list[Recording]]:
-    """Return the recordings of each group by its number, by rank.
+    """Return the recordings by number of the group, and then by rank.
 
     Args:
         folder: a folder of logs, or the folder of recorded steps in it.

@@ -35,8 +35,8 @@ def serve_http(opened: Opened, life: int, beat: Beat, link: HolderLink | None = 
 
     Args:
         life: read end of a pipe without data. The pipe is closed when the service is over.
-        beat: called every second or two, from the event loop. The process serves from the moment
-            when the API is open; until then, it only listens.
+        beat: called every second or two, from the event loop. Its argument is whether the API is
+            open; until then, the process only listens.
         link: link to the process that keeps connections open, also those of the previous ingress;
             None if no connection outlives this process.
 
@@ -72,14 +72,16 @@ def _wait_for_deployment(owner: OwnerClient, life: int) -> Reach | None:
 def _serve(
     opened: Opened, life: int, server: HttpServer, front: Front, owner: OwnerClient, reach: Reach
 ) -> None:
-    asker = OwnerClient(opened.owner_path)  # another thread asks for outlooks
+    # A separate client, because another thread asks for outlooks.
+    asker = OwnerClient(opened.owner_path)
     state = open_state(opened.config, opened.tokenizer, reach, asker.outlook)
     failure = None
     try:
         # All objects up to here live until the process ends, so garbage collections skip them.
         gc.collect()
         gc.freeze()
-        owner.admission(is_open=True)  # before serving, so that the owner announces the service
+        # This call comes before serving, so that the owner announces the service.
+        owner.admission(is_open=True)
         api = make_api(state, opened.access)
         server.let_in(lambda: front.open(api))
         event(logger, "ingress_serving", groups=len(reach.addresses))

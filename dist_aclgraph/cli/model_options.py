@@ -43,14 +43,14 @@ class ModelCommand(TyperCommand):
 
 
 def _known_arguments(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments without options that have no effect. Repeat an option with several names
-    before each name.
+    """Yield the arguments without options that have no effect. If an option has several values,
+    repeat the option before each value.
 
     Raises:
         ConfigError: an option has no counterpart here.
     """
     left = deque(args)
-    # If the model came after the names, it would look like a further name.
+    # A model after these values would look like a further value.
     is_model_first = bool(args) and not args[0].startswith("-")
     while left:
         argument = left.popleft()
@@ -131,7 +131,7 @@ def load_local_model(
     *,
     weights: bool = True,
 ) -> Config:
-    """Load a configuration and its model: from this machine, or from the model's hub now.
+    """Load a configuration; if its model is not on this machine, load the model from its hub.
 
     Args:
         weights: whether the command reads weights.
@@ -161,7 +161,7 @@ def show_and_save(config: Config, source: Path, is_changed: bool, save: Path | N
 
 
 def _parameter(name: str, option: Option | None) -> inspect.Parameter:
-    """Return a command's parameter; a hidden one for an option of ``SAME``."""
+    """Return a command's parameter for an option; an option of ``SAME`` is hidden."""
     is_hidden = option is None
     option = option or Option(SAME[name], str)
     dashed = name.replace("_", "-")
@@ -180,7 +180,7 @@ def _parameter(name: str, option: Option | None) -> inspect.Parameter:
 
 
 def _value(name: str, given: Any) -> Any:
-    """Return the value of an option that the command line gives as text."""
+    """Convert the text of an option on the command line to a value."""
     from dist_aclgraph.config import parse_overrides
 
     kind = str if name in SAME else OPTIONS[name].kind

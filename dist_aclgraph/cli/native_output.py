@@ -15,7 +15,7 @@ STDERR = 2
 def native_output_in(path: Path) -> Iterator[None]:
     """Within this context, native libraries write their stderr to a file.
 
-    Python still writes to the terminal. The reason is Ray's library, which prints stack traces
+    Python still writes to the terminal. This is needed because Ray's library prints stack traces
     while it cannot reach the cluster. Processes that are started within the context also write to
     the file.
 

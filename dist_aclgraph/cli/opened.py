@@ -72,7 +72,8 @@ def open_service(config: Config) -> Iterator[Opened]:
         config = with_log_folder(check_deployment(config))
         tokenizer = Tokenizer(config.model, config.model_overrides)
         if config.task == "rerank":
-            answer_tokens(tokenizer)  # raises before anything is started
+            # If the model cannot be used, this raises an error before anything is started.
+            answer_tokens(tokenizer)
         directory = RunDirectory()
         try:
             with listen_for_ingress(f"{directory.path}/{OWNER}") as link:

@@ -41,7 +41,7 @@ from dist_aclgraph.logs import event
 logger = logging.getLogger(__name__)
 
 POLL_S, CHECK_S, JOIN_S = 0.1, 1.0, 2.0
-SILENT_S = 30.0  # time limit of a check of the deployment
+SILENT_S = 30.0  # time limit for one check of the deployment
 FAILED_S = 2.0  # after the deployment has failed, requests get their errors within this time
 LEAVE_S = 5.0  # an ingress that has drained must end within this time
 
@@ -126,14 +126,15 @@ def _started(
                 show.stop_at_once()
                 if has_supervisor:
                     os._exit(128 + signals.received)
-                raise KeyboardInterrupt  # Ray's calls handle this exception
+                raise KeyboardInterrupt  # stops a call to Ray that is running
 
             signals.on_first = stop
             if signals.received:
                 stop()
 
             def report(progress: Any) -> None:
-                signals.take_over()  # a second time, because Ray has replaced the handlers
+                # Install the handlers a second time, because Ray has replaced them.
+                signals.take_over()
                 if signals.received:
                     raise _Stopping
                 answers.progress = f"the deployment is being started: {progress}"
@@ -157,8 +158,8 @@ def _started(
     finally:
         answers.progress = "the deployment is being ended"
         answers.running = None
-        # Without Ray, no actor can be stopped in order, and each attempt takes seconds. The
-        # supervisor of this process then ends the actors' processes.
+        # Without Ray, no actor can be stopped in an orderly way, and each attempt takes seconds.
+        # The supervisor of this process then ends the actors' processes.
         if has_ray:
             running.shut_down()
 
@@ -191,11 +192,11 @@ def _watch(
 
 
 def _announced(config: Config, running: Deployment) -> bool:
-    """Print where the service is; return whether the controller has answered."""
+    """Print how clients reach the service; return whether the controller has answered."""
     try:
         report = running.report()
     except DistAclGraphError:
-        return False  # the regular checks will notice it if the deployment has ended
+        return False  # if the deployment has ended, the regular checks will notice it
     keep_report(config.name, report)
     announce(config, report, Console())
     return True

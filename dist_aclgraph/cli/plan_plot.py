@@ -48,6 +48,6 @@ def _draw(axes: Axes, family: dict[str, Any]) -> None:
     axes.set_xlabel("live tokens of a batch")
     axes.set_ylabel("padding tokens")
     axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.4 * highest + 1)  # room for the legend
+    axes.set_ylim(0, 1.4 * highest + 1)  # leaves space for the legend
     axes.legend(loc="upper left", fontsize="small")
     axes.grid(alpha=0.3)

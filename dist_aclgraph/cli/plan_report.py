@@ -27,7 +27,8 @@ from dist_aclgraph.shapes.model_facts import ModelFacts
 from dist_aclgraph.simulate.deployment import AssumedDeployment
 from dist_aclgraph.topology import ParallelLayout
 
-REQUEST_TOKENS = (1024, 4096, 16384, 65536)  # lengths of requests that are counted
+# Lengths of requests, in tokens. For each length, the report has the number of requests that fit.
+REQUEST_TOKENS = (1024, 4096, 16384, 65536)
 CHOSEN, ALL_SIZES, UNIFORM = "chosen", "all sizes", "as many, evenly by index"
 
 
@@ -40,7 +41,7 @@ def plan_report(config: Config) -> dict[str, Any]:
         StreamBudgetError: a rank has too few streams for even one bucket.
     """
     deployment = AssumedDeployment.from_config(config)
-    config = deployment.config  # its mode is one that the model supports
+    config = deployment.config  # this configuration has a graph mode that the model supports
     layout = deployment.layout
     model, spec = deployment.budget_model, deployment.planner.cache_spec
     families = candidate_families(config)
@@ -147,7 +148,7 @@ def render_plan(report: dict[str, Any], console: Console) -> None:
 
 
 def _print_memory(report: dict[str, Any], console: Console) -> None:
-    """Print the use of memory, and the requests for which there is room."""
+    """Print the use of memory, and the number of requests that fit."""
     layout, memory, kv = report["layout"], report["memory"], report["kv"]
     console.print(_memory_table(memory))
     console.print(
@@ -203,14 +204,16 @@ def _requests_that_fit(
 def _num_nodes(layout: ParallelLayout, tp: int, node_npus: int) -> int:
     """Return the smallest number of nodes for all ranks.
 
-    A tensor parallel group that fits on one node is not split.
+    A tensor parallel group that fits on one node is not divided between nodes.
     """
     whole = max(1, node_npus // tp) * tp if tp <= node_npus else node_npus
     return -(-layout.world_size // whole)
 
 
 def _exchange_entries(rule: ExchangeRule) -> list[dict[str, Any]]:
-    """Return how tokens are sent to experts on other ranks, by batch size; empty without that."""
+    """Return how tokens are sent to experts on other ranks, by batch size; empty if no tokens are
+    sent.
+    """
     operators = rule.mc2.operators if rule.mc2 is not None else None
     return [
         {
@@ -380,7 +383,8 @@ class _Costs:
             "num_buckets": plan.num_graphs,
             "prices": {e.term: e.predicted for e in ledger.entries if e.unit == "streams"},
             "planned_streams": streams,
-            "pool_bytes": pool_bytes(plan, offer, model) or None,  # None: not predicted
+            # None means that no bytes were predicted.
+            "pool_bytes": pool_bytes(plan, offer, model) or None,
             "left_streams": offer.usable - streams,
         }
 

@@ -92,7 +92,7 @@ class StartProgress:
 
 
 def _counted(report: Report) -> str:
-    """Return the progress within a state, in a unit that depends on the state."""
+    """Return the progress within a state, in the unit of the state, such as graphs."""
     if not report.total:
         return ""
     if report.detail == BYTES:

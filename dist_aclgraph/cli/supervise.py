@@ -57,7 +57,7 @@ class Supervisor:
         restarts: budget for restarts of the owner, and of an ingress that has not served. An
             ingress that has served is always replaced, unless the budget allows no restart at all.
             The budget's pauses apply only to the owner.
-        silent_s: a process that has no heartbeat for this time is killed.
+        silent_s: a process that sends no heartbeat for this time is killed.
         end_s: an owner that has not ended within this time after a signal is killed.
         end_started: kills those processes of a dead owner that are no descendants of the
             supervisor.
@@ -91,7 +91,7 @@ class Supervisor:
         # Owners also hold the write end, so the pipe closes after supervisor and owner have ended.
         self._life, self._life_end = os.pipe()
         self._pid = self._owner = self._ingress = 0  # process ids
-        self._owner_due_s = self._ingress_due_s = 0.0  # time of the next start; inf: never
+        self._owner_due_s = self._ingress_due_s = 0.0  # time of the next start; inf means never
         self._ingress_began_s = 0.0
         # Children that this process had before it became the supervisor, for example if a shell
         # replaced itself by this program (exec).
@@ -102,7 +102,9 @@ class Supervisor:
         self._failure = 0  # exit code of an ingress that has failed without a signal
 
     def run(self) -> int:
-        """Serve until a signal or an error, or until no restart is left; return the exit code."""
+        """Serve until a signal or an error, or until the limit of restarts is reached; return the
+        exit code.
+        """
         # The parent may have ignored SIGCHLD. Blocked signals stay pending between two waits.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
@@ -196,7 +198,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 if now_s - self._ingress_began_s >= SETTLED_S:
                     self._backoff.succeeded()
-                # The backoff's pause begins at the previous end, so it is over after a long run.
+                # The pause is counted from the previous failure, so it is over after a long run.
                 self._ingress_due_s = now_s + self._backoff.pause_s(now_s)
                 self._backoff.failed(now_s)
                 return None
@@ -233,7 +235,7 @@ class Supervisor:
             self._ingress = self._fork(INGRESS, partial(self._be_ingress, end))
 
     def _look(self) -> None:
-        """Kill a process that has no heartbeat, and an owner that does not end."""
+        """Kill a process that sends no heartbeats, and an owner that does not end in time."""
         if time.monotonic() > self._end_by_s:
             self._end_by_s = math.inf
             _say(f"error: {OWNS} has not ended for {self._end_s:g} s; it is killed")
@@ -249,7 +251,8 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _may_restart(self, why: str, what: str, *, is_counted: bool = True) -> bool:
-        """Use one restart of the budget, and print a message; return whether there was one.
+        """Take one restart from the budget, and print a message; return whether a restart was
+        allowed.
 
         Args:
             is_counted: if false, the restart is allowed whenever the budget allows any restart.
@@ -266,7 +269,9 @@ class Supervisor:
         return False
 
     def _end_ingress(self) -> None:
-        """Wait some time for the ingress, which knows that the service is over; then kill it."""
+        """Wait some time until the ingress, which knows that the service is over, has ended; then
+        kill the ingress.
+        """
         until_s = time.monotonic() + END_S
         while self._ingress:
             if any(pid == self._ingress for pid, _ in _ended()):
@@ -275,13 +280,14 @@ class Supervisor:
                 processes.kill_all({self._ingress})
             else:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.1)
-                self._holder.take_in()  # a connection ends after both processes have closed it
+                # A connection ends only after both processes have closed it.
+                self._holder.take_in()
 
     def _end_orphans(self) -> None:
         while True:
             self._end_started()
             orphans = processes.children(self._pid) - {self._ingress} - self._strangers
-            if not orphans:  # without a process, no new process can start
+            if not orphans:  # all have ended, so none of them can start another process
                 break
             processes.kill_all(orphans)
             for pid in orphans:
@@ -302,7 +308,8 @@ class Supervisor:
                     code = 0
                 except BaseException as e:
                     code = _code_of(e)
-                # A signal to the group would arrive twice: from its sender and the supervisor.
+                # Otherwise a signal to the group would arrive twice: from its sender and from the
+                # supervisor.
                 signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 DIE_64_GB_MB, DIE_32_GB_MB = 62_420, 30_208
-NODE_NPUS = 8  # of a server with unknown chips
+NODE_NPUS = 8  # assumed number of devices of a server with unknown chips
 
 
 class ChipFamily(NamedTuple):

@@ -11,7 +11,7 @@ from dist_aclgraph.config.section import Section
 
 HcclExpansion = Literal["AIV", "AICPU", "FFTS"]
 ANY_A2 = "Ascend910B"  # stands for a chip whose name is not known yet
-ASSUMED_CANN = "9.1.0"  # the CANN for the newest torch_npu that has a published CANN
+ASSUMED_CANN = "9.1.0"  # version of CANN for the newest torch_npu with a published CANN
 # CANN reads its version from a variable that CANN's set_env.sh sets.
 UNKNOWN_CANN = "of unknown version, as where ASCEND_HOME_PATH is not set"
 PORTS = r"^(auto|[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*)$"
@@ -232,13 +232,13 @@ class DeviceConfig(Section):
 
     @property
     def npus_of_node(self) -> int:
-        """The number of NPUs of each node that plans assume."""
+        """The number of NPUs of each node, as plans assume."""
         family = family_of(self.chip)
         return self.node_npus or (family.node_npus if family else NODE_NPUS)
 
     @property
     def chip(self) -> str:
-        """The chip that plans assume."""
+        """The name of the chip, as plans assume."""
         return self.soc or (ANY_A2 if self.kind == "npu" else self.emulator.soc)
 
     @property
@@ -248,18 +248,18 @@ class DeviceConfig(Section):
 
     @property
     def npu_cann(self) -> str:
-        """The version of CANN that plans for NPUs assume; "" if the NPU does not report it."""
+        """The version of CANN, as plans for NPUs assume; "" if the NPU does not report it."""
         return ASSUMED_CANN if self.cann is None else self.cann
 
     @property
     def npu_bytes(self) -> int:
-        """The memory of an NPU that plans assume."""
+        """The memory of an NPU in bytes, as plans assume."""
         family = family_of(self.chip)
         return (self.memory_mb or (family.memory_mb if family else DIE_64_GB_MB)) << 20
 
     @property
     def assumed(self) -> str:
-        """The assumptions of plans about each NPU, in words."""
+        """What plans assume about each NPU, as a text."""
         gib = f"{self.npu_bytes / (1 << 30):.4g} GiB"
         return f"each NPU is an {self.chip} with {gib} under CANN {self.npu_cann or UNKNOWN_CANN}"
 

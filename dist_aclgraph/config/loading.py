@@ -96,7 +96,9 @@ def load_with_options(
 
 
 def to_yaml(config: Config) -> str:
-    """Return the text of a file for ``load_config``, with the keys that were set."""
+    """Return the configuration as the text of a file for ``load_config``; it contains only keys
+    that were set.
+    """
     return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 
@@ -134,7 +136,7 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 def read_value(key: str, text: str) -> Any:
     """Return the value of a text that is JSON or YAML (``4``, ``1e6``, ``[1, 2]``).
 
-    For YAML 1.1, ``1e6`` is no number, but a text.
+    In YAML 1.1, ``1e6`` is a text, not a number.
 
     Raises:
         ConfigError: the text is neither.
@@ -163,7 +165,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _is_model(path: Path) -> bool:
-    """Return whether a path is a model. A missing file with a configuration's suffix is not one."""
+    """Return whether a path is a model. A missing file with a configuration's suffix is not a
+    model.
+    """
     return path.is_dir() or not (path.exists() or path.suffix in CONFIG_SUFFIXES)
 
 
@@ -176,7 +180,7 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
             raise ConfigError(f"{dotted} cannot be set: {parent} is {child!r}, not a section")
         child = node[parent] = dict(child or {})  # a copy, because the caller owns the section
         node = child
-    # In maps by rank, the keys are numbers.
+    # In maps whose keys are ranks, the keys are numbers.
     node[int(last) if last.isdecimal() else last] = value
 
 
@@ -243,7 +247,7 @@ def _known_keys(location: tuple[Any, ...]) -> str:
 
 
 def _check_same(name: str, value: Any, ours: str | None) -> None:
-    """Refuse an option of ``SAME`` whose value is not that of our key."""
+    """Refuse an option of ``SAME`` whose value differs from the value of our key."""
     if value and not is_harmless(name, value):
         given = _find_model(str(value), shipped("")) if name == "tokenizer" else str(value)
         if given != ours:
@@ -257,7 +261,9 @@ def _find_config(given: Path) -> Path:
 
 
 def _find_model(model: str, base: Path) -> str:
-    """Return the model's directory in the working directory or in ``base``; else the name."""
+    """Return the path of the model's directory, in the working directory or in ``base``; if there
+    is no such directory, return the name.
+    """
     given = Path(model).expanduser()
     candidates = [given] if given.is_absolute() else [Path.cwd() / given, base / given]
     for candidate in candidates:

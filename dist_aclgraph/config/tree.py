@@ -293,7 +293,7 @@ class SchedulerConfig(Section):
 
     @property
     def prompt_share(self) -> int:
-        """Most tokens of one prompt in a step while other requests are ready to run."""
+        """Maximum number of tokens of one prompt in a step while other requests are ready."""
         return self.long_prompt_tokens or max(1, self.max_num_batched_tokens // 4)
 
 

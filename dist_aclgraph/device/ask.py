@@ -25,8 +25,8 @@ class NpuFacts:
     Attributes:
         soc: name of the chip.
         cann: version of CANN, e.g. 9.1.0; "" if CANN does not report it.
-        memory_mb: all memory of the device, used and free memory together, because a plan may be
-            made for a device that is in use now.
+        memory_mb: the total memory of the device, not its free memory, because a plan may be made
+            for a device that is in use now.
     """
 
     soc: str

@@ -15,7 +15,7 @@ from dist_aclgraph.errors import DeviceError
 
 MAX_RANGES = 128  # MAX_MEM_UCE_INFO_ARRAY_SIZE; CANN records 20 addresses per device
 RESERVED_WORDS = 14  # UCE_INFO_RESERVED_SIZE
-NOT_SUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: an older driver
+NOT_SUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: the driver is too old
 PAGE_BYTES: dict[DeviceKind, int] = {"npu": 2 << 20, "emulated": 4096}
 
 

@@ -41,7 +41,7 @@ def pci_addresses() -> list[str]:
     try:
         dcmi = ctypes.CDLL(str(DCMI))
         return list(_addresses(dcmi))
-    except (OSError, AttributeError):  # there is no library, or no such function in it
+    except (OSError, AttributeError):  # there is no library, or the library lacks the function
         return []
 
 

@@ -25,8 +25,8 @@ def decide_device(config: Config, use: Use, ask: Callable[[Config], NpuFacts] = 
     the configuration sets them. Plans assume at least as many NPUs on each node as this machine
     has.
 
-    If no NPU answers, these keys stay null, and plans assume documented values. A missing answer is
-    an error only if ranks start on this machine.
+    If no NPU responds, these keys stay null, and plans assume documented values. A missing response
+    is an error only if ranks start on this machine.
 
     Args:
         use: the purpose of the configuration: a plan alone, ranks on this machine, or ranks on the

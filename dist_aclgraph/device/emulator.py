@@ -96,7 +96,8 @@ def build(progress: OnProgress | None = None) -> Path:
     with _one_builder():
         if not is_built():
             _STAMP.unlink(missing_ok=True)
-            fingerprint = _fingerprint()  # hash of the compiled sources, without later changes
+            # Computed before the build, so that the hash omits changes made during the build.
+            fingerprint = _fingerprint()
             _make(progress)
             _STAMP.write_text(fingerprint)
     return BUILD
@@ -235,7 +236,7 @@ def _read_numbers(function: str, device: int | None) -> dict[str, int]:
     return values
 
 
-@functools.cache  # profiled steps call this several times
+@functools.cache  # kept, because profiled steps call this several times
 def _reader(function: str) -> Callable[[int], bytes | None]:
     read = getattr(ctypes.CDLL("libascendcl.so"), function)
     read.restype = ctypes.c_char_p

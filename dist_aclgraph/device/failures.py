@@ -31,7 +31,7 @@ _MEMORY_WORDS = re.compile(r"\b207001\b|out of (device )?memory", re.IGNORECASE)
 _TIMEOUT_WORDS = re.compile(r"\b(507046|107020)\b|time(d)? ?out", re.IGNORECASE)
 
 # Causes of a stopped device: ACL codes, and the reasons in CANN's texts (torch_npu's NPUException.h
-# lists both). In torch_npu's messages the code directly follows these words.
+# lists both). In torch_npu's messages, the code follows "error code is" directly.
 _CODE = re.compile(r"error code is (\d+)")
 _REASON = re.compile(r"reason=\[?([\w -]+)")
 _FAULT_OF_CODE: dict[int, DeviceFault] = {
@@ -56,7 +56,7 @@ _FAULT_OF_REASON: dict[str, DeviceFault] = {
     "suspect remote error": "remote",
     "hccl op retry failed": "retry",
 }
-_STOPPED = "FORCE STOP"  # text of errors that torch_npu's queue raises without a code
+_STOPPED = "FORCE STOP"  # in errors without a code, which torch_npu's task queue raises
 
 
 def device_fault(error: BaseException) -> DeviceFault | None:

@@ -1,10 +1,11 @@
 """Chooses the host's cores on which each NPU's rank runs; the cores are near the NPU.
 
-Every rank computes the shares of all NPUs of its host from the same files and from all cores of the
-host, so that shares are disjoint without communication, also between containers: in a container,
-the kernel's files show the NPUs of the whole host. A rank that may not use all cores is not bound,
-because ranks in other containers may use other cores, and would compute other shares. An NPU of an
-idle deployment keeps its share. This module was not tested on a host with NPUs.
+Every rank computes the cores of all NPUs of its host, from the same files and from all cores of the
+host. So the ranks get disjoint cores without any communication. This also holds between containers,
+because in a container the kernel's files show the NPUs of the whole host. A rank that is not
+allowed to use all cores is not bound, because ranks in other containers may be allowed to use other
+cores, and would compute other results. An NPU of an idle deployment keeps its cores. This module
+was not tested on a host with NPUs.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def share_cores(
     """Return disjoint cores for the rank of each NPU; no cores for the NPUs of a node that has too
     few cores.
 
-    The NPUs of a NUMA node share the node's cores. On each node, one additional share is reserved
-    for the processes without an NPU (engine, controller, ingress). If the node of an NPU is
-    unknown, all cores count as one node.
+    The NPUs of a NUMA node share the node's cores. On each node, as many cores as for one NPU are
+    reserved for the processes without an NPU (engine, controller, ingress). If the node of an NPU
+    is unknown, all cores count as one node.
 
     Args:
         node_of_core: NUMA node of each core that the ranks may use.
@@ -86,7 +87,7 @@ def bind_this_process(config: DeviceConfig) -> frozenset[int]:
         raise NotBoundError(f"ASCEND_RT_VISIBLE_DEVICES names none of {len(shares)} NPUs")
     cores = shares[visible[0]]
     try:
-        for task in TASKS.iterdir():  # later threads inherit the cores
+        for task in TASKS.iterdir():  # threads that are started later inherit the cores
             os.sched_setaffinity(int(task.name), cores)
     except OSError as e:
         raise NotBoundError(f"the kernel refuses it: {e}") from e
@@ -138,8 +139,9 @@ def own_addresses() -> list[str]:
 def addresses_on_host(addresses: Sequence[str]) -> list[str]:
     """Return the PCI addresses of all NPUs of the host, which may have more than a container.
 
-    The host's NPUs are the functions with the vendor and the device id of ``addresses``. The class
-    of the functions does not tell, because Kunpeng's engines for compression have the same class.
+    The host's NPUs are all PCI functions with the same vendor and device id as ``addresses``. The
+    class of the functions does not identify NPUs, because Kunpeng's compression engines have the
+    same class.
 
     Raises:
         NotBoundError: the kernel does not show an address.
@@ -152,7 +154,7 @@ def addresses_on_host(addresses: Sequence[str]) -> list[str]:
 
 
 def _model_of(function: Path) -> str:
-    """Return vendor and device id of a PCI function; "" if the kernel does not show the two."""
+    """Return vendor and device id of a PCI function; "" if the kernel does not show them."""
     try:
         return (function / "vendor").read_text() + (function / "device").read_text()
     except OSError:
@@ -164,7 +166,7 @@ def _node_of(address: str) -> int | None:
         node = int((PCI / address / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return None if node < 0 else node  # -1: the firmware does not report the node
+    return None if node < 0 else node  # -1 means that the firmware does not report the node
 
 
 def parse_cores(text: str) -> set[int]:

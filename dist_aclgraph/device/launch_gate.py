@@ -18,7 +18,9 @@ STOPPED = "the device was stopped: nothing is launched before it works again"
 
 
 class LaunchGate:
-    """A lock. The thread that launches work holds it, unless the host waits for the device."""
+    """A lock. The thread that launches work holds the gate, except while the host waits for the
+    device.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

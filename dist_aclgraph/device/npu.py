@@ -65,7 +65,7 @@ def torch_npu() -> Any:
 class Npu:
     """The NPU that this process drives.
 
-    This object owns only the handle to the runtime: tensors, streams and graphs belong to their
+    This object owns only the handle of the runtime: tensors, streams and graphs belong to their
     creators. The device index is always 0, because Ray limits ASCEND_RT_VISIBLE_DEVICES to the
     worker's NPU.
 
@@ -102,7 +102,7 @@ class Npu:
 
     @property
     def description(self) -> str:
-        """A description in plain words."""
+        """A description of the device, for users."""
         if self.kind == "emulated":
             return f"emulated NPU ({self.name}) on this machine's CPU"
         return f"NPU {self.name}"
@@ -124,10 +124,11 @@ class Npu:
         return count.value
 
     def try_capture(self, stream: Any) -> int:
-        """Capture nothing on ``stream``; return the number of streams left during such a capture.
+        """Make an empty capture on ``stream``; return how many streams are free during this
+        capture.
 
         torch_npu's allocator is not used, because it does not recover from a capture that cannot
-        begin. A count of streams alone is not enough: with software queues, CANN does not count the
+        begin. Counting streams is not enough: with software queues, CANN does not count the
         resources that captures use.
 
         Raises:
@@ -232,7 +233,7 @@ class Npu:
         with translated("restarting the device"):
             runtime().restart_device(0)
             self._bad_memory.repair()
-            if resumes_groups:  # all communicators of the process, in any group
+            if resumes_groups:  # resumes all communicators of the process, whatever their group
                 torch_npu().distributed.reinit_process_group(None, False)
         self._acl.aclrtGetLastError(THREAD_LEVEL)
         self._gate.open()
@@ -294,7 +295,7 @@ def _import_torch_npu() -> None:
         import torch_npu  # noqa: F401
     except ModuleNotFoundError as e:
         raise DeviceError(f"torch_npu cannot be imported ({e}): run `dist-aclgraph doctor`") from e
-    except Exception as e:  # a missing library, or any error of torch_npu's checks
+    except Exception as e:  # a library is missing, or a check of torch_npu has failed
         raise cannot_load(first_lines(e)) from e
 
 
@@ -330,7 +331,7 @@ def translated(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of a graph pool: all its bytes of device memory, and the part that tensors occupy."""
+    """Bytes of a graph pool: all device memory of the pool, and the bytes that tensors occupy."""
 
     total_bytes: int
     live_bytes: int
@@ -407,7 +408,7 @@ def ai_cpu_operators(graph: Any) -> dict[str, int]:
     """
     with tempfile.NamedTemporaryFile(prefix="graph-", suffix=".json") as file:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch_npu only warns that the function was called
+            warnings.simplefilter("ignore")  # hides a warning that the function was called
             # NPUGraph's own method is not called, because it also writes a second, readable file.
             super(runtime().NPUGraph, graph).debug_dump(file.name)
         lines = Path(file.name).read_text().splitlines()

@@ -22,8 +22,8 @@ class _Part:
     """A part of the pinned memory.
 
     Attributes:
-        is_left: whether copies of this part may still run. If so, ``sent`` was recorded after these
-            copies.
+        is_left: whether copies from this part may still run. If so, ``sent`` was recorded after
+            these copies.
     """
 
     def __init__(self, sent: Any) -> None:
@@ -33,8 +33,8 @@ class _Part:
 
 
 class Staging:
-    """Owns the memory. Parts of the memory are used in turn; a part is added if the device has not
-    read the next part yet.
+    """Owns the memory. Uses the parts of the memory in turn; adds a part if the device has not read
+    the next part yet.
 
     Args:
         stream: the stream of all copies.

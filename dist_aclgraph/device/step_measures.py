@@ -27,12 +27,13 @@ WORKER_STAGES = (
 
 @dataclass
 class Stopwatch:
-    """Host time of one step by stage, in microseconds; costs no time while it is off.
+    """Measures the host time of each stage of a step, in microseconds; takes no time while it is
+    off.
 
     Attributes:
         stages: stages in sequence, from the plan's arrival to the result.
-        beside: work that ran at the same time as a step, or between two steps, since the last
-            report.
+        beside: host time of work that ran at the same time as a step, or between two steps, since
+            the last report.
         on_lap: called with each stage that has ended, even while the stopwatch is off.
     """
 
@@ -112,7 +113,7 @@ class UpdateWait:
 
     def end(self, span: ReplaySpan, update_stream: Any, num_behind: int) -> None:
         """Call this after the step's updates were queued. ``num_behind`` is the number of updates
-        that were not sent before the replay.
+        that were queued after the replay.
         """
         span.has_updates = num_behind > 0
         if span.has_updates and not self._is_counted:

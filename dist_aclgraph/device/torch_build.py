@@ -25,7 +25,7 @@ def cuda_version() -> str:
     """Return the version of CUDA for which the installed torch is built; "" if none."""
     try:
         found = importlib.util.find_spec("torch")
-    except ValueError:  # the name torch belongs to an object that is not a package
+    except ValueError:  # the name torch stands for an object that is not a package
         return ""
     if found is None or found.origin is None:
         return ""

@@ -51,7 +51,7 @@ LINES = {
         reduce_scatter="reduce_scatter_single",
     ),
 }
-DEFAULT = "2.13"  # make installs this release series if no other is named
+DEFAULT = "2.13"  # make installs this release series unless NPU names another
 
 
 def installed_name() -> str:

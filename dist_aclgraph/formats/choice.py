@@ -121,8 +121,8 @@ class AnswerFormat:
 
         Args:
             prompt: the end of the prompt, special tokens included.
-            continues: whether the answer continues the prompt's last message; only then may text of
-                the reasoning be in the prompt.
+            continues: whether the answer continues the prompt's last message; only in this case can
+                the prompt contain text of the reasoning.
         """
         if self.thought is None:
             return False

@@ -34,9 +34,9 @@ def read(scanner: Scanner, tools: Tools) -> Scan[None]:
     while (yield from scanner.peek()):
         scanner.keep()
         head, marker = yield from scanner.read_head([message, *ends])
-        if marker != message:  # the text has no head
+        if marker != message:  # the text is not the head of a message
             text = scanner.give_back(marker or "")
-            if text.strip():  # not only space between two messages
+            if text.strip():  # more than white space between two messages
                 scanner.content(text)
             if marker is None:
                 yield from scanner.copy_until(ends, scanner.content)

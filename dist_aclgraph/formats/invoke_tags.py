@@ -21,9 +21,9 @@ class Tags:
     """The tags of a family.
 
     Attributes:
-        calls: begin and end of all calls.
-        invoke: begin, without attributes, and end of one call.
-        parameter: begin, without attributes, and end of one parameter.
+        calls: the tags before the first call and after the last call.
+        invoke: the tags before and after one call; the first tag without attributes.
+        parameter: the tags before and after one parameter; the first tag without attributes.
     """
 
     calls: tuple[str, str]

@@ -20,7 +20,7 @@ ANY_OBJECT = {"type": "object"}
 JSON_OPTIONS = StructuredOutputs(json_object=True).json_options
 ANY = r"(.|\n)*"
 ANY_TEXT = f"/{ANY}/"
-SPACE = r"[\s\x1c-\x1f]"  # as Python's ``\s``
+SPACE = r"[\s\x1c-\x1f]"  # the same characters as Python's ``\s``
 # Keywords of a schema that restrict an object as a whole, and not one of its properties.
 _WHOLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$dynamicRef", "propertyNames"),
@@ -28,17 +28,19 @@ _WHOLE = {
     *("dependencies", "dependentRequired", "dependentSchemas"),
 }
 _OF_PARAMETERS = {"properties", "required", "additionalProperties", "unevaluatedProperties"}
-# Keywords of a schema that restrict a string. A string without quotes can follow one of the groups.
+# Keywords of a schema that restrict a string. The grammar of a string without quotes supports one
+# of these groups at a time.
 _GROUPS = ({"enum", "const"}, {"pattern"}, {"minLength", "maxLength"})
 _OF_STRINGS = set().union(
     *_GROUPS,
     {"type", "anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef"},
 )
-_NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # names that tags cannot contain
+_NOT_WRITABLE = re.compile(r'[<>"\n]|^\s|\s\Z|^\Z')  # matches names that tags cannot contain
 _INNER = r'[^<>"\s\x1c-\x1f]'
 # Name of a parameter that the schema does not list: any name that tags can contain.
 ANY_NAME = rf'/{_INNER}([^<>"\n]*{_INNER})?/'
-_ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)  # an escaped character, "/", a line's end
+# Matches an escaped character, "/", or the end of a line.
+_ESCAPED = re.compile(r"\\.|[/\n]|\\\Z", re.DOTALL)
 
 
 class Lark:
@@ -51,7 +53,7 @@ class Lark:
     def __init__(self, token_ids: Mapping[str, int]) -> None:
         self._token_ids = token_ids
         self._rules: list[str] = []
-        self._terminals: dict[str, str] = {}  # names by pattern
+        self._terminals: dict[str, str] = {}  # names of the terminals, by pattern
         markers = sorted(token_ids, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, markers)) + ")") if markers else None
 
@@ -174,7 +176,9 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts that contain no marker token, so that other tokens can spell them."""
+        """Return those of the texts that contain no marker token: other tokens can spell these
+        texts.
+        """
         return [text for text in texts if not self._cut(text)[1]]
 
     def _parameter(
@@ -289,7 +293,7 @@ def parameters_of(
 
 
 def _named(tool: str, schema: Any, root: Any) -> Any:
-    """Return the schema of an object that references name.
+    """Follow the references of an object's schema; return the schema that they name.
 
     Raises:
         InvalidParameterError: other keywords beside a reference restrict the object, too.
@@ -387,7 +391,9 @@ def taken_out(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
 
 
 def _moved(part: Any) -> Any:
-    """Return a part of a schema whose references begin at ``/$defs/root``, its new place."""
+    """Return a part of a schema with changed references: they begin at ``/$defs/root``, the new
+    position of the root.
+    """
     if isinstance(part, Mapping):
         return {
             key: f"#/$defs/root{value[1:]}"
@@ -399,8 +405,8 @@ def _moved(part: Any) -> Any:
 
 
 def _pattern_of(schema: Mapping[str, Any], ends: Sequence[str]) -> str | None:
-    """Return a regular expression of the strings that a schema of ``_strings_of`` allows; None if
-    each of them contains one of ``ends``.
+    """Return a regular expression that matches the strings that a schema of ``_strings_of`` allows;
+    None if each of these strings contains one of ``ends``.
     """
     values = _values_of(schema)
     if values is not None:

@@ -26,7 +26,7 @@ THOUGHTS = (
 
 
 def find_thought(template: str) -> Thought | None:
-    """Return the markers of the reasoning that a template knows."""
+    """Return the markers of reasoning that a chat template contains; None without markers."""
     return next((each for each in THOUGHTS if each.end in template), None)
 
 

@@ -28,7 +28,7 @@ from dist_aclgraph.formats.events import (
 )
 
 T = TypeVar("T")
-Scan: TypeAlias = Generator[None, None, T]  # describes a part of an answer, and returns its result
+Scan: TypeAlias = Generator[None, None, T]  # reads a part of an answer, and returns its result
 Emit: TypeAlias = Callable[[str], None]
 
 FIRST_CODE = 0xD800
@@ -64,13 +64,13 @@ class Scanner:
         self._kept: int | None = None  # where the text begins that ``give_back`` returns
         self.is_closed = False
         self._events: list[Event] = []
-        self._space: list[str] = []  # white space of content, held back
-        self._newlines: list[str] = []  # newlines at the end of reasoning, held back
+        self._space: list[str] = []  # white space of content that is held back
+        self._newlines: list[str] = []  # newlines at the end of reasoning that are held back
         self._is_after_reasoning = False
         self._has_content = False
         self.in_thought = False
         self.num_calls = 0
-        self.strings_end = True  # whether all strings within JSON values had an end so far
+        self.strings_end = True  # whether all strings within JSON values were closed so far
 
     # ---- text
 
@@ -128,7 +128,8 @@ class Scanner:
         """Read a text up to one of the markers, and the marker itself.
 
         Args:
-            emit: gets the text piece by piece; an end that may begin a marker is held back.
+            emit: gets the text piece by piece; text at its end that may begin a marker is held
+                back.
             in_call: whether the text is a part of a call. In a call, if the answer ends within a
                 marker, the beginning of the marker is left out.
 

@@ -30,11 +30,12 @@ class Arguments:
     def copy_value(
         self, name: str, ends: Sequence[str], *, trims: bool = False, is_text: bool | None = None
     ) -> Scan[str | None]:
-        """Read the text of a value up to one of ``ends``; return this end, or None at the end of
-        the answer. Strings are passed on piece by piece, other values when they are complete.
+        """Read the text of a value up to one of ``ends``; return which of ``ends`` it was, or None
+        at the end of the answer. Strings are passed on piece by piece, other values when they are
+        complete.
 
         Args:
-            trims: whether one newline at each end of the text does not belong to the value.
+            trims: whether the value omits one newline at each end of the text.
             is_text: whether the value is a string; None means that the schema decides.
         """
         types = types_of(self._property(name), self._schema)
@@ -56,10 +57,11 @@ class Arguments:
         return end
 
     def _read_raw(self, ends: Sequence[str]) -> Scan[tuple[str, str | None]]:
-        """Return the text of a value that may be another type than a string, and the end after it.
+        """Return the text of a value that need not be a string, and which of ``ends`` follows it.
 
-        A string within JSON may contain an end, but no marker token. If such a string never ends,
-        the value ends at the first end, and so do all later values of the answer.
+        A string within JSON may contain one of ``ends``, but no marker token. If such a string is
+        never closed, the value ends at the first of ``ends``, and so do all later values of the
+        answer.
         """
         first, end = yield from self._scanner.read_until(ends)
         pieces, last = [first], end
@@ -130,7 +132,7 @@ def _ends_in_string(text: str, *, is_string: bool = False) -> bool:
 
 
 def as_json(text: str, types: frozenset[str] | set[str]) -> str:
-    """Return a text as JSON of one of the types; as a string if it is no JSON of these types.
+    """Return a text as JSON: as a value of one of the types if possible, otherwise as a string.
 
     Args:
         types: names of JSON schema's types; empty if every type is allowed.
@@ -172,7 +174,7 @@ def _types(
         if not isinstance(reference, str):
             return None
         if reference not in known:
-            known[reference] = set()  # within its own target, a reference adds no type
+            known[reference] = set()  # a reference that leads to itself adds no type
             known[reference] = _types(resolve(schema, root), root, known, depth + 1)
         return known[reference]
     kind = schema.get("type")

@@ -59,7 +59,7 @@ def main(task: Task, parent: Connection, plant: Callable[[], None] | None = None
         bench = _open_bench(task, probe)
         if plant is not None:
             plant()
-    except Exception as e:  # The outermost frame: any error of a broken installation becomes a row.
+    except Exception as e:  # any error of a broken installation must become a row, too
         outcome = Outcome(
             "the device cannot be opened",
             code=_code_of(e),
@@ -87,7 +87,7 @@ def _begin(task: Task) -> None:
 
 
 def ask(probe: Probe, bench: Bench) -> Outcome:
-    """Run the question, and return the outcome. Every error of the device is an answer."""
+    """Run the question, and return the outcome. Every error of the device is also an answer."""
     begun = time.perf_counter()
     answer: str | float | Answer
     code = None
@@ -95,7 +95,7 @@ def ask(probe: Probe, bench: Bench) -> Outcome:
         answer = probe.call(bench)
         if bench.npu is not None:
             bench.synchronize()
-    except Exception as e:  # The outermost frame of a question.
+    except Exception as e:  # Any error is an answer.
         code = _code_of(e)
         answer = Answer(_name_of_error(e, code), f"{type(e).__name__}: {e}")
     us = (time.perf_counter() - begun) * 1e6

@@ -11,7 +11,7 @@ import jinja2
 
 from dist_aclgraph.probe.row import Report, Row, plain
 
-MAX_CELL = 200  # characters
+MAX_CELL = 200  # maximum number of characters in a cell
 TEMPLATE = Path(__file__).with_name("report.html")
 FACTS = "facts"  # the folder of questions about the machine
 
@@ -39,7 +39,7 @@ def report_page(report: Report) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a Markdown table; without rows, one word."""
+    """Return the lines of a Markdown table; without rows, one word in place of the table."""
     if not rows:
         return ["None."]
     lines = [

@@ -56,7 +56,7 @@ class Bench:
         return Answer(DIFFERENT, f"largest difference {largest:.3g}, allowed {tolerance:g}")
 
     def synchronize(self) -> None:
-        """Wait for the device. This raises errors of launched work."""
+        """Wait for the device. This call raises errors of work that was launched before."""
         self.torch.npu.synchronize()
 
 
@@ -129,7 +129,9 @@ class Probe:
     operator: str | None = None
 
     def expected(self, chip: str, cann: str) -> str | Between | None:
-        """Return the emulator's answer. For an unknown CANN, it is CANN 8's answer, as in plans."""
+        """Return the emulator's answer. For an unknown CANN, the expected answer is CANN 8's
+        answer, as in plans.
+        """
         says = self.says
         if not isinstance(says, ByCann):
             return says

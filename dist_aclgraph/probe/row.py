@@ -12,7 +12,7 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.probe.question import Between, Level, Probe
 
 MAX_REPORT_BYTES = 16 << 20
-MAX_TEXT = 2000  # characters; longer error texts are cut
+MAX_TEXT = 2000  # maximum number of characters of an error text; longer texts are cut
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         version: version of this package.
         machine: host, wheels and driver, by name.
         running: the question that was running when the file was written. If the run was cut off
-            then, this question is not asked again.
+            during this question, the question is not asked again.
     """
 
     version: str
@@ -81,7 +81,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     schema: int = 1
 
     def set_device(self, chip: str, cann: str) -> None:
-        """Store the device that has answered.
+        """Store chip and CANN of the device that has answered.
 
         Raises:
             ConfigError: the report has answers of another chip or of another CANN.
@@ -98,7 +98,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
         return [row for row in self.rows if row.is_same is False]
 
     def summary(self) -> str:
-        """Return a text with the number of rows of each kind."""
+        """Return a summary: the number of rows of each kind."""
         unasked = sum(not row.was_asked for row in self.rows)
         return (
             f"{len(self.rows)} questions, {len(self.differences())} answers differ from the "

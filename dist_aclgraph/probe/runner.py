@@ -63,7 +63,7 @@ class Runner:
         save: Callable[[Report], None],
         on_row: Callable[[Row], None],
     ) -> None:
-        """Run all questions that were not asked yet, according to the report; add their rows.
+        """Run all questions that the report does not contain yet, and add their rows to it.
 
         Args:
             save: called before and after each question.
@@ -87,7 +87,9 @@ class Runner:
                     if outcome.chip:
                         report.set_device(outcome.chip, outcome.cann)
                 except (KeyboardInterrupt, ConfigError):
-                    report.running = None  # The question did not end the run.
+                    # The run continues, so the question that was running has not crashed the
+                    # machine.
+                    report.running = None
                     save(report)
                     raise
             row = judged(probe, self._expected(probe, report), outcome)
@@ -164,7 +166,7 @@ class _Child:
 
     Attributes:
         pipe: carries the messages of the process. It closes when the process ends.
-        has_begun: whether the process has told that the device was opened, or why not.
+        has_begun: whether the process has reported that the device was opened, or why it was not.
     """
 
     def __init__(
@@ -206,7 +208,8 @@ class _Child:
         self._process.join(END_S if self.is_done else 0)
         if self._process.is_alive() and self._process.pid:
             with suppress(ProcessLookupError):  # the process group does not exist yet
-                os.killpg(self._process.pid, signal.SIGKILL)  # a question may have forked
+                # The question may have forked processes.
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
         self._process.join(END_S)
 

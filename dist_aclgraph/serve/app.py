@@ -36,9 +36,9 @@ from dist_aclgraph.serve.observe.traces import check_packages
 from dist_aclgraph.serve.openai.state import open_state
 from dist_aclgraph.text.tokenizer import Tokenizer
 
-DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # in the working directory or in the package
-MAX_ONGOING_REQUESTS = 4096  # high: the limit of the scheduler's queue should apply first
-OUTLOOK_S = 20.0  # longer than the deployment's time limit
+DEFAULT_CONFIG = "configs/tiny-qwen3.yaml"  # a path in the working directory or in the package
+MAX_ONGOING_REQUESTS = 4096  # so high that the limit of the scheduler's queue applies first
+OUTLOOK_S = 20.0  # longer than the deployment's own limit for this call
 STAY_AGAIN_S, HEARD_S = 1.0, 2.0
 
 
@@ -77,7 +77,7 @@ class GroupsReplica:
         self._deployment = start(config.model_copy(update={"timeouts": timeouts}))
 
     async def reach(self) -> Reach:
-        """Return where clients reach the deployment now."""
+        """Return the addresses at which clients reach the deployment now."""
         return await asyncio.to_thread(self._deployment.reach)
 
     async def outlook(self) -> Outlook:
@@ -93,7 +93,9 @@ class GroupsReplica:
         await asyncio.to_thread(self._deployment.raise_if_dead)
 
     async def __del__(self) -> None:
-        """Stop the deployment. Serve calls this after all ingresses have left this replica."""
+        """Stop the deployment. Serve calls this after all calls of ingresses to this replica have
+        ended.
+        """
         if hasattr(self, "_deployment"):
             await asyncio.to_thread(self._deployment.shut_down)
 
@@ -133,7 +135,7 @@ class Ingress:
         self._state = open_state(config, tokenizer, reach, ask, replica)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        # Serve's proxy names the requests, and returns the names to clients.
+        # Serve's proxy makes the request ids, and returns the ids to clients.
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:

@@ -1,4 +1,6 @@
-"""Makes the OpenAPI document. Schemas of bodies come from structs; this file has the others."""
+"""Makes the OpenAPI document. Schemas of bodies come from structs; this file contains all other
+schemas.
+"""
 
 from __future__ import annotations
 

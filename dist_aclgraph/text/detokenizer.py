@@ -45,7 +45,7 @@ class Detokenizer:
         # replacement character of these bytes belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
         self._num_shown = len(before) - self._is_open  # characters of the window's text
-        self._held: list[int] = []  # tokens whose own text is not certain
+        self._held: list[int] = []  # tokens whose own text is not certain yet
         self._new = ""  # returned text that is not yet divided among tokens
         self._token_texts: list[str] = []
 
@@ -80,8 +80,8 @@ class Detokenizer:
         return new
 
     def take_token_texts(self) -> list[str]:
-        """Return the texts of further tokens, in order. A token's text is returned once, when it is
-        certain.
+        """Return the texts that have become certain since the last call, one for each token, in
+        order. A token's text is returned once, when it is certain.
         """
         texts, self._token_texts = self._token_texts, []
         return texts
@@ -152,7 +152,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> 
         own = tokenizer.own_text(token_id) if is_special else text
         blanks = _blanks_before(own, given, at)
         if is_special and not given.startswith(own, at + len(blanks)):
-            own = blanks = ""  # the tokenizer has added the token, such as the first one
+            own = blanks = ""  # the tokenizer has added this token, e.g. a begin token
         at += len(blanks) + len(own)
         if shown:
             shown[-1] += blanks
@@ -163,8 +163,8 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> 
 
 
 def _blanks_before(text: str, given: str, at: int) -> str:
-    """Return white space between a position of a prompt and the text of the next token. A special
-    token may have removed it.
+    """Return the white space of a prompt between a position and the text of the next token. If a
+    special token is at this position, the tokenizer may have removed the white space.
     """
     if given.startswith(text, at):
         return ""

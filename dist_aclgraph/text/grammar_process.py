@@ -33,7 +33,8 @@ from dist_aclgraph.text.template_process import packed, receive
 # separate thread. In a fork, the first mask of every grammar takes several milliseconds, because
 # the fork copies the vocabulary.
 SLOW_S = 0.05
-SLOW_CHARS = 1 << 15  # the masks of a schema's grammar with at least this length also count as slow
+# A schema counts as slow, too, if its grammar has at least this number of characters.
+SLOW_CHARS = 1 << 15
 
 
 def make_grammar(source: dict[str, Any]) -> str:
@@ -75,9 +76,9 @@ def compile_source(
 ) -> dict[str, str]:
     """Return the ``grammar`` of a source, or the ``error`` that is in the source.
 
-    ``slow`` is not empty if masks may take long. All grammars that clients write may have such
-    masks, because the time depends on the text of the answer. ``bytes`` is the memory that the
-    compiled grammar takes.
+    ``slow`` is not empty if the computation of masks may take long. All grammars that clients write
+    may have such masks, because the time depends on the text of the answer. ``bytes`` is the memory
+    that the compiled grammar takes.
     """
     before = _private_bytes()
     try:
@@ -158,7 +159,8 @@ def _compile_in_fork(
 
 def main() -> None:
     """Compile until the parent closes the socket, which is standard input and output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent reacts to Ctrl-C; it may drain
+    # Only the parent reacts to Ctrl-C, because it may drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = receive(incoming)
     tokenizer = llguidance.LLTokenizer(

@@ -162,7 +162,7 @@ class OutputText:
                 continue
             if isinstance(event, CallBegin):
                 self._take_content(self._matcher.finish())
-                # The call before may have no end.
+                # The previous call may have no ``CallEnd``.
                 self._has_all_calls = self._is_last(event.index - 1)
                 if self._has_all_calls:
                     return

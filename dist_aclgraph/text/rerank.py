@@ -60,10 +60,10 @@ class RerankPrompts:
 
         Args:
             instruction: the task for which the document must be relevant; None means a web search.
-            max_tokens: largest number of tokens of the text between the prompt's fixed parts. A
-                text with ``most`` may have any number.
-            most: maximum number of tokens of the prompt, for which the end of the document is left
-                out; None leaves out nothing.
+            max_tokens: largest number of tokens of the text between the prompt's fixed parts. With
+                ``most``, the text may have any number of tokens.
+            most: maximum number of tokens of the prompt; if it has more, the end of the document is
+                left out. None sets no limit.
 
         Raises:
             RequestTooLongError: the text has more than ``max_tokens`` tokens.

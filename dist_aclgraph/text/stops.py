@@ -9,7 +9,7 @@ class StopMatcher:
     """Cuts a text before the first stop string, however the text is divided into pieces.
 
     Text that may be the beginning of a stop string is held back. The first match is the match that
-    ends first. If several matches end at the same place, the longest of these matches counts.
+    ends first. If several matches end at the same position, the longest of these matches counts.
 
     Args:
         includes_stop: whether the stop string is part of the text that it ends.
@@ -59,9 +59,7 @@ class StopMatcher:
         return start, stop
 
     def _partial(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that is the beginning of a stop
-        string.
-        """
+        """Return the length of the longest end of ``text`` with which a stop string begins."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - size :]
             if any(stop.startswith(tail) for stop in self._stops):

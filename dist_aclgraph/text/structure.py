@@ -23,7 +23,7 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 NAMES_OF_KINDS = {"json": "the JSON schema", "regex": "the regex", "lark": "the form of the answer"}
 MAX_PROCESSES = 2
-MAX_KEPT_CHARS = 1 << 24  # maximum of all kept sources and grammars
+MAX_KEPT_CHARS = 1 << 24  # maximum number of characters of all kept sources and grammars
 WAIT_S = 30.0  # limit of a reply; the process first prepares its vocabulary
 _Key: TypeAlias = tuple[str, str, str, str]  # salt, kind, text, options
 # Every rank keeps compiled grammars.
@@ -34,7 +34,7 @@ class Compiled(NamedTuple):
     """A checked grammar.
 
     Attributes:
-        is_slow: whether its masks may be slow.
+        is_slow: whether the computation of its masks may take longer than a step.
         num_bytes: memory that the compiled grammar takes.
     """
 
@@ -68,7 +68,7 @@ class GrammarCompiler:
         self._idle: list[ChildProcess] = []
         weakref.finalize(self, close_all, self._idle)
         self._known: OrderedDict[_Key, dict[str, str]] = OrderedDict()
-        self._num_chars = 0  # characters of all items in ``_known``
+        self._num_chars = 0  # number of characters of all items in ``_known``
 
     def compile(self, source: StructuredOutputs, salt: str = "", param: str = "") -> Compiled:
         """Return the grammar of a source.

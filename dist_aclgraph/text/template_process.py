@@ -180,7 +180,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Put a mark after the last text of the last message, and return this text."""
+    """Put a mark after the last text of the last message; return the text without the mark."""
     holder, key = messages[-1], "content"
     if isinstance(holder.get(key), list):
         parts = [part for part in holder[key] if isinstance(part, dict) and "text" in part]
@@ -222,7 +222,8 @@ def _joined(pieces: Iterable[str], max_chars: int) -> str:
 
 def main() -> None:
     """Render until the parent closes the socket, which is standard input and output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent reacts to Ctrl-C; it may drain
+    # Only the parent reacts to Ctrl-C, because it may drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     first = receive(incoming)
     resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"],) * 2)

@@ -26,11 +26,11 @@ from dist_aclgraph.text.chat_template import DEFAULT, ChatOptions, read_chat_tem
 from dist_aclgraph.text.token_bytes import TokenBytes
 from dist_aclgraph.token_ids import check_token_ids
 
-MIN_LONGEST_TOKEN = 64  # characters; normalisers may remove characters of a text
+MIN_LONGEST_TOKEN = 64  # in characters, because normalisers may shorten texts
 # The library holds Python's lock while it returns or frees an encoding: about 5 ms for an encoding
 # of this many characters.
 PART_CHARS = 1 << 16
-# The end of a text that later text may complete to an ending that ``_without_spaces`` changes.
+# Matches the end of a text that ``_without_spaces`` may change after more text was added.
 _UNCERTAIN_END = re.compile(r" [ 'nmsvert]*$")
 
 
@@ -70,7 +70,7 @@ class Tokenizer:
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             else:
                 self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        except BaseException as e:  # the library raises the class Exception, and panics
+        except BaseException as e:  # a panic of the library is no Exception
             raise _translate(e, ModelError(f"{path} is not a tokenizer: {e}")) from e
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -287,8 +287,8 @@ class Tokenizer:
 
 
 def _cleans_up(tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> bool:
-    """Return whether spaces before punctuation are removed from texts; always false with a BPE
-    model.
+    """Return whether spaces before punctuation are removed from texts; with a BPE model, only if
+    the checkpoint forces it.
     """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# The first driver with task updates, which replays need. With a driver before 25.5, a process can
-# make only a million task updates.
+# The first driver that supports task updates, which replays need. With a driver older than 25.5, a
+# process can make only a million task updates.
 MIN_DRIVER = (25, 0)
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
@@ -14,7 +14,7 @@ DRIVER = Path("/usr/local/Ascend/driver/version.info")
 def read_cann_version(toolkit: Path) -> str | None:
     """Return the version of a CANN toolkit, e.g. 9.1.0; None without a toolkit."""
     places = [
-        toolkit / "share/info/runtime/version.info",  # from CANN 8.5 on
+        toolkit / "share/info/runtime/version.info",  # path since CANN 8.5
         toolkit / "version.cfg",
         *sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")),
     ]

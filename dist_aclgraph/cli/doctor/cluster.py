@@ -16,9 +16,9 @@ from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.config import Config
 
-TIMEOUT_S = 120.0  # A busy node starts a process and loads CANN slowly.
+TIMEOUT_S = 120.0  # Starting a process and loading CANN take long on a busy node.
 PORTS_OF_A_GROUP = 4
-MAX_PORTS = 128  # maximum number of tried ports in a range of ports
+MAX_PORTS = 128  # maximum number of ports that are tried in one range
 
 
 def examine_cluster(config: Config | None, ray_address: str | None) -> list[Finding]:
@@ -64,7 +64,7 @@ def examine_nodes(probes: NodeProbes, config: Config | None) -> list[Finding]:
 
 
 def ports_to_try(config: Config | None) -> list[int]:
-    """Return the ports at which each node should listen; 0 means any free port."""
+    """Return the ports at which each node tries to listen; 0 means any free port."""
     ports = None if config is None else config.cluster.port_range
     if ports is None:
         return [0]
@@ -73,7 +73,9 @@ def ports_to_try(config: Config | None) -> list[int]:
 
 
 def ports_to_reach(opened: OpenPorts) -> list[int]:
-    """Return the first, middle and last port of a node: a firewall opens a whole range of ports."""
+    """Return the first, the middle and the last port of a node. These are enough, because a
+    firewall opens a whole range of ports.
+    """
     ports = opened.listening
     return sorted({*ports[:1], *ports[len(ports) // 2 :][:1], *ports[-1:]})
 
@@ -108,7 +110,7 @@ def node_findings(facts: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def declared_findings(facts: Mapping[str, NodeFacts], declared: Mapping[str, int]) -> list[Finding]:
-    """Return findings about nodes whose number of NPUs is wrong in Ray's count.
+    """Return findings about nodes for which Ray counts a wrong number of NPUs.
 
     Args:
         declared: number of NPUs of each node in Ray's count.

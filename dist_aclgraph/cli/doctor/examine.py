@@ -90,7 +90,7 @@ def _cann() -> Finding:
 
 
 def cann_libraries_finding() -> Finding:
-    """Return the finding about CANN: can a process that is started from this shell load it?"""
+    """Return the finding that says whether processes started from this shell can load CANN."""
     problem = load_problem()
     return Finding("CANN libraries", not problem, problem or "can be loaded", load_remedy(problem))
 
@@ -107,7 +107,7 @@ def _driver() -> Finding:
 
 
 def _network() -> Finding:
-    """Return the finding about the variables with which HCCL reaches other nodes.
+    """Return the finding about the variables that tell HCCL how to reach other nodes.
 
     If the configuration sets a variable, all workers get this value. Otherwise a worker gets the
     value that the environment of `ray start` had on the worker's node.

@@ -41,7 +41,7 @@ def network_problem(variables: dict[str, str], interfaces: list[str]) -> str:
 
 
 def port_warning(variables: dict[str, str]) -> str:
-    """Return why another program may use the ports of HCCL; "" if no other program may."""
+    """Return why HCCL's ports may be in use by another program; "" if they cannot be."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
         reserved = _port_ranges(RESERVED.read_text().strip())
@@ -50,7 +50,7 @@ def port_warning(variables: dict[str, str]) -> str:
     for name in PORT_VARIABLES:
         try:
             asked = _port_ranges(variables.get(name, ""))
-        except ValueError:  # reported by ``network_problem``
+        except ValueError:  # ``network_problem`` reports this error
             continue
         for port in sorted(port for ports in asked for port in ports):
             if first <= port <= last and not any(port in ports for ports in reserved):
@@ -62,7 +62,7 @@ def port_warning(variables: dict[str, str]) -> str:
 
 
 def overridden_warning(variables: dict[str, str]) -> str:
-    """Return which variables of this environment do not reach the workers; "" if all do."""
+    """Return which variables of this environment do not reach the workers; "" if all reach them."""
     overridden = [
         f"{name}={variables[name]} ({key})"
         for name, key in sorted(CONFIGURED_HCCL.items())

@@ -1,4 +1,4 @@
-"""All questions. Harmless questions are first; later ones may stop the device or the machine."""
+"""All questions. Harmless questions are first; the last ones may stop the device or the machine."""
 
 from __future__ import annotations
 

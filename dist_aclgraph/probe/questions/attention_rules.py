@@ -75,7 +75,7 @@ _LATENT: dict[str, Any] = {"kv_heads": 1, "dim": 512, "rope": True}
 _SINCE_9 = ByCann(REFUSED, ACCEPTED)
 _SINCE_8_5_1 = ByCann(REFUSED, ACCEPTED, cann_8_5_1=ACCEPTED)
 
-# Name; arguments of the call; the answer; a part of the text of the refusal.
+# Each case: its name; arguments of the call; the expected answer; a part of the error text.
 _CASES: tuple[tuple[str, dict[str, Any], str | ByCann, str | None], ...] = (
     ("plain", {}, ACCEPTED, None),
     ("float16", {"dtype": "float16"}, _SINCE_9, "query must be bfloat16"),

@@ -21,7 +21,7 @@ from dist_aclgraph.probe.questions.graphs import captured
 
 COUNT = 300_000  # number of elements; they need more than one chunk of a buffer
 NUM_REPEATS = 20
-TOLERANCE = 3e-2  # limit for bfloat16
+TOLERANCE = 3e-2  # largest difference for bfloat16
 
 
 def _dist(bench: Bench) -> Any:
@@ -169,7 +169,7 @@ PROBES = (
         "collectives.mc2",
         "Do tokens travel to experts and back by MC2?",
         mc2,
-        ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),  # A2: only domains of 8, 16, ... ranks
+        ByCann(EQUAL, EQUAL, a2_cann_8=REFUSED),  # an A2 allows only 8, 16, ... ranks
         ranks=2,
     ),
     Probe(

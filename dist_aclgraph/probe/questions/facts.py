@@ -25,7 +25,7 @@ NONE = "none"
 
 
 def machine_here() -> dict[str, str]:
-    """Return values that tell apart hosts and their software."""
+    """Return values that identify this host and its software."""
     return {
         "host": socket.gethostname(),
         "wheels": wheels_here(),

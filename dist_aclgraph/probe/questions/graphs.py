@@ -26,18 +26,19 @@ from dist_aclgraph.probe.questions.operators import (
     in_version_2,
 )
 
-EDGES = (1, 1023, 1024, 2048)  # KV lengths: a kernel of CANN 9 changes its algorithm at 1024
-LONGEST = 32_768  # KV length
+EDGES = (1, 1023, 1024, 2048)  # KV lengths; at 1024 keys, a kernel of CANN 9 changes its algorithm
+LONGEST = 32_768  # largest KV length
 OPERATOR = "npu_fused_infer_attention_score"
-OPERATOR_V2 = "npu_fused_infer_attention_score_v2"  # of latent attention, and of sinks
-LAYERS = 28  # of Qwen3-0.6B
+# Latent attention, and attention with sinks, use this version.
+OPERATOR_V2 = "npu_fused_infer_attention_score_v2"
+LAYERS = 28  # number of layers of Qwen3-0.6B
 NUM_CAPTURES = 32
 IN_FLIGHT = 2
 NUM_STEPS = 1000
 
 
 def captured(bench: Bench, body: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return the graph of a body, and the body's result."""
+    """Capture a call of ``body``; return the graph and the result of the call."""
     graph = bench.torch.npu.NPUGraph()
     with bench.torch.npu.graph(graph):
         result = body()
@@ -118,7 +119,7 @@ def _accounting(bench: Bench) -> str:
 
 def _streams_of_a_graph(bench: Bench) -> float:
     x = bench.torch.ones(4, device="npu")
-    captured(bench, lambda: x + 1)[0].reset()  # torch_npu creates its own streams here
+    captured(bench, lambda: x + 1)[0].reset()  # the first capture creates torch_npu's own streams
     before = bench.npu.available_streams()
     graphs = [captured(bench, lambda: x + 1)[0] for _ in range(NUM_CAPTURES)]
     taken = before - bench.npu.available_streams()
@@ -206,7 +207,7 @@ class UpdatableGraph:
                 event.record(self.update_stream)
 
     def close(self) -> None:
-        """Take back an update that no replay has used."""
+        """Undo an update that no replay has used."""
         main = self._bench.torch.npu.current_stream()
         for _, event in self._tasks:
             event.wait(self.update_stream)
@@ -224,7 +225,7 @@ class UpdatableGraph:
 
 
 def _of_version_2(bench: Bench, ask: Callable[..., Answer | float]) -> Answer | float:
-    """Ask about version 2 of attention. Its update is the one that the runtime makes."""
+    """Ask about version 2 of attention, with the same way of updating as in the runtime."""
     # This imports torch; only a child process may do so.
     from dist_aclgraph.device.npu import update_at_once
 
@@ -257,7 +258,7 @@ def _update_ahead(bench: Bench) -> Answer:
 
 
 def _wrong_guess(bench: Bench) -> Answer:
-    """Update ahead of a replay, take the update back, and give the replay another length."""
+    """Update before a replay, undo the update, and give the replay another length."""
     graph = UpdatableGraph(bench)
     for guess, length in ((77, 78), (2048, 1)):
         graph.update(guess)

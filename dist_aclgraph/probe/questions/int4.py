@@ -1,4 +1,6 @@
-"""Compares products of 4-bit weights to the host's. Hidden size and groups are Kimi K2's."""
+"""Compares products with 4-bit weights with the same products on the host. Hidden size and groups
+are Kimi K2's.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from dist_aclgraph.probe.question import EQUAL, Answer, Bench, Probe
 from dist_aclgraph.probe.questions.operators import BFLOAT16
 
 HIDDEN, OUT, ROWS = 7168, 256, 16
-GROUP, INT8_GROUP = 32, 256  # inputs with a common scale: rows in bfloat16, rows in int8
-SIZES = [3, 0, 9, 4]  # rows of each expert
+# Numbers of inputs with a common scale: GROUP for bfloat16 rows, INT8_GROUP for int8 rows.
+GROUP, INT8_GROUP = 32, 256
+SIZES = [3, 0, 9, 4]  # number of rows of each expert
 
 
 def _values(bench: Bench, *shape: int) -> Any:

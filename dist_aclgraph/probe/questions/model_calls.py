@@ -20,13 +20,13 @@ from dist_aclgraph.probe.questions.operators import (
     attention_on_host,
 )
 
-MANY = 24  # requests of a decode step
+MANY = 24  # number of requests in a decode step
 LONG = [1, 127, 1024, 4096]  # KV lengths
 EPSILON = 1e-6
-ROUTED = 2.5  # DeepSeek-V3's factor of routing weights
+ROUTED = 2.5  # factor by which DeepSeek-V3 multiplies routing weights
 NUM_DRAWS, NUM_ROUNDS, NUM_TOKENS = 1_000_000, 10, 16
 MAX_CHI_SQUARE = 44.3  # for 15 degrees of freedom; larger values have a probability of 1 in 10,000
-EXPERTS, CHOSEN, GROUPS, KEPT_GROUPS = 256, 8, 8, 4  # of DeepSeek-V3
+EXPERTS, CHOSEN, GROUPS, KEPT_GROUPS = 256, 8, 8, 4  # as in DeepSeek-V3
 
 
 def _random(bench: Bench, *shape: int) -> Any:
@@ -63,7 +63,7 @@ def _interleave_rope(bench: Bench) -> Answer:
 
 
 def _latent_write(bench: Bench) -> Answer:
-    """Normalise, rotate and write three rows to the cache. One row has slot -1."""
+    """Normalise and rotate three rows, and write them to the cache. One row has slot -1."""
     torch = bench.torch
     rows, gamma = _random(bench, 3, 1, 1, LATENT + ROTATED), _random(bench, LATENT)
     cos, sin = _angles(bench, 3)
@@ -167,7 +167,7 @@ def _routing_of_padding(bench: Bench) -> Answer:
     if counts.cpu().tolist() != [2, 0, 0, 1]:
         return Answer(DIFFERENT, f"rows of the experts: {counts.cpu().tolist()}")
     weights = torch.rand(3, 2).bfloat16()
-    # Rows after the last choice are undefined, so they must not reach the result.
+    # The rows after the last chosen row are undefined, so they must not influence the result.
     rows[3:] = torch.nan
     got = torch.ops.npu.npu_moe_finalize_routing(
         rows[None], None, None, None, weights.npu(), order, None, drop_pad_mode=3

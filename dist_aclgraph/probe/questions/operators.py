@@ -9,8 +9,8 @@ from typing import Any
 from dist_aclgraph.probe.question import DIFFERENT, EQUAL, Answer, Bench, Level, Probe
 
 BFLOAT16, FLOAT32 = 3e-2, 1e-4  # tolerances
-HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # heads of Qwen3-8B
-LATENT, ROTATED = 512, 64  # heads of DeepSeek
+HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 1024, 32, 8, 128, 128  # numbers of heads as in Qwen3-8B
+LATENT, ROTATED = 512, 64  # widths as in DeepSeek's latent attention
 VOCABULARY = 32_000
 VERSION_2 = {  # names of arguments of npu_fused_infer_attention_score in version 2
     "actual_seq_lengths": "actual_seq_qlen",
@@ -235,7 +235,7 @@ def attention(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[in
 
 
 def attention_on_host(bench: Bench, query: Any, keys: Any, values: Any, lengths: list[int]) -> Any:
-    """Return the same result, computed on the host in float32."""
+    """Return the result of the same attention, computed on the host in float32."""
     columns = keys.shape[0] // len(lengths)
     group = query.shape[1] // keys.shape[2]
     rows = []
@@ -280,7 +280,7 @@ def _prefill(bench: Bench) -> Answer:
 
 
 def _sinks(bench: Bench) -> Answer:
-    """Compute attention in which each head has a logit without a value."""
+    """Compute attention with sinks: each head has one additional logit without a value."""
     torch, length = bench.torch, 200
     query, sinks = _random(bench, 1, HEADS, DIM), _random(bench, HEADS)
     keys, values = (_random(bench, 2, BLOCK, KV_HEADS, DIM) for _ in range(2))

@@ -143,7 +143,7 @@ def _product_of_heads(bench: Bench) -> str:
     return ACCEPTED
 
 
-# Name; subject of the question; call; a part of the text of the refusal.
+# Each case: its name; the subject of the question; the call; a part of the error text.
 _EXCLUDED: tuple[tuple[str, str, Callable[[Bench], str], str], ...] = (
     (
         "gating_2049",

@@ -15,9 +15,9 @@ from dist_aclgraph.probe.questions.operators import (
 )
 
 LENGTHS = [40, 1000]  # KV lengths of two requests with one query each
-COLUMNS = 8  # blocks of each request
-INDEX_HEADS, CHOSEN = 64, 64  # heads of DeepSeek-V3.2's indexer; number of chosen keys
-KEY_HEADS, VALUE_HEADS = 4, 8  # linear attention
+COLUMNS = 8  # number of blocks of each request
+INDEX_HEADS, CHOSEN = 64, 64  # number of heads of DeepSeek-V3.2's indexer; number of chosen keys
+KEY_HEADS, VALUE_HEADS = 4, 8  # numbers of heads of linear attention
 DELTA = 6e-2  # tolerance: states are rounded to bfloat16 after each token
 
 
@@ -168,7 +168,7 @@ def _delta_of_decode(bench: Bench) -> Answer:
         scale=DIM**-0.5,
         actual_seq_lengths=_ints(bench, 3, 1),
         ssm_state_indices=_ints(bench, *slots),
-        num_accepted_tokens=_ints(bench, 2, 1),  # the second token's slot has the first state
+        num_accepted_tokens=_ints(bench, 2, 1),  # the second token's slot contains the first state
     )
     want, wanted_states = [], states.float()
     for tokens, slot in starts:

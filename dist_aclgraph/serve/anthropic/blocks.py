@@ -26,7 +26,7 @@ class Blocks:
         blocks: the blocks that are complete.
 
     Args:
-        name: the name of the answer, from which ids and signatures are made.
+        name: identifies the answer; ids of calls and signatures are made from it.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +40,7 @@ class Blocks:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def add(self, events: Iterable[Event]) -> Iterator[Json]:
-        """Add events, and yield the events of the stream."""
+        """Add events of the answer, and yield the stream's events for them."""
         for event in events:
             if isinstance(event, Content):
                 if not self._is_open("text"):

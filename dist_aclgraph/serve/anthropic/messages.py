@@ -45,7 +45,7 @@ async def messages(state: ApiState, request: Request) -> Response:
 
 
 async def count_tokens(state: ApiState, request: Request) -> Response:
-    """The number of tokens of the prompt that messages become."""
+    """The number of tokens of the prompt that is made from the messages."""
 
     def convert(body: CountTokensRequest) -> Conversation:
         state.admit(body.model)
@@ -58,10 +58,10 @@ async def count_tokens(state: ApiState, request: Request) -> Response:
 
 
 class _MessageReply(Shape):
-    """Converts pieces to a message object.
+    """Converts pieces of the answer to a message object.
 
     Args:
-        max_tokens: the client's limit; the context may have room for fewer tokens.
+        max_tokens: the client's limit; the context may allow fewer tokens.
     """
 
     shows_usage_so_far = True
@@ -141,7 +141,7 @@ class _MessageReply(Shape):
 
 
 def usage_of(usage: Usage) -> Json:
-    """Return the counts of tokens; tokens that were read from the cache are counted apart."""
+    """Return the token counts; prompt tokens from the prefix cache have a separate count."""
     found: Json = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -80,7 +80,7 @@ def read_messages(messages: Raw, system: Raw) -> list[dict[str, Any]]:
 
 
 def continues(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer continues the last message, which is then the assistant's."""
+    """Return whether the answer continues the last message, which must be the assistant's."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and not last["tool_calls"]
 
@@ -128,7 +128,7 @@ def _result_of(block: _Block, param: str) -> dict[str, Any]:
     texts: list[str] = []
     if bytes(block.content) not in _NOTHING:
         texts = read_texts(block.content, f"{param}.content", ("text",))
-    if block.is_error:  # only the text can say so, because chat templates have no field for errors
+    if block.is_error:  # because chat templates have no field for errors
         texts = ["Error:", *texts]
     return message("tool", texts, call_id=call_id)
 

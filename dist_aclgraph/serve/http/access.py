@@ -1,9 +1,9 @@
 """Decides by headers which requests are allowed: by API key, Host, and the site of a web page.
 
-A page of another site can make a browser send requests to this service. Before a request that an
-HTML form could also send, the browser sends no preflight. So a POST must be JSON. A POST must not
-come from a page of another site, unless ``serve.allowed_origins`` contains the site's origin. The
-CORS headers tell browsers which origin is allowed.
+A page of another site can make a browser send requests to this service. The browser sends no
+preflight before a request that an HTML form could also send. A form cannot send JSON, so a POST
+must be JSON. A POST must not come from a page of another site, unless ``serve.allowed_origins``
+contains the site's origin. The CORS headers tell browsers which origin is allowed.
 
 The owner of a domain can let the domain's name point to this machine (DNS rebinding). So on
 loopback without API keys, ``Host`` must not be a name that another person may own. Allowed are
@@ -24,9 +24,9 @@ from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.serve.http.api_keys import ApiKey, ApiKeys, check_length
 from dist_aclgraph.serve.openai.errors import ForbiddenError, NotJsonError, UnauthorizedError
 
-# Paths without a key: probes send no key, and the status page asks its user for a key.
+# Paths that need no key: probes send no key, and the status page asks its user for a key.
 OPEN_PATHS = ("/health", "/ping", "/ready", "/")
-ANY = "*"  # in ``serve.allowed_hosts`` and ``serve.allowed_origins``: allows all
+ANY = "*"  # this entry of serve.allowed_hosts or allowed_origins allows all
 PREFLIGHT_S = 600  # seconds for which a browser may cache a response to OPTIONS
 EXPOSED = b"x-request-id, x-ignored-parameters, retry-after"  # headers that pages may read
 
@@ -96,7 +96,7 @@ class Access:
         """Return the headers of the response to OPTIONS; the caller adds ``cors_headers``.
 
         Raises:
-            ForbiddenError: a browser asks on behalf of a page of another site.
+            ForbiddenError: the browser asks for a page of a site that is not allowed.
         """
         methods = b"GET, HEAD, POST, OPTIONS"
         found = [(b"allow", methods)]

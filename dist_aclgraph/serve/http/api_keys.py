@@ -84,7 +84,7 @@ class ApiKeys:
         self._keys = fixed
         self._seen: Any = None
         self._problem = ""
-        # Not a time of this machine's clock, because a copy may be used on another machine.
+        # Minus infinity, not a reading of this machine's clock: another machine may use a copy.
         self._next_look_s = -math.inf
         if path is not None:
             self._read(path)
@@ -149,7 +149,7 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 
 def check_length(key: str, where: str) -> None:
-    """Check the length of a key; ``where`` names its place.
+    """Check the length of a key; ``where`` says where the key was read.
 
     Raises:
         ConfigError: the key is too short.
@@ -190,7 +190,9 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 
 def _parse(words: list[str], where: str) -> ApiKey:
-    """Return the key of one line. Error messages contain no words of the line: one may be a key."""
+    """Return the key of one line. Error messages contain no words of the line, because any word may
+    be a key.
+    """
     key, *options = words
     check_length(key, where)
     given = dict(option.partition("=")[::2] for option in options)

@@ -32,7 +32,7 @@ from dist_aclgraph.serve.resume.journal import JOURNAL, RESUMED, Chance, Journal
 from dist_aclgraph.serve.resume.record import ConnectionRecord
 
 log = logging.getLogger(__name__)
-IDLE_S = 5.0  # maximum seconds from a response to the next request
+IDLE_S = 5.0  # maximum number of seconds between a response and the next request
 
 
 @dataclass
@@ -77,7 +77,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._limits = server.limits
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        # A request that closes the connection stays valid if the client sends data after it.
+        # If a request asks to close the connection, the request stays valid even if the client
+        # sends more data.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._deadline = ClientDeadline(self._loop, self._end_overdue)
         # Ends the connection if the client does not read.
@@ -140,7 +141,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._is_suspended:
             self._parse(data)
         elif self.record.is_held:
-            self.transport.pause_reading()  # further bytes stay in the kernel and at the client
+            self.transport.pause_reading()  # later bytes stay in the kernel and at the client
         else:
             self._abort("sends too much")
 
@@ -224,7 +225,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._num_header_bytes = 0 if self._has_begun else self._num_header_bytes + len(data)
         if self._num_header_bytes > self._limits.max_header_bytes:
             self.transport.close()  # there is no complete request to answer
-        if self._is_quiet:  # Only a request may keep the connection open.
+        if self._is_quiet:  # Bytes that do not begin a request must not keep the connection open.
             self._deadline.shorten(self._limits.header_s)
         self._settle()
 

@@ -52,11 +52,11 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Edge:
     """Checks access, limits and free slots, then admits the request. Streams are not changed.
 
-    Owns the counts of the keys' requests.
+    Owns the request counts of the API keys.
 
     Args:
-        names_requests: whether responses get the header X-Request-Id, with the client's name or a
-            new name; false if a proxy adds the header.
+        names_requests: whether responses get the header X-Request-Id, with the client's request id
+            or a new id; false if a proxy adds the header.
     """
 
     def __init__(
@@ -140,7 +140,8 @@ class Edge:
         """Admit a request; return the callable that reads its body.
 
         Args:
-            held: closed after the request has ended, to free slots, counts and memory.
+            held: owns the slots, counts and memory of the request; closed after the request has
+                ended.
 
         Raises:
             DistAclGraphError: the request is refused.
@@ -197,7 +198,7 @@ def _own_path(scope: Scope) -> str:
 
 
 def request_name(given: bytes) -> bytes:
-    """Return the name that the client gave to the request, or a new name."""
+    """Return the request id that the client has sent, or a new id."""
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
 
 

@@ -15,11 +15,12 @@ MINUTE_S = 60.0
 
 @dataclass
 class _Usage:
-    """The use of one key.
+    """The requests of one key.
 
     Attributes:
-        running: requests in progress.
-        tokens: number of requests that may begin now. A token bucket of one minute's requests.
+        running: number of requests in progress.
+        tokens: number of requests that may begin now. It is a token bucket, which holds at most the
+            requests of one minute.
         counted_s: when ``tokens`` was computed.
     """
 

@@ -6,7 +6,7 @@ import resource
 import sys
 from typing import NamedTuple
 
-OTHER_FILES = 512  # descriptors that do not belong to clients
+OTHER_FILES = 512  # number of descriptors that are not for clients
 
 
 class ConnectionLimits(NamedTuple):
@@ -23,7 +23,8 @@ class ConnectionLimits(NamedTuple):
 
 
 def allow_connections(max_connections: int) -> ConnectionLimits:
-    """Raise the limit of open files for ``max_connections`` clients; return what it allows.
+    """Raise the limit of open files for ``max_connections`` clients; return the numbers of
+    connections.
 
     If the limit is too low, a third of the clients' descriptors are reserved for journals, because
     answers without journals are lost with this process.

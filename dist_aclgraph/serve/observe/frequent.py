@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class FrequentHistogram(Collector):
-    """Counts values by bucket. One thread observes; any thread may collect.
+    """Counts values by bucket. Only one thread may add values; any thread may collect them.
 
     Args:
         labels: label names and values.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 SPAN_S = 600.0
-POINTS_OF_A_CELL = 4  # points (20 seconds) in a cell of the experts' heat map
+POINTS_OF_A_CELL = 4  # number of points (20 s) that one cell of the experts' heat map covers
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 REQUEST_RATES = {"requests_per_s": "request_success", "refused_per_s": "refused_requests"}
@@ -105,7 +105,7 @@ class History:
             self._last = counts
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """Return all series as lists, oldest first; ``ages_s`` has the age of each point."""
+        """Return all series as lists, oldest point first; ``ages_s`` has the age of each point."""
         with self._lock:
             points = list(self._points)
         names = points[-1].values if points else ()
@@ -118,7 +118,7 @@ class History:
 
 
 def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
-    """Return the counts for points, taken from collected metrics."""
+    """Return the counters that points need, read from collected metrics."""
     counts = MetricCounts(time_s, {}, {}, {})
     sums = {*RATES.values(), *SUMS.values(), "kv_cache_usage"}
     for metric in found:
@@ -141,7 +141,7 @@ def read_counts(found: Iterable[Metric], time_s: float) -> MetricCounts:
 
 
 def quantile(share: float, buckets: Buckets) -> float | None:
-    """Return the same as Prometheus's ``histogram_quantile``; None if nothing was observed."""
+    """Return a quantile as Prometheus's ``histogram_quantile`` does; None without observations."""
     total = buckets[-1][1] if buckets else 0.0
     if total <= 0:
         return None
@@ -178,7 +178,9 @@ def _point(old: MetricCounts, new: MetricCounts) -> Point:
 
 
 def _gains(old: ByEngine, new: ByEngine) -> dict[str, float]:
-    """Return the increase of each counter in both arguments. A lower value means a reset to 0."""
+    """Return by how much each counter that both arguments contain has increased. A lower value
+    means a reset to 0.
+    """
     return {
         key: value - old[key] if value >= old[key] else value
         for key, value in new.items()

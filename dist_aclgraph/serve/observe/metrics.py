@@ -41,7 +41,8 @@ _PATHS = {
     "graph_streams_measured": ("streams_measured",),
 }
 # The keys are names of metrics. The value of a metric has the same key in the engine's answer,
-# unless _PATHS has another key. The values are kind, label for an object's keys, and help.
+# unless _PATHS has another key. The values are the kind of the metric, the name of the label for an
+# object's keys, and the help text.
 ENGINE_METRICS: dict[str, tuple[str, str, str]] = {
     "num_requests_running": ("gauge", "", "Requests in the running batch."),
     "num_requests_waiting": ("gauge", "", "Requests that wait to run."),
@@ -121,7 +122,7 @@ ROUTING_METRICS = {
     "routed_prompt_tokens": "Prompt tokens of those requests.",
     "routed_cached_tokens": "Those of them that the engine was taken to have in its cache.",
 }
-# Gauges of this process. The values are help, and a function that reads the value.
+# Gauges of this process. The values are the help text, and a function that reads the number.
 INGRESS_GAUGES: dict[str, tuple[str, Callable[[], float]]] = {
     "ingress_resident_memory_bytes": (
         "Resident memory of this replica's process.",
@@ -246,7 +247,7 @@ class Metrics:
 
 
 class _Collected(CollectorRegistry):
-    """Gives the library, which writes the text format, metrics that were collected earlier."""
+    """Passes metrics that were collected earlier to the library, which writes them as text."""
 
     def __init__(self, found: list[Metric]) -> None:
         super().__init__()
@@ -299,7 +300,7 @@ class _EngineCollector(Collector):
         return metric
 
     def _ingress(self) -> Iterator[Metric]:
-        """Yield those metrics of groups that this replica counts itself."""
+        """Yield the metrics of groups that this replica, not the engine, counts."""
         client, values = self._client, self._values
         routed = client.routed()
         for key, text in ROUTING_METRICS.items():

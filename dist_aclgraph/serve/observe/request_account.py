@@ -10,9 +10,10 @@ from starlette.types import Scope
 
 from dist_aclgraph.logs import ACCESS, event
 
-# In a request's scope: the request's account. Only with an access log or with traces.
+# Key of the request's account in the ASGI scope. There is an account only with an access log or
+# with traces.
 ACCOUNT = "dist_aclgraph.account"
-KEY_NAME = "dist_aclgraph.key_name"  # in a request's scope: the name of its API key
+KEY_NAME = "dist_aclgraph.key_name"  # key of the API key's name in the ASGI scope
 FIRST_ERROR = 400  # the lowest HTTP status that is an error
 FIRST_SERVER_ERROR = 500  # the lowest HTTP status that is an error of the server
 DONE, CLIENT_GONE, FAILED, UNANSWERED = "done", "client_gone", "failed", "unanswered"
@@ -27,7 +28,7 @@ class RequestAccount:
     Attributes:
         began_s: when the request arrived, by the monotonic clock.
         status: HTTP status of the answer; 0 before the answer begins.
-        num_prompt_tokens, num_tokens: tokens of all prompts, and of all choices.
+        num_prompt_tokens, num_tokens: number of tokens of all prompts, and of all choices.
         submitted_s: when an engine got the request, by the monotonic clock; None until then.
         first_token_s: when the first token arrived, by the monotonic clock; None until then.
         finish_reason: why the last choice ended.
@@ -46,7 +47,9 @@ class RequestAccount:
     error: str = ""
 
     def resume(self, created_s: float) -> None:
-        """Set the begin to ``created_s`` (wall clock), when a previous process accepted it."""
+        """Set the time of arrival to ``created_s`` (wall clock): a previous process got the
+        request.
+        """
         self.began_s = time.monotonic() - max(0.0, time.time() - created_s)
 
     @property

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MAX_INLINE_BYTES = 32 << 10
 MAX_SHOWN_CHARS = 200
 ABSENT: Raw = msgspec.field(default_factory=Raw)  # default of a field that is read as JSON
-IGNORED = "dist_aclgraph.ignored"  # in a request's scope: the paths of ignored fields
+IGNORED = "dist_aclgraph.ignored"  # key of the ignored fields' paths in the ASGI scope
 # Maximum number of ignored fields of one request, because their names are written into the log.
 MAX_IGNORED = 16
 # If a body has more strings or more objects, its ignored fields are not collected.
@@ -63,7 +63,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-body")
 _INDEX = re.compile(r"\[\d+\]")  # the index of an item, in the path of an ignored field
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
-# The escape of one half of a surrogate pair without the other half.
+# Matches the escape of one half of a surrogate pair, without the other half.
 _UNPAIRED = re.compile(
     rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2}",
     re.IGNORECASE,
@@ -96,7 +96,7 @@ class BodyBudget:
             )
 
     def take(self, num_bytes: int) -> bool:
-        """If there is room, count more bytes of a journal; return whether there was room."""
+        """Count more bytes of a journal if the limit allows them; return whether it does."""
         has_room = self.num_bytes + num_bytes <= self.max_bytes // 2
         if has_room:
             self.num_bytes += num_bytes
@@ -144,7 +144,8 @@ class Body(msgspec.Struct, kw_only=True, gc=False):
     """Base class of request bodies and their parts. ``strict`` makes a class for strict services.
 
     Attributes:
-        PARTS: class of each field that is decoded later and contains one part or a list of parts.
+        PARTS: for each field that is decoded later, the class of its part, or of the parts in its
+            list.
     """
 
     PARTS: ClassVar[Mapping[str, type[Body]]] = {}
@@ -257,7 +258,8 @@ def _unknown(fields: dict[str, msgspec.Raw], kind: type[Body], path: str) -> Ite
 
 
 def _parts_of(value: msgspec.Raw) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Yield index and fields of each object in a list; of a single object, with an empty index.
+    """Yield index and fields of each object in a list; for a single object, an empty index and its
+    fields.
 
     Other values have no parts. Wrong values are found later, when the field is decoded.
     """
@@ -335,7 +337,9 @@ def _reason(message: str, data: bytes) -> str:
 
 
 def _explained(message: str, param: str) -> InvalidParameterError:
-    """Return msgspec's error, with its place (``$.messages[0].role``) in OpenAI's form."""
+    """Return msgspec's error, with the position of the mistake (``$.messages[0].role``) in OpenAI's
+    form.
+    """
     match = _PLACE.fullmatch(message)
     assert match is not None
     path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", match["path"] or "").replace("...", "*")
@@ -360,5 +364,5 @@ def shorten(text: str) -> str:
 
 
 def is_empty(raw: Raw) -> bool:
-    """Return whether a field of JSON has no value."""
+    """Return whether a field of JSON is absent, null, false or empty."""
     return bytes(raw) in (b"", b"null", b"[]", b"{}", b"false", b'""')

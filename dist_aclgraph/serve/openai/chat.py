@@ -34,7 +34,7 @@ async def chat_completions(state: ApiState, request: Request) -> Response:
 
 
 class _ChatReply(Reply):
-    """Converts pieces to chat completion objects."""
+    """Converts pieces of the answer to chat completion objects."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class _ChatReply(Reply):
         self._name = chance.name
         self._is_named = is_named
         self._begun: set[int] = set()
-        self._calling: set[int] = set()  # choices that have called a tool
+        self._calling: set[int] = set()  # indices of the choices that have called a tool
 
     def frames(self, usage: Usage | None, piece: ChoicePiece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}

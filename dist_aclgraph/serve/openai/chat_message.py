@@ -40,7 +40,7 @@ class ChatMessage(Body):
         """Return the fields for chat templates: a role, a content, and optional fields.
 
         Args:
-            param: the message's place in the body, for error messages.
+            param: the message's position in the body; used in error messages.
         """
         calls = read_calls(self.tool_calls, f"{param}.tool_calls")
         if calls is not None and self.role != "assistant":

@@ -10,7 +10,8 @@ from dist_aclgraph.topology import ParallelLayout
 
 
 class CompletionSlots:
-    """Counts completions from the first byte of their requests. For one event loop only.
+    """Counts a completion from the moment at which the first byte of its request arrives. For one
+    event loop only.
 
     A second limit is the queue of each engine, for requests that have arrived at an engine.
 

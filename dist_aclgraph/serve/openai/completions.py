@@ -89,7 +89,7 @@ def encode_prompts(
 
     Args:
         most: maximum number of tokens of one prompt.
-        param: the field that contains the prompts, for error messages.
+        param: the field that contains the prompts; used in error messages.
 
     Raises:
         InvalidParameterError: a prompt is empty, or contains a token id that is not in the model.
@@ -131,7 +131,7 @@ def _echo_alone(
 
 
 class _CompletionReply(Reply):
-    """Converts pieces to text completion objects.
+    """Converts pieces of the answer to text completion objects.
 
     Args:
         given: the prompts as the client sent them.
@@ -151,7 +151,8 @@ class _CompletionReply(Reply):
         self._body = body
         self._given = given
         self._prompts = prompts
-        self._lengths: dict[int, int] = {}  # length of the tokens' texts so far, by choice
+        # Number of characters of the token texts so far, by choice.
+        self._lengths: dict[int, int] = {}
 
     def echo(self, index: int) -> str:
         prompt = self._given[index // self._body.num_choices]
@@ -182,7 +183,7 @@ class _CompletionReply(Reply):
         """Return a choice object.
 
         Args:
-            offset: length of the texts of the choice's tokens before this piece.
+            offset: number of characters in the token texts of the choice before this piece.
         """
         has_logprobs, shows_prompt = self._body.logprobs is not None, is_first and self._body.echo
         prompt_texts = self._prompt_texts(piece.index) if shows_prompt and has_logprobs else []

@@ -24,8 +24,8 @@ from dist_aclgraph.serve.resume.journal import Chance
 from dist_aclgraph.text.chat_template import ChatOptions
 from dist_aclgraph.text.structure import Thinking
 
-# The last tokens of a prompt show whether the prompt has opened the reasoning. Of a message that is
-# continued, all tokens after the marker of the reasoning are read.
+# The last tokens of a prompt show whether the prompt has opened the reasoning. If a message is
+# continued, all its tokens after the marker of the reasoning are read.
 TAIL_TOKENS = 64
 
 
@@ -46,10 +46,11 @@ class Conversation:
         tools: the tools that the answer may call; None if it may not call tools.
         is_limit_soft: whether ``max_tokens`` may be larger than the remaining context, and the
             limit of reasoning may have no effect. Clients of such an API must send both limits.
-        form_param: the request's field for the output format, for errors.
-        limit_param: the request's field for messages, for errors about the length of the prompt.
+        form_param: the request's field for the output format; used in error messages.
+        limit_param: the request's field for messages; used in error messages about the length of
+            the prompt.
         budget_param: the request's field for the limit of reasoning.
-        off_param: the request's field that allows no reasoning; empty if no field does.
+        off_param: the request's field that turns the reasoning off; empty if no field does.
         most_prompt_tokens: maximum number of tokens of the prompt before truncation; None means the
             context length.
         truncated: function that truncates the prompt.
@@ -76,7 +77,7 @@ class OpenConversation:
     """A conversation that is ready for the generation of its next message.
 
     Attributes:
-        chance: the random parts of the answer.
+        chance: the answer's random values, such as its id.
     """
 
     prompt_ids: list[int]
@@ -146,7 +147,7 @@ async def open_conversation(state: ApiState, scope: Scope, asked: Conversation) 
 
 
 def _check_reasoning(asked: Conversation, name: str | None) -> None:
-    """Raise an error if a request limits the reasoning of a format without such limits."""
+    """Raise an error if a request limits the reasoning, but the model's format cannot."""
     if asked.params.thinking_tokens is not None and not asked.is_limit_soft:
         raise InvalidParameterError(
             f"{asked.budget_param}: the reasoning of the format {name} has no limit of tokens; set "
@@ -232,7 +233,7 @@ def _has_opened(state: ApiState, ids: list[int], thinking: Thinking, *, continue
         return False
     rest = ids[len(ids) - ids[::-1].index(thinking.begin) :]
     if thinking.end in rest or not set(state.tokenizer.eos_ids).isdisjoint(rest):
-        return False  # the reasoning has ended, or its message has
+        return False  # the reasoning or its message has ended
     text = state.tokenizer.text_of(rest, skip_special_tokens=False)
     has_ended = thinking.end < 0 and state.answers.thought.end in text
     return not has_ended and (continues or not text.strip())

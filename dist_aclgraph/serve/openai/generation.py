@@ -143,8 +143,8 @@ class Generation:
     # For each prompt: its log-probabilities, and the pieces that wait for these log-probabilities.
     _reports: dict[int, tuple[PromptLogprobs, ...]] = field(default_factory=dict)
     _waiting: dict[int, list[ChoicePiece]] = field(default_factory=dict)
-    _num_slots: int = 0  # beside the slot that the HTTP request already has
-    _num_open: int = 0  # choices that have not ended
+    _num_slots: int = 0  # in addition to the slot that the HTTP request already has
+    _num_open: int = 0  # number of choices that have not ended
     _timer: asyncio.TimerHandle | None = None  # timer of ``serve.generation_s``
 
     def start(self, sink: Sink) -> None:
@@ -252,7 +252,7 @@ class Generation:
         try:
             for piece in self._with_report(self._advance(choice, delta, now_s)):
                 sink.add_piece(piece)
-        except Exception as e:  # any exception: the client must get an end
+        except Exception as e:  # after any exception, the client must get an end
             self._fail(sink, e)
             return
         if choice.is_done:
@@ -267,7 +267,7 @@ class Generation:
         sink.finish(error)
 
     def _advance(self, choice: _Choice, delta: RequestDelta, now_s: float) -> ChoicePiece:
-        """Return the piece that a delta gives.
+        """Return the piece of text that one delta adds.
 
         Raises:
             DistAclGraphError: the choice has failed.
@@ -283,7 +283,7 @@ class Generation:
         choice.num_tokens += len(piece.token_ids)
         choice.num_cached_tokens = max(choice.num_cached_tokens, delta.num_cached_tokens)
         if piece.finish_reason is not None:
-            # A stop string has ended the choice. The engine does not know this end.
+            # A stop string has ended the choice. The engine does not know this, and would continue.
             if reason is None:
                 self.state.client.abort(choice.request_id)
             choice.is_done = True

@@ -25,7 +25,7 @@ class Inbox:
     def put(self, take: Take, delta: RequestDelta) -> None:
         """Call ``take`` with ``delta`` on the loop, in the order of the calls of ``put``.
 
-        For the engine client's thread. ``take`` must not raise.
+        The engine client's thread calls this. ``take`` must not raise.
         """
         self._arrived.append((take, delta))
         if not self._is_called:

@@ -84,7 +84,7 @@ async def metrics(state: ApiState, request: Request) -> Response:
 
 
 async def status_page(state: ApiState, request: Request) -> Response:
-    """A page for people: groups, plan, streams, caches, rates and latencies, updated live."""
+    """The status page: groups, plan, streams, caches, rates and latencies, updated live."""
     return page_response()
 
 

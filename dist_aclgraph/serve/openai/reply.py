@@ -62,7 +62,7 @@ class Shape(ABC):
         """
 
     def error_frames(self, generation: Generation, error: Exception) -> bytes:
-        """Return the frames that end a stream in place of ``last_frames``."""
+        """Return the frames that end a stream after an error, in place of ``last_frames``."""
         return sse.error_frame(error)
 
 
@@ -124,8 +124,8 @@ async def reply(
 ) -> Response:
     """Run a generation and answer the request with its text.
 
-    A stream begins only with the first piece. So if the engine refuses the request before, the
-    response has the error's HTTP status.
+    A stream begins only with the first piece. So if the engine refuses the request before the first
+    piece, the response has the error's HTTP status.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(generation.close)
@@ -247,7 +247,7 @@ class _Frames:
                 self.outlet.put(self._shape.last_frames(self._generation))
             elif self._is_begun:
                 self.outlet.put(self._shape.error_frames(self._generation, error))
-        finally:  # If a shape raises an error, the client must not wait forever.
+        finally:  # Even if the reply's shape raises an error, the client must not wait forever.
             self._begin(error)
             self.outlet.end()
 

@@ -16,7 +16,7 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
     """Return sampling parameters; errors contain the client's names of the parameters.
 
     Args:
-        names: the client's names of those parameters whose names differ.
+        names: the client's names of the parameters that have other names here.
     """
     try:
         return SamplingParams(**given)
@@ -28,7 +28,7 @@ def make_params(given: Mapping[str, Any], names: Mapping[str, str]) -> SamplingP
 
 
 def first_given(body: object, *names: str) -> str:
-    """Return the first of ``names`` whose field has a value; ``names[0]`` if none has one."""
+    """Return the first of ``names`` whose field has a value; if no field has one, ``names[0]``."""
     return next((name for name in names if getattr(body, name) is not None), names[0])
 
 
@@ -38,8 +38,8 @@ def without_none(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ends_without_effect(params: SamplingParams) -> list[str]:
-    """Return the fields of a request that do not change the end of its answer, because the answer
-    has an output format.
+    """Return the fields about end tokens that have no effect, because the output format decides
+    where the answer ends.
     """
     if params.structured_outputs is None:
         return []

@@ -41,7 +41,7 @@ from dist_aclgraph.text.structure import MAX_PROCESSES, GrammarCompiler, Thinkin
 from dist_aclgraph.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 20  # maximum number of a prompt's log-probabilities in one response
-MAX_QUEUE_S = 10.0  # how long a grammar may wait until its compilation begins
+MAX_QUEUE_S = 10.0  # maximum number of seconds that a grammar waits for its compilation
 WRITING: tuple[Task, ...] = ("generate", "rerank")  # tasks of models that generate text
 
 
@@ -185,11 +185,11 @@ class ApiState:
         Args:
             thinking: the tokens that begin and end the answer's reasoning.
             salt: the request's ``cache_salt``.
-            param: the request's field for the output format, for errors.
+            param: the request's field for the output format; used in error messages.
 
         Raises:
             InvalidParameterError: a token lies outside the vocabulary, or a grammar is wrong.
-            EngineUnavailableError: too many other grammars are compiled first.
+            EngineUnavailableError: too many other grammars wait for their compilation.
         """
         first = params[0]
         is_structured = first.structured_outputs is not None or first.thinking_tokens is not None
@@ -215,7 +215,7 @@ class ApiState:
 
         def give_up() -> None:
             nonlocal is_late
-            is_late = coming.cancel()  # false if the thread has begun
+            is_late = coming.cancel()  # false if the thread has already begun the work
 
         timer = asyncio.get_running_loop().call_later(MAX_QUEUE_S, give_up)
         try:
@@ -240,7 +240,7 @@ class ApiState:
         """Raise an error if all choices together have too many prompt log-probabilities.
 
         Args:
-            param: the field that asks for them, for errors.
+            param: the field that asks for log-probabilities; used in error messages.
         """
         if asked is None:
             return
@@ -253,7 +253,9 @@ class ApiState:
             )
 
     def open_journal(self, scope: Scope) -> Journal:
-        """Return a request's journal. It has entries if a previous process began the answer."""
+        """Return a request's journal. The journal has entries if a previous process began the
+        answer.
+        """
         chance = Chance.draw(self._seeds.randrange(2**31))
         open_it = scope.get("extensions", {}).get(JOURNAL)
         if open_it is None:
@@ -280,7 +282,7 @@ def open_state(
 
     Args:
         reach: where clients reach the deployment; its ``node_id`` must be this process's node.
-        ask: asks the deployment's controller for its outlook.
+        ask: asks the deployment's controller whether and when groups will serve.
         replica: see ``ApiState``.
     """
     client = EngineClient(

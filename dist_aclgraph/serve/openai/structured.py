@@ -113,7 +113,7 @@ def read_text_format(found: TextFormat, param: str) -> StructuredOutputs | None:
     """Return the output format; None for any text.
 
     Args:
-        param: the field that contains the format, for errors.
+        param: the field that contains the format; used in error messages.
     """
     if found.type == "text":
         return None
@@ -185,7 +185,8 @@ def _read_response_format(body: Body, raw: Raw, whitespace: str | None) -> Struc
 
 
 def _schema(raw: Raw, param: str) -> str:
-    """Return the text of a schema. The value is an object, a boolean, or a string with one of both.
+    """Return the text of a schema. The value is an object, a boolean, or a string that contains one
+    of these as JSON.
 
     The text is not changed, because the order of the schema's keys is the order in the answer.
     """

@@ -14,7 +14,7 @@ from dist_aclgraph.serve.openai.body import Body, decode
 from dist_aclgraph.serve.openai.counted import check_num_strings
 from dist_aclgraph.serve.openai.schemas import MAX_TOOLS
 
-MAX_BYTES = 1 << 20  # maximum size of all definitions
+MAX_BYTES = 1 << 20  # maximum number of bytes of all definitions together
 MAX_STRINGS = 1 << 15
 MAX_CALLS = 128  # maximum number of calls of one message
 # Beginnings of the types of tools that a provider runs itself.
@@ -166,7 +166,8 @@ def decode_tools(tools: Raw, kind: type[T]) -> list[T]:
 def leave_out_hosted(
     tools: Sequence[T], type_of: Callable[[T], str], *, is_strict: bool
 ) -> tuple[dict[int, T], list[str]]:
-    """Return the tools that the model may see, by their places, and the fields of the other tools.
+    """Return the tools that the model may see, by their positions, and the fields of the other
+    tools.
 
     A tool that a provider runs itself, such as ``web_search``, is left out, because no client can
     run it. A strict service leaves out no tool, and refuses it later.
@@ -185,7 +186,7 @@ def check_type(kind: str, place: str, offered: str = "function") -> None:
     """Raise if the service cannot offer a tool of this type.
 
     Args:
-        place: the tool's place in the body, for errors.
+        place: the tool's position in the body; used in error messages.
     """
     if kind != offered:
         raise InvalidParameterError(
@@ -205,7 +206,7 @@ def use_tools(
     """Return the tools that an answer may call.
 
     Args:
-        places: the field that contains each tool's name, for errors.
+        places: for each tool, the field that contains its name; used in error messages.
         definitions: the definitions for the chat template; if None, ``functions`` are used.
 
     Raises:

@@ -105,7 +105,8 @@ class RerankRequest(Body, kw_only=True):
                 is empty.
         """
         data = bytes(self.documents)
-        check_num_strings(data, 2 * MAX_INPUTS, "documents")  # an object has a key and a text
+        # Each object has two strings: a key and a text.
+        check_num_strings(data, 2 * MAX_INPUTS, "documents")
         kind = self.kind_of_part(Document)
         found = decode(data, list[str | kind], "documents")  # type: ignore[valid-type]
         texts = [item if isinstance(item, str) else item.text for item in found]

@@ -102,7 +102,7 @@ class _Conversation:
         """Add an item.
 
         Args:
-            param: the item's place in the body, for errors.
+            param: the item's position in the body; used in error messages.
         """
         if item.type == "reasoning":
             if self._texts or self._calls:

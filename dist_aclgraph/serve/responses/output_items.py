@@ -94,7 +94,9 @@ class OutputItems:
         self._open = None
 
     def end(self, status: str) -> Iterator[Json]:
-        """Complete the answer. If it has neither a message nor a call, add an empty message."""
+        """Complete the answer. If the answer has neither a message nor a call, add an empty
+        message.
+        """
         yield from self.close(status)
         if status == "completed" and all(item["type"] == "reasoning" for item in self.items):
             yield from self._begin_text("message")

@@ -49,7 +49,7 @@ async def responses(state: ApiState, request: Request) -> Response:
 
 
 class _ResponseReply(Shape):
-    """Converts pieces to a response object."""
+    """Converts pieces of the answer to a response object."""
 
     def __init__(
         self,

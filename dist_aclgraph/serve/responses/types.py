@@ -41,7 +41,8 @@ from dist_aclgraph.serve.openai.types import MAX_CACHE_SALT_CHARS, MAX_PROMPT, r
 from dist_aclgraph.serve.responses.input import Namespaces, name_in, read_input
 from dist_aclgraph.text.chat_template import ChatOptions
 
-LOGPROBS = "message.output_text.logprobs"  # entry of ``include`` for log-probabilities
+# The entry of ``include`` that asks for log-probabilities.
+LOGPROBS = "message.output_text.logprobs"
 MAX_INCLUDED = 64
 MAX_METADATA_BYTES = 16 << 10  # limited, because each event with a response contains the metadata
 _NOTHING = (b"", b"null")
@@ -223,8 +224,8 @@ class ResponsesRequest(Body, kw_only=True):
         return ids[-max(1, context_len - max(1, self.max_output_tokens or 1)) :]
 
     def read_tools(self) -> tuple[ToolUse | None, Namespaces, list[str]]:
-        """Return the tools that the answer may call, namespaces' functions, and the fields of tools
-        that are left out (``leave_out_hosted``).
+        """Return the tools that the answer may call, the functions of namespaces, and the names of
+        the fields with tools that are left out (``leave_out_hosted``).
 
         Raises:
             InvalidParameterError: a tool is wrong, or is of a type that is not offered.

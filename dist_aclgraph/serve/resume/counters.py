@@ -19,8 +19,8 @@ class Counters(NamedTuple):
     """The kernel's counts of a connection. Only the difference of two counts has a meaning.
 
     Attributes:
-        num_read: bytes that were read from the connection. The connection's end may count as one
-            byte.
+        num_read: bytes that were read from the connection. The kernel may count the end of the
+            connection (FIN) as one byte.
         num_sent: bytes that the kernel has got for sending, without bytes that wait in this
             process.
         is_open: whether both sides of the connection are open.

@@ -39,7 +39,7 @@ class JournalBudget(Protocol):
     """Limits the memory of all journals."""
 
     def take(self, num_bytes: int) -> bool:
-        """If there is room, count more bytes; return whether there was room."""
+        """Count more bytes if the limit allows them; return whether it does."""
         ...
 
     def give_back(self, num_bytes: int) -> None: ...
@@ -124,12 +124,13 @@ class Journal:
         self._memory = memory
         self._on_end = on_end
         self._budget: JournalBudget | None = None
-        self._num_bytes = 0  # bytes that the budget counts
+        self._num_bytes = 0  # number of bytes that the budget counts for this journal
 
     def count_in(self, budget: JournalBudget) -> None:
         """Count the journal's memory in a budget until the journal ends.
 
-        If the budget has no room, the journal ends, and the answer does not outlive this process.
+        If the journal exceeds the budget, the journal ends, and the answer does not outlive this
+        process.
         """
         if self._memory is not None:
             self._budget = budget
@@ -167,7 +168,7 @@ class Journal:
 
 
 def write_opening(memory: JournalMemory, opening: Opening) -> bool:
-    """Write that a request has been accepted; return whether there was room."""
+    """Write that a request has been accepted; return whether the memory was large enough."""
     return memory.append(_encode(opening))
 
 

@@ -24,7 +24,9 @@ import os
 import struct
 
 READ_BYTES = 64 << 10  # bytes that are read from one connection at once
-REQUEST_BYTES = RECORD_BYTES = 8 << 20  # an answer that needs more cannot outlive its process
+# Limits for one request and for the records of its answer. A larger answer cannot outlive its
+# process.
+REQUEST_BYTES = RECORD_BYTES = 8 << 20
 REQUEST_AT = mmap.PAGESIZE
 RECORDS_AT = REQUEST_AT + REQUEST_BYTES
 SIZE = RECORDS_AT + RECORD_BYTES
@@ -34,7 +36,7 @@ _WORD = struct.Struct("=Q")
 _VOID = 0
 _SLOT_WORDS = 5
 # The words of a slot. _NUM_READ, _NUM_SENT: bytes read and sent until the journal was cleared.
-# _RECORDS_END: offset of the next record. _NUM_LOSSES: number of processes that died with the
+# _RECORDS_END: offset of the next record. _NUM_LOSSES: number of processes that died during this
 # request since the last record. _LOSSES_AT: offset of the next record at the last of these deaths.
 _NUM_READ, _NUM_SENT, _RECORDS_END, _NUM_LOSSES, _LOSSES_AT = range(_SLOT_WORDS)
 
@@ -87,7 +89,7 @@ class JournalMemory:
             raise
 
     def request_buffer(self, start: int) -> memoryview:
-        """Return the memory for the request's next bytes; empty if there is no room."""
+        """Return the memory for the request's next bytes; empty if the request's part is full."""
         return self._request[start : start + READ_BYTES]
 
     def request(self, start: int, end: int) -> bytes:
@@ -95,7 +97,7 @@ class JournalMemory:
         return self._map[REQUEST_AT + start : REQUEST_AT + end]
 
     def append(self, record: bytes) -> bool:
-        """Add a record; if there is no room, make the journal void. Return whether it was added."""
+        """Add a record; if it does not fit, make the journal void. Return whether it was added."""
         end = self._records_end + _LENGTH.size + len(record)
         if end > RECORD_BYTES:
             self.void()
@@ -124,7 +126,7 @@ class JournalMemory:
         return found
 
     def count_loss(self) -> int:
-        """Count one more process that died with the request.
+        """Count one more process that died while it answered the request.
 
         Returns:
             The number of processes that died since the last record was added.

@@ -17,11 +17,11 @@ from dist_aclgraph.serve.resume.journal import (
 )
 from dist_aclgraph.serve.resume.memory import READ_BYTES, JournalMemory
 
-# If this number of processes died with a request, without progress of its answer between the
+# If this number of processes died during a request, and its answer made no progress between the
 # deaths, the request may be the cause.
 MAX_LOSSES = 3
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Buffer for the bytes of connections that end with this process.
+# Buffer for the bytes of connections that cannot outlive this process.
 _scratch = memoryview(bytearray(READ_BYTES))
 
 
@@ -40,7 +40,7 @@ class ResumedRequest(NamedTuple):
 class ConnectionRecord:
     """The record of one connection. Owns its journal's memory, and counts bytes read and sent.
 
-    The journal has room for one request and its answer. If several requests are in progress on the
+    The journal can store one request and its answer. If several requests are in progress on the
     connection, or if the memory is full, the journal is void, and the connection ends with this
     process.
 
@@ -58,7 +58,7 @@ class ConnectionRecord:
         self.num_omitted = 0
         self._link = link
         self._descriptor = -1
-        self._number = 0  # the holder's number of the connection
+        self._number = 0  # the number that the holder gave to the connection
         self._memory: JournalMemory | None = None
         self._num_read = self._num_sent = 0
         self._journal: Journal | None = None  # journal of the request that is being answered
@@ -111,7 +111,9 @@ class ConnectionRecord:
         return self._resumed is not None and self._resumed.journal is not None
 
     def hold(self, descriptor: int) -> None:
-        """Let the supervisor hold the connection, if there is room. No request may be running."""
+        """Let the supervisor hold the connection, unless it holds the maximum number. No request
+        may be running.
+        """
         self._descriptor = descriptor
         if self._memory is not None or self._link is None or not self._link.has_room:
             return
