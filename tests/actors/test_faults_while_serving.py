@@ -31,7 +31,8 @@ from tests.deployments import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-LONG = 900  # a test may be held up for a second before it kills a process
+# Number of tokens of a request: it must still run if the test stalls for a second before it kills.
+LONG = 900
 # A failed group is neither resumed nor replaced, so requests end when no group is left.
 NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}
 

@@ -111,8 +111,8 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
-        # There are now fewer nodes than groups. If a worker dies, its group can keep its NPUs, but
-        # only when no request of Ray waits for an NPU of the dead node.
+        # Too few nodes are left for all groups. A group whose worker dies can keep its NPUs, but
+        # only if no request to Ray still waits for NPUs in place of the dead node's NPUs.
         dies, stays = now
         nodes.kill(dies)
         wait_for_missing(program)

@@ -1,6 +1,6 @@
 """Each release series of CANN refuses different calls of attention.
 
-For each series, a process tries every call.
+For each series, one process makes every call.
 """
 
 import json
@@ -69,7 +69,7 @@ CASES = [
     ({"rows": 5, "length": 5, "sparse": 3}, TAKEN, TAKEN),
     ({"sparse": 2}, "sparse_mode must be 0, 3 or 4", "sparse_mode must be 0, 3 or 4"),
     ({"length": 0}, "must not be all zero", TAKEN),
-    # If both sequences name the same block, the block counts twice.
+    # Both sequences use the same block, and the check counts it twice.
     ({"blocks": 1}, "need 2 blocks, the cache has 1", TAKEN),
     (LATENT, TAKEN, TAKEN),
     (LATENT | {"dtype": "float16"}, TAKEN, TAKEN),

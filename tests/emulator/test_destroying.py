@@ -1,5 +1,5 @@
-"""Destroying communicators: the refusal while a communicator is in use, the counters, and the
-waiting ranks that are freed.
+"""A communicator in use cannot be destroyed. The destruction of another changes the counters, and
+ends the waits of its ranks.
 """
 
 import re
