@@ -1,4 +1,5 @@
-"""Checks answers in bfloat16: each token is the most probable token, except for rounding."""
+"""Checks that each token of an answer in bfloat16 is the most probable token, except for rounding.
+"""
 
 from __future__ import annotations
 

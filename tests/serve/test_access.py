@@ -1,4 +1,4 @@
-"""Requests are admitted by their API keys, their Host, and the site of their page."""
+"""Requests are admitted or refused because of their API key, their Host, or their page's site."""
 
 from __future__ import annotations
 

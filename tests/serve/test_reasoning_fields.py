@@ -1,4 +1,6 @@
-"""Fields that limit the reasoning, or turn it off, have their effect, are refused, or are named."""
+"""Fields that limit reasoning or turn it off have their effect, or the service names or refuses
+them.
+"""
 
 from __future__ import annotations
 

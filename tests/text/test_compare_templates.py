@@ -1,4 +1,5 @@
-"""The comparison of templates with transformers finds differences, and counts equal results."""
+"""The tool that compares templates with transformers finds differences, and counts equal results.
+"""
 
 from __future__ import annotations
 
