@@ -65,7 +65,8 @@ def run_tests(environment: Path, paths: Sequence[str]) -> dict[str, int]:
 
 
 def count_outcomes(report: Path) -> dict[str, int]:
-    """Return the number of tests by outcome in pytest's report. No report counts as one failure."""
+    """Return how many tests of pytest's report have each outcome; a missing report is one failure.
+    """
     if not report.exists():
         return {"failed": 1}
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
