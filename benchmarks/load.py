@@ -41,7 +41,7 @@ from dist_aclgraph.config import make_config
 from dist_aclgraph.planning.memory import GIB
 
 CHUNK_BYTES = 16 << 20
-PAUSE_S = 20.0  # time from the start of the ranks until the state LOADING on this machine
+PAUSE_S = 20.0  # seconds from the start of the ranks to the state LOADING on this machine
 HIDDEN, FFN, VOCAB = 2048, 8192, 8192
 ELEMENT_BYTES = 2
 
@@ -107,7 +107,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         status.update(f"Writing {gib:g} GiB of random weights")
         model = write_checkpoint(make_shape(gib * GIB), Path(folder) / "model", torch.bfloat16)
-        os.sync()  # because only data that is on the disk can be dropped from the page cache
+        os.sync()  # the page cache can drop data only after it was written to the disk
         files = sorted(model.glob("*.safetensors"))
         config = make_config(
             {

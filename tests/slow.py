@@ -1,5 +1,4 @@
-"""Marks variations of tests as slow: ``make test`` leaves them out, ``make test-more`` runs them.
-"""
+"""Marks variations of tests as slow: only ``make test-more`` runs them, not ``make test``."""
 
 from __future__ import annotations
 

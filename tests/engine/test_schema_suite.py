@@ -38,8 +38,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def compile_groups() -> tuple[dict[str, tuple[Any, str]], dict[str, str]]:
-    """Return (schema, grammar) of groups with a supported schema, and the errors of other groups.
-    """
+    """Return (schema, grammar) of each group with a supported schema, and other groups' errors."""
     tokenizer, limits = open_tokenizer(vocabulary_of(TOKENIZER)), make_limits()
     usable, refused = {}, {}
     for group in GROUPS:

@@ -121,8 +121,7 @@ def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None =
 
 
 def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[tuple[int, str]]:
-    """Divide a text into tokens. Markers get their ids; other text becomes pieces of given sizes.
-    """
+    """Divide a text into tokens: markers with their ids, and other pieces of the given sizes."""
     pattern = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
     for part in re.split(f"({pattern})", text) if ids else [text]:
         if part in ids:

@@ -60,8 +60,7 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Return a function that returns true after ``count`` calls, so that as many tasks are opened.
-    """
+    """Return a function that returns true after ``count`` calls: so many tasks are opened."""
     asked = iter(range(count))
     return lambda: next(asked, None) is None
 

@@ -172,8 +172,7 @@ class FakeEngine:
 
     @property
     def requests(self) -> list[Submit]:
-        """The received requests, in order, without the probes with which clients test the engine.
-        """
+        """The received requests, in order, except probes with which clients test the engine."""
         return [each for each in self.submitted if not each.request_id.startswith("probe-")]
 
     @property

@@ -224,8 +224,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
 def test_what_is_asked_for_again_is_what_is_missing(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """However many tokens come before each loss, prompt and output together have the same length.
-    """
+    """After any number of losses, at any tokens, prompt and output have the same total length."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

@@ -1,5 +1,4 @@
-"""The tool that compares templates with transformers finds differences, and counts equal results.
-"""
+"""``tools/compare_templates.py`` finds differences from transformers, and counts equal results."""
 
 from __future__ import annotations
 

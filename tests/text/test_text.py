@@ -148,8 +148,7 @@ def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_token
 @settings(max_examples=200)
 @given(data=st.data())
 def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
-    """With drafts, a delta can have several tokens; text, counts and log-probabilities stay equal.
-    """
+    """With drafts, a delta can have several tokens; texts, counts and logprobs stay the same."""
     ids = TOKENIZER.encode(data.draw(st.text("ab é😀", min_size=1, max_size=12)))
     stops = tuple(data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2)))
     reason = data.draw(st.sampled_from(["stop", "length"]))

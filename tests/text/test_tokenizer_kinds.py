@@ -35,8 +35,7 @@ def both(kind: str) -> tuple[Tokenizer, Any]:
 
 
 def outputs(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Draw outputs with many byte tokens, special tokens, and ids that the tokenizer does not have.
-    """
+    """Draw outputs with many byte tokens, special tokens, and ids unknown to the tokenizer."""
     known = range(tokenizer.vocab_size)
     partial = [i for i in known if not tokenizer.token_bytes[i].isascii()]
     special = sorted(tokenizer.special_ids)

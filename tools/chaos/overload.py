@@ -149,8 +149,7 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
-    """Tell the parent the start; poll until it sends a message; then send it the polls' durations.
-    """
+    """Report the start to the parent, poll until it sends a message, and report the durations."""
     found: list[float] = []
     told.send(None)
     while not told.poll(PING_S):

@@ -99,8 +99,7 @@ class Service:
         return Sight(at_s, self.serving())
 
     def metrics(self) -> dict[str, float]:
-        """Return gauges and counters, each summed over its labels; empty if the service is silent.
-        """
+        """Return gauges and counters, summed over their labels; empty without an answer."""
         try:
             lines = self._http.get("/metrics").text.splitlines()
         except httpx.HTTPError:
@@ -137,8 +136,7 @@ class Service:
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
-        """Return the service's living processes by name; the name of a script is its file's name.
-        """
+        """Return the service's living processes by name; a script has the name of its file."""
         found: dict[str, list[int]] = {}
         for pid in self._all():
             name = processes.name_of(pid)

@@ -21,8 +21,7 @@ def chain(*blocks: list[int]) -> list[bytes]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders allocate and free blocks; the numbers of references are compared with a simple model.
-    """
+    """Holders allocate and free blocks; reference counts are compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,8 +21,7 @@ def make_lazy(capacity: int = 2, min_tokens: int = 100, retry_steps: int = 50) -
 
 
 def run_until_captured(lazy: LazyGraphs, num_tokens: int, query_len: int = 1) -> int:
-    """Note eager steps of a batch until its shape gets a graph; return the number of eager steps.
-    """
+    """Note eager steps of a batch until its shape gets a graph; return the number of steps."""
     for step in range(1, 1000):
         lazy.note(num_tokens, query_len, None, step)
         if (change := lazy.next_change()) is not None:
