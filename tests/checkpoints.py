@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from dist_aclgraph.shapes.families import read_model_spec
 
-VOCAB = 503  # a prime number, so it is not a multiple of the number of ranks
+VOCAB = 503  # a prime number, so that ranks cannot divide it into equal parts
 MAX_LEN = 512
 
 LLAMA3_ROPE = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return the context that forks processes from the server. The first process starts it."""
+    """Return the context that forks processes from the server, which the first process starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context

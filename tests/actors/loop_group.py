@@ -63,7 +63,7 @@ class Group:
         num_drafts: number of draft tokens of each request; one draft token is accepted.
         lose_at: the step in which the experts have no room for the last rank's tokens, so the step
             is void.
-        stall_at, stall_s: the step that takes long, and its duration.
+        stall_at, stall_s: the step that stalls, and the duration of its stall.
         link_s: time limit for silent clients.
         max_unread_bytes: limit of the bytes that wait for one client.
         turn_s: time limit of one turn of the loop.

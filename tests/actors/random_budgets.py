@@ -1,4 +1,4 @@
-"""Compares plans for random numbers of free streams on one rank with the device's own count.
+"""Makes plans for random numbers of free streams on one rank; checks them with the device's count.
 
 This program runs in a separate process, because the emulator's settings cannot change in a process:
 ``python -m tests.actors.random_budgets CHECKPOINT ACCOUNTING SEED ROUNDS``.

@@ -198,7 +198,8 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         assert isinstance(plan, RankPlan)
         before = emulator.counters()["collectives"]
         result = worker.execute(plan)
-        # Drafts are computed after the results. A query does not count as a wait of the host.
+        # The device computes drafts after the results. Queries wait for the drafts, because a query
+        # does not count as a wait of the host.
         while not runtime().current_stream().query():
             time.sleep(QUERY_S)
         now = emulator.counters()

@@ -1,4 +1,4 @@
-"""Only peers with valid keys, or on the engine's node, reach a socket of an engine."""
+"""Only peers with valid keys, or on the engine's node, can connect to an engine's sockets."""
 
 from __future__ import annotations
 

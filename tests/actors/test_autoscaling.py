@@ -1,4 +1,4 @@
-"""Tests how groups are added for the load if the cluster has no free NPUs."""
+"""Tests what happens if the load needs more groups, but the cluster has no free NPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BUSY = (1, 1000)  # number of running requests, number of waiting requests
 
 @dataclass
 class ScaledGroups(Groups):
-    """Groups of which Upkeep starts more, because they are busy."""
+    """Groups that are busy, so that Upkeep starts more groups."""
 
     now_s: float = 0.0
     tries_s: list[float] = field(default_factory=list)

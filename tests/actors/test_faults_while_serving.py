@@ -153,7 +153,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [4.0, 600.0])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
-    """The error names the rank, after the step's time limit or earlier after a lost heartbeat."""
+    """The error names the rank. It comes after the step's time limit, or after a lost heartbeat."""
     with busy(
         checkpoint,
         parallel={"tp": 2},

@@ -184,7 +184,7 @@ def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Pope
 
 
 def own_addresses() -> set[str]:
-    """Return this machine's addresses without loopback; there may be none."""
+    """Return this machine's addresses, except loopback addresses; the list can be empty."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends no packet
@@ -307,7 +307,7 @@ os.waitpid(leader, 0)
 
 
 def test_the_last_process_of_a_group_may_start_ray() -> None:
-    """A script's background process may be the only process in its group."""
+    """A script's background process can be the only process in its group."""
     ended = subprocess.run(
         [sys.executable, "-c", LAST_OF_ITS_GROUP], capture_output=True, text=True, timeout=WAIT_S
     )

@@ -171,7 +171,7 @@ def test_a_rank_that_is_stuck_in_a_capture_is_blamed(checkpoint: Path, tmp_path:
     found: list[Explanation] = []
 
     def is_found() -> bool:
-        with suppress(ConfigError):  # no rank has begun to record
+        with suppress(ConfigError):  # no rank has begun to record yet
             found.append(explained(tmp_path))
         return bool(found) and "is stuck in capture" in found[-1].sentence
 

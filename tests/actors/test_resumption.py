@@ -112,7 +112,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
         assert service.loop.metrics()["resumptions"] == {"link": 1}
 
 
-# The first calls compute prompts.
+# The operator's first calls compute prompts.
 @pytest.mark.parametrize("call", [20, slow(31), slow(41), 100])
 def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: int) -> None:
     fault = {"op": "aclnnSwiGlu", "call": call, "rank": 1, "kind": "fail"}

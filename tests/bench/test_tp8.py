@@ -1,4 +1,4 @@
-"""The bench of graph modes runs on two ranks, all modes side by side."""
+"""The bench of graph modes runs on two ranks, and measures all modes alternately."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _command_line(pid: int) -> bytes:
 
 @pytest.mark.slow
 def test_a_replacement_that_dies_before_ray_knows_it_is_started_again(npu: object) -> None:
-    """Ray alone would wait five minutes for the replacement, and requests wait no longer."""
+    """Ray alone would wait five minutes for the replacement, longer than requests wait here."""
     with serving("recovery.wait_s=200") as service:
         if not fork_servers(service):
             pytest.skip("there is a core for each process, so nothing is forked")

@@ -1,4 +1,4 @@
-"""SGLang's ``bench_serving``, with the parts of it that talk to a service of OpenAI's API."""
+"""The parts of SGLang's ``bench_serving`` that use OpenAI's API work with the service."""
 
 from __future__ import annotations
 

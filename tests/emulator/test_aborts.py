@@ -334,7 +334,7 @@ leave()
 )
 def test_where_a_library_cannot_launch_the_runtime_knows_why(run_ranks, kind, said, code, fault):
     """HCCL returns the same error code for every call that the runtime refuses. torch_npu then
-    queries the runtime's error code; its message contains the text for some of these codes.
+    queries the runtime's error code, and has texts for some of these codes.
     """
     faults = {"fault_op": "aclnnCumsum", "fault_call": 1, "fault_kind": kind}
 

@@ -33,7 +33,7 @@ def merge(lse, outs, update_type=0):
 
 
 def merged(lse, outs):
-    """The formula of the operator's document, in float32."""
+    """Return the result of the formula in the operator's document, in float32."""
     lse, outs = torch.stack(lse), torch.stack([out.float() for out in outs])
     total = lse.logsumexp(0)
     return ((lse - total).exp()[..., None] * outs).sum(0), total

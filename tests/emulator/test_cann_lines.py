@@ -47,7 +47,7 @@ LATENT = {"heads": 4, "kv_heads": 1, "dim": 512, "rope": True}
 LSE = LATENT | {"lse": True}
 TAKEN = "taken"
 
-# Call, result with 8.5, result with 9.
+# For each call: its result with CANN 8.5, and its result with CANN 9.
 CASES = [
     ({}, TAKEN, TAKEN),
     ({"dtype": "float16"}, "query must be bfloat16 with TND on CANN 8.5", TAKEN),

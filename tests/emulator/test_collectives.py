@@ -245,7 +245,7 @@ def test_a_killed_rank_is_reported_without_waiting_for_the_limit(run_ranks):
         os._exit(0)
         """,
         2,
-        hccl_s=600,  # HCCL's time limit, longer than that of a script, must not end the wait
+        hccl_s=600,  # so long that this time limit does not end the wait
     )
     assert "HCCL: rank 1 of 2 is dead" in results[0][1], results[0][1]
     assert leftovers([re.search(r"PROCESS (\d+)", output)[1] for _, output in results]) == []

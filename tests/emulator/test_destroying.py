@@ -1,5 +1,5 @@
-"""A communicator in use cannot be destroyed. The destruction of another changes the counters, and
-ends the waits of its ranks.
+"""A communicator cannot be destroyed during a call. If it is destroyed while ranks wait in it,
+their waits end; counters show whether graphs or tasks still used it.
 """
 
 import re

@@ -99,7 +99,7 @@ def free_ports(count: int) -> list[int]:
 
 def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks):
     """The root limits the number of simultaneous connections. Before rank 1 joins, it opens more
-    connections, which do not send the secret.
+    connections than the limit, and sends no secret over them.
     """
     root, other = free_ports(2)
     results = run_ranks(

@@ -1,4 +1,4 @@
-"""Products with weights of four bits against plain torch."""
+"""Products with weights of four bits are compared with plain torch."""
 
 import pytest
 import torch

@@ -4,8 +4,9 @@ repairs it.
 
 import re
 
-# `x` is a tensor with known values. Each tensor has 16 MB, so that the allocator uses a separate
-# segment for each tensor. An addition reads its first operand and writes its second operand.
+# The tensor `x` exists until the program ends. Each tensor has 16 MB, so that the allocator uses a
+# separate segment for each tensor. An addition reads its first operand and writes its second
+# operand.
 PROGRAM = """
 import ctypes
 acl = ctypes.CDLL("libascendcl.so")

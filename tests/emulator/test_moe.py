@@ -1,5 +1,5 @@
-"""Operators of mixture-of-experts layers against plain torch, and the refusals of their
-documents.
+"""Operators of mixture-of-experts layers are compared with plain torch; they refuse what their
+documents exclude.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Every plain operator against ATen on the CPU."""
+"""Every plain operator is compared with ATen on the CPU."""
 
 from typing import Any
 

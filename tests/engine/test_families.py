@@ -1,4 +1,4 @@
-"""A few steps of each family on one rank, against transformers; ``tests/parity`` has whole
+"""A few steps of each family on one rank equal those of transformers; ``tests/parity`` has whole
 deployments.
 """
 

@@ -300,5 +300,5 @@ def test_graphs_of_canns_operators_equal_eager_steps_bit_by_bit(
 
     (eager, states), (graphs, others) = found
     assert graphs == eager
-    # Without the slot of padding.
+    # The states are those of all slots except the slot of padding.
     assert all(map(torch.equal, states, others))

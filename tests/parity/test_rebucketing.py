@@ -23,7 +23,7 @@ PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
 @pytest.fixture(scope="module")
 def wide_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """References of wide models: more tokens make a step longer, even while other programs run."""
+    """Return references of wide models, whose larger steps take longer even on a busy machine."""
     return remember(tmp_path_factory, LENGTHS, intermediate_size=4096)
 
 

@@ -6,7 +6,7 @@ import time
 
 from dist_aclgraph.probe import child
 
-# For each question with an artificial answer, this answer. STREAMS is set in the configuration.
+# The artificial answers, by question. STREAMS is set in the configuration.
 STREAMS = 512
 PLANTED = {
     "facts.streams": f"{STREAMS - 2} streams",  # opening a device uses two streams

@@ -1,5 +1,5 @@
-"""Fields that limit reasoning or turn it off have their effect, or the service names or refuses
-them.
+"""Fields that limit reasoning or turn it off have an effect; otherwise, the service refuses them,
+or names them in ``x-ignored-parameters``.
 """
 
 from __future__ import annotations

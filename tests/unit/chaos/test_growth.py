@@ -1,4 +1,4 @@
-"""The growth of memory is distinguished from noise, and from growth only when a run begins."""
+"""Lasting growth of memory is distinguished from noise, and from growth when a run begins."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_thousands_of_equal_ranks_are_shown_in_a_few_lines_without_comparing_eac
     checkpoint: Path,
 ) -> None:
     def show(dp: int) -> tuple[str, int]:
-        """Return the report, and the number of function calls that made it."""
+        """Return the report, and how many function calls were needed to make it."""
         config = make(
             checkpoint,
             parallel={"tp": 2, "dp": dp},

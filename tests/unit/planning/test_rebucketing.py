@@ -1,4 +1,4 @@
-"""Single captures and releases adapt a plan to the traffic. No batch loses its graph."""
+"""Single captures and releases adapt a plan to the traffic. Batches with a graph still have one."""
 
 from __future__ import annotations
 

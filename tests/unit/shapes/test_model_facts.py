@@ -1,4 +1,4 @@
-"""The demands of a configuration on its model, and the facts of the model."""
+"""Tests what a configuration demands of its model, and the facts that are read about the model."""
 
 from __future__ import annotations
 
