@@ -1,4 +1,4 @@
-"""``make bench-hybrid``: a decode step, the cache and a shared prefix of models of equal width.
+"""``make bench-hybrid``: compares the decode steps, caches and prefixes of models of equal width.
 
 The models have random weights and equal numbers of layers: a dense model, a hybrid model with
 linear attention in three of four layers, and a sparse model with latent attention to keys that an

@@ -6,9 +6,10 @@ disk and from the page cache. The bench measures how long the deployment is in t
 also measures the time of one process that only reads the files from beginning to end. This is the
 first lower bound.
 
-The memory of an emulated device is memory of this machine, which the system must provide first. So
-for the second lower bound, the same read is measured while one process per rank fills new memory,
-in total as many bytes as the files have, in small pages like the memory of devices.
+The memory of an emulated device is memory of this machine, which the operating system must provide
+first. So the second lower bound is the time of the same read while one process per rank fills new
+memory. Together, these processes fill as many bytes as the files have, in small pages, which
+emulated devices also use.
 
 The host of a virtual machine may take back freed memory within seconds. Then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so

@@ -1,4 +1,4 @@
-"""The cost of sampling: steps of random, filtered and penalised requests, against greedy steps.
+"""The cost of sampling: random, filtered and penalised steps are compared with greedy steps.
 
 All ways of sampling are measured alternately in one run of the whole engine. The ratios are of the
 emulator and say nothing about an NPU.

@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether no request is lost, all answers are right, the service runs, and left nothing."""
+        """Whether all answers are right, none is lost, nothing is left, and the service runs."""
         return not (self.lost or self.different or self.left) and self.exit_code is None
 
 
