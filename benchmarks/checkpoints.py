@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, of a given shape, in Hugging Face's format."""
+"""Writes checkpoints of a given shape with random weights, in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def attention_config(self) -> dict[str, Any]:
-        """Return the keys of config.json that describe attention, without the number of heads."""
+        """Return the keys of config.json that describe attention, except the number of heads."""
 
     @abstractmethod
     def attention_sizes(self) -> Sizes:
@@ -113,7 +113,7 @@ class LatentShape(Decoder):
     ARCHITECTURE = "DeepseekV2ForCausalLM"
     LATENT = 512
     ROPE = 64
-    HEAD = 128  # width of the unrotated part of a key, and width of a value
+    HEAD = 128  # size of the unrotated part of a key, and size of a value
 
     def attention_config(self) -> dict[str, Any]:
         return {

@@ -41,10 +41,11 @@ def report_bench(
     report: Callable[[Results], Report],
     draw: Callable[[Results, Path], None] | None = None,
 ) -> None:
-    """Measure with a bar, print tables, and save the results as JSON, markdown and figure.
+    """Measure with a progress bar, print tables, and save the results as JSON, markdown and figure.
 
     Args:
-        measure: called with the path of a folder, which is removed afterwards.
+        measure: called with the path of a temporary folder, and with the progress bar.
+        report: returns the tables of the results.
         draw: draws the figure; None if the bench has no figure.
     """
     if draw is not None:

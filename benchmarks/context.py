@@ -1,11 +1,11 @@
 """``make bench-context``: the gain and the cost of sharing the context of a request between ranks.
 
 Eight ranks serve a small model with latent attention. With caches in 1 to 8 shards (DCP), the bench
-measures the memory that a request takes on each rank, the longest request that is served, the time
-of a decode step, and the step's host time. With prompts over 1 to 4 ranks (PCP), it measures the
-time to the first token and the attention work of a rank. It also counts the bytes that ranks send
-to other ranks. The ranks of an emulated NPU share this machine's cores, so the figures say nothing
-about an NPU.
+measures the memory that a request takes on each rank, the length of the longest request that is
+served, the time of a decode step, and the step's host time. With prompts that are split over 1 to 4
+ranks (PCP), it measures the time to the first token and the attention work of a rank. It also
+counts the bytes that ranks send to other ranks. The ranks share this machine's cores, so the
+figures say nothing about an NPU.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from dist_aclgraph.context.prompt_split import PromptSplit, share_of_work
 from dist_aclgraph.kv.cache_spec import KVCacheSpec
 from dist_aclgraph.shapes.model_facts import read_model_facts
 
-DTYPE = "float32"  # most CPUs would compute bfloat16 in float32 anyway
+DTYPE = "float32"  # because most CPUs also compute bfloat16 in float32
 VOCAB, BLOCK_SIZE = 2048, 128
 MAX_STEP_TOKENS = 8192  # large enough that one step computes a whole prompt
 WARM_UP_STEPS = 4
-ANSWER = 16  # tokens of the answers to the longest prompts
+ANSWER = 16  # number of tokens of the answers to the longest prompts
 # Stages in which the host prepares and queues a replayed step.
 HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The settings that the bench compares: numbers of shards, of prompt ranks, and of tokens.
+    """The settings of the bench: numbers of shards, numbers of prompt ranks, and lengths in tokens.
 
     ``blocks`` is the number of blocks per rank for the longest requests.
     """
@@ -131,10 +131,10 @@ def measure(folder: Path, bar: Progress, ranks: int, layers: int, sizes: Sizes) 
 
 
 def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[str, Any]]:
-    """Serve two requests with each number of shards; a rank always has the same number of blocks.
+    """Serve two requests with each number of shards; the number of blocks per rank is constant.
 
-    The first request is the longest that the base can serve. The second request is the longest that
-    this number of shards can serve.
+    The first request is the longest that the base (the first number of shards) can serve. The
+    second request is the longest that this number of shards can serve.
     """
     found: list[dict[str, Any]] = []
     for shards, engine in engines.items():
@@ -163,7 +163,7 @@ def _serve_longest(engines: dict[int, DecodeEngine], blocks: int) -> list[dict[s
 
 
 def _cache_engine(path: Path, bar: Progress, tp: int, shards: int, sizes: Sizes) -> DecodeEngine:
-    title, num_blocks = f"dcp {shards}, longest", sizes.blocks + 1  # with the dummy block
+    title, num_blocks = f"dcp {shards}, longest", sizes.blocks + 1  # + 1 for the dummy block
     return _make_engine(path, bar, title, {"tp": tp, "dcp": shards}, num_blocks)
 
 
@@ -177,7 +177,7 @@ def _decode_engine(
         {"tp": tp, "dcp": shards},
         _blocks_for(max(sizes.contexts) + sizes.steps),
         kernels=kernels,
-        prefix_cache=True,  # a context is computed only once, because only decode steps are timed
+        prefix_cache=True,  # only decode steps are timed, so a context is computed only once
     )
 
 
@@ -229,7 +229,7 @@ def _make_engine(
 
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures by number of shards and context, with ratios to the first number."""
+    """Return the figures for each number of shards and each context, with ratios to the base."""
     base, *_ = decode.runs
     return [
         {
@@ -250,7 +250,7 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures by number of prompt ranks and prompt, with ratios to the first number."""
+    """Return the figures for each number of prompt ranks and prompt, with ratios to the base."""
     base = next(iter(turns.runs.values()))
     return [
         {
@@ -269,7 +269,7 @@ def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
-    """Return how many pairs of a token and a key each prompt rank computes in one step."""
+    """Return, for each prompt rank, how many (token, key) pairs it computes in one step."""
     lens = np.array([num_tokens], np.int32)
     split = PromptSplit.of(lens, num_ranks)
     return [share_of_work(pieces, np.zeros_like(lens), lens) for pieces in split.pieces]
@@ -284,7 +284,7 @@ def _first_token_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def _sent(runs: Sequence[Run], mode: str) -> dict[str, float]:
-    """Return the counts of a step of one mode on one rank. They are the same in every round."""
+    """Return what one rank sends in a step of a mode; the numbers are the same in every round."""
     return {what: runs[0].per_step(mode, what) for what in ("collectives", "collective_bytes")}
 
 

@@ -151,7 +151,7 @@ def host_time(shape: Shape, folder: Path, steps: int, repeats: int) -> list[dict
 def update_cost(
     shape: Shape, kernels: str, folder: Path, steps: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """Decode with lengths that are sent before and after the replay, in turns.
+    """Decode in two ways, in turns: the lengths are sent before the replay, or after it.
 
     Returns one record per batch.
     """
@@ -205,7 +205,8 @@ def _transformers_step_ms(path: Path) -> Callable[[int, int], float]:
     def run(batch: int, new_tokens: int) -> float:
         """Return the mean time of a decode step.
 
-        The difference of two runs of different length excludes the prefill.
+        It is computed from the difference of two runs of different lengths, so that the time of the
+        prefill cancels.
         """
         prompts = torch.randint(0, 1000, (batch, PROMPT_LEN))
         times = []

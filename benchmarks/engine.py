@@ -13,9 +13,9 @@ from dist_aclgraph.actors.deployment import deployment
 from dist_aclgraph.actors.deployment.controller_life import OnProgress
 from dist_aclgraph.config import make_config
 
-NUM_WORDS = 1000  # different token ids in prompts
-# Limit of each phase of a start, because several deployments share the cores; and of a step,
-# because computing all prompts of a batch in one step may take minutes on the emulator.
+NUM_WORDS = 1000  # number of different token ids in prompts
+# Time limit of each phase of a start, in which several deployments share the cores. It is also the
+# time limit of a step: on the emulator, a step with all prompts of a batch can take minutes.
 LIMIT_S = 300.0
 
 

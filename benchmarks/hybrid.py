@@ -1,4 +1,4 @@
-"""``make bench-hybrid``: a decode step, the cache and a shared prefix of models of equal width.
+"""``make bench-hybrid``: compares the decode steps, caches and prefixes of models of equal width.
 
 The models have random weights and equal numbers of layers: a dense model, a hybrid model with
 linear attention in three of four layers, and a sparse model with latent attention to keys that an
@@ -36,7 +36,7 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 from dist_aclgraph.steps.step import RowSampling, StepResult
 
 CONTEXTS = {"1k": 1 << 10, "32k": 32 << 10, "128k": 128 << 10}
-PROMPT_TOKENS, PREFIX_TOKENS = 600, 512  # the prefix ends at a block and at a checkpoint
+PROMPT_TOKENS, PREFIX_TOKENS = 600, 512  # a block and a checkpoint end at the prefix's end
 EQUAL: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -130,7 +130,7 @@ def measure_all(
 
 
 def measure_times(model: Candidate, batch: int, steps: int, seed: int) -> dict[str, float]:
-    """Return the host's times of a decode step, and of prompts without and with a known prefix."""
+    """Return the host's times of a decode step, and of prompts without and with a cached prefix."""
     us = measure(model.rank.npu, model.runner, model.config, batch, steps, ["greedy"])["greedy"]
     scheduler = _scheduler_with_prefixes(model)
     tokens = np.random.default_rng(seed).integers(0, 8192, PROMPT_TOKENS, dtype=np.int32)

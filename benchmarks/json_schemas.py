@@ -42,7 +42,7 @@ def main(
 
 
 def measure(folder: Path, files: list[Path]) -> dict[str, Any]:
-    """Return counts of verdicts, and percentiles of times in microseconds."""
+    """Return the number of each verdict, and percentiles of times in microseconds."""
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": 0}))
     write_tokenizer(folder)
     tokenizer = Tokenizer(folder)

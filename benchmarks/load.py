@@ -6,9 +6,10 @@ disk and from the page cache. The bench measures how long the deployment is in t
 also measures the time of one process that only reads the files from beginning to end. This is the
 first lower bound.
 
-The memory of an emulated device is memory of this machine, which the system must provide first. So
-for the second lower bound, the same read is measured while one process per rank fills new memory,
-in total as many bytes as the files have, in small pages like the memory of devices.
+The memory of an emulated device is memory of this machine, which the operating system must provide
+first. So the second lower bound is the time of the same read while one process per rank fills new
+memory. Together, these processes fill as many bytes as the files have, in small pages, which
+emulated devices also use.
 
 The host of a virtual machine may take back freed memory within seconds. Then the next process that
 accesses this memory has to wait. A deployment begins to load about ``PAUSE_S`` after its start, so
@@ -41,7 +42,7 @@ from dist_aclgraph.config import make_config
 from dist_aclgraph.planning.memory import GIB
 
 CHUNK_BYTES = 16 << 20
-PAUSE_S = 20.0  # time from the start of the ranks until the state LOADING on this machine
+PAUSE_S = 20.0  # seconds from the start of the ranks to the state LOADING on this machine
 HIDDEN, FFN, VOCAB = 2048, 8192, 8192
 ELEMENT_BYTES = 2
 
@@ -107,7 +108,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         status.update(f"Writing {gib:g} GiB of random weights")
         model = write_checkpoint(make_shape(gib * GIB), Path(folder) / "model", torch.bfloat16)
-        os.sync()  # because only data that is on the disk can be dropped from the page cache
+        os.sync()  # the page cache can drop data only after it was written to the disk
         files = sorted(model.glob("*.safetensors"))
         config = make_config(
             {

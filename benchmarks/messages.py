@@ -47,9 +47,9 @@ from dist_aclgraph.steps.step import (
 
 NODE = "node"
 WAIT_S = 1.0
-PAUSE_S = 0.002  # between two steps, in which all processes fall asleep
+PAUSE_S = 0.002  # seconds between two steps, so that all processes sleep when a step begins
 GOAL_MS, GOAL_WORKERS = 0.4, 8
-RECORD_BYTES = 16  # bytes of a request in a plan
+RECORD_BYTES = 16  # number of bytes of a request in a plan
 
 COLUMNS = {
     "way": "{way}",
@@ -148,7 +148,7 @@ def measure(
 
 
 def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
-    """Return the CPU time of a step, and the duration of each, in microseconds."""
+    """Return the mean CPU time of a step and the duration of each step, in microseconds."""
     pids = (*way.pids, os.getpid())
     before_s, times_us = cpu_seconds(pids), []
     for step in range(steps):
@@ -180,7 +180,7 @@ def workers_of(
         peers.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(WAIT_S)
-        if process.poll() is None:  # some workers still run
+        if process.poll() is None:  # the time limit has passed, and some workers still run
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""The lower bound of ``make bench-messages``: bytes are sent to all workers of a node, and each
-worker sends bytes back.
+"""Measures the lower bound of ``make bench-messages``: a process sends bytes to all workers of a
+node, and each worker sends bytes back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BarePeers:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen()
-        self._peers: dict[int, socket.socket] = {}  # by file descriptor
+        self._peers: dict[int, socket.socket] = {}  # connections, by file descriptor
         self._epoll = select.epoll()
 
     @property

@@ -49,8 +49,9 @@ BATCHES = (1, 16)
 MIXED_BATCH = 8
 WARM_UP_STEPS = 12
 MAX_LEN = 256
-ROWS = (1, 2, 4, 8)  # requests of a data-parallel rank; decode steps of these sizes have graphs
-# The largest size holds all prompts of a data-parallel rank.
+# Numbers of requests of a data-parallel rank whose decode steps have graphs.
+ROWS = (1, 2, 4, 8)
+# Graphs of mixed batches; all prompts of a data-parallel rank fit in the largest size.
 MIXED_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 STEPS = {

@@ -9,10 +9,10 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 
 ANIMALS = ("fox", "cat", "dog", "owl", "bear", "duck", "frog", "lion")
 NAMES = ("Mia", "Tom")
-# Answers to requests for stories are longer than any run; answers to these questions end after a
-# few tokens.
+# Requests for stories have answers that are longer than any run. The answers to these questions end
+# after a few tokens.
 QUESTIONS = ("Who are you?", "Count from 3 to 9.", "Hello!", "Count down from 12.")
-EXTRA_TOKENS = 8  # more than the first request's tokens: the first request must end first
+EXTRA_TOKENS = 8  # other requests get so many more tokens, so that the first request ends first
 LATER_TOKENS = 6
 
 
@@ -28,7 +28,7 @@ def chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]
 
 
 def mixed_chat_workload(tokenizer: Tokenizer, batch: int, steps: int) -> list[Arrival]:
-    """Return ``batch`` requests for stories, and questions.
+    """Return ``batch`` requests for stories, and further requests with questions.
 
     One question arrives at every fourth token of the first request.
     """

@@ -1,4 +1,5 @@
-"""One rank of a tensor parallel group, alone in this process. It counts operators and pool bytes.
+"""Runs one rank of a tensor-parallel group alone, and counts its operators and bytes of graph
+pools.
 
 The rank has the weights and shapes of rank 0, but no peers. An operator of the same shape on the
 rank's own memory replaces each collective. So sizes are right, but values are meaningless.
@@ -27,7 +28,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2
-UPDATED = "npu_fused_infer_attention_score"  # attention whose lengths are on the host
+UPDATED = "npu_fused_infer_attention_score"  # attention that gets its lengths from the host
 
 
 class LoneGroup(CommGroup):
@@ -42,13 +43,13 @@ class LoneGroup(CommGroup):
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Bytes of graph pools on one rank.
+    """Number of bytes of graph pools on one rank.
 
     Attributes:
-        alone: for each graph, the bytes that the graph takes from the device if it has its own
-            pool.
-        needs: for each graph, the largest total size of the graph's tensors at one time.
-        shared: bytes of all graphs in one pool, if the largest graph is captured first.
+        alone: for each graph, the bytes that its pool takes from the device if no other graph uses
+            the pool.
+        needs: for each graph, the largest number of bytes that its tensors take at one time.
+        shared: bytes of one pool for all graphs, if the largest graph is captured first.
     """
 
     alone: dict[str, int]
@@ -121,7 +122,7 @@ class OneRank:
             config,
             self.npu,
             self._model,
-            # Each padding request has one slot; some chips count these slots.
+            # Each padding request has one slot, and some chips count the blocks of these slots.
             num_blocks=max(num_blocks, *(graph.num_reqs for graph in graphs)),
             max_len=self._max_len,
             graphs=graphs,
@@ -157,7 +158,7 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def has_work(func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
-    """Whether an operator writes to existing memory, or fills new memory."""
+    """Return whether an operator writes to existing memory or fills new memory."""
     name = _name(func)
     if name.startswith(("empty", "new_empty")) or name.endswith("workspace"):
         return False

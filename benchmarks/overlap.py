@@ -29,8 +29,10 @@ from dist_aclgraph.shipped import shipped
 PROMPT_LEN, WARM_UP = 128, 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 MAX_LEN = 40960
-MEMORY_MB = 1 << 16  # memory of a device, counted and never committed
-ALLOWED_WAIT = 0.02, 60.0  # share of a step, microseconds; the larger time is the limit
+MEMORY_MB = 1 << 16  # memory of a device, which is counted but never used on this machine
+# Limit of the device's wait in a step, as a fraction of the step and in microseconds; the larger of
+# the two times counts.
+ALLOWED_WAIT = 0.02, 60.0
 ALLOWED_WAIT_WITH_DRAFTS = 0.05, 60.0
 
 
@@ -60,9 +62,9 @@ class Model:
 
     Attributes:
         config: the model's config.json.
-        choices: number of tokens that may be sampled, so on average one of ``choices`` drafts is
+        choices: number of tokens that can be sampled; on average, one of ``choices`` drafts is
             accepted.
-        gap_us: time between two kernels, in place of the time in the table of rates.
+        gap_us: time between two kernels, which replaces the time in the table of rates.
     """
 
     config: dict[str, Any]
@@ -80,7 +82,7 @@ MODELS = {
     "DeepSeek, dense, every second draft passes": Model(
         config=dense_deepseek(), num_drafts=1, choices=2
     ),
-    # The device takes about 2, 4 and 10 ms for a step, while the host has little work.
+    # The device needs about 2, 4 and 10 ms for a step, and the host has little work in each step.
     **{
         f"4 layers, {gap_us} us between kernels": Model(
             config=qwen3(512, 4, 8, 1024), gap_us=gap_us
@@ -88,7 +90,8 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
-# The device's work in a step, by the names of the emulator's counters.
+# What the device does in a step: work, or a wait with its cause. The names are those of the
+# emulator's counters.
 CAUSES = (
     "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
     "idle_collective",
@@ -187,8 +190,8 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
     mode = next(m for m in MODES_OF_STEPS if _gained(before, after, m, "steps"))
     num_steps = _gained(before, after, mode, "steps")
     if mode != "eager":
-        # The counts at a step's result include the steps that are queued after this step. So the
-        # first decode step is counted together with the step of the prompts.
+        # The counts that are read with a step's result include later steps that are already queued.
+        # So the first decode step is counted together with the step of the prompts.
         num_steps -= engine.config.scheduler.steps_in_flight - 1
     times = {
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
@@ -210,7 +213,7 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
 
 
 def _busy_ns(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Return the time in which the device was busy between two reports, in steps of all modes."""
+    """Return how long the device was busy between two reports, in steps of all modes together."""
     return sum(_gained(before, after, m, "modelled_busy_ns", "counted") for m in MODES_OF_STEPS)
 
 

@@ -31,10 +31,10 @@ from dist_aclgraph.errors import DistAclGraphError
 
 NUMBERS = Path(__file__).with_name("perf_gate.json")
 LAYERS, BATCH, WARM_UP, STEPS = 4, 8, 24, 40
-# Tolerances: the largest growth that is no failure. Counts are averages over the steps, and the
-# measurement may miss a count of the first or the last step.
+# A tolerance is the largest growth that is not a failure. Counts are averages over the steps, and
+# the measurement can miss a count of the first or the last step.
 COUNT_TOLERANCE = 0.25  # per step
-TIME, TIME_TOLERANCE = "modelled busy us", 0.01  # a share of the time
+TIME, TIME_TOLERANCE = "modelled busy us", 0.01  # a fraction of the time
 COUNTERS = {
     "updates": "task_updates",
     "synchronizes": "host_syncs",
@@ -157,7 +157,7 @@ def count_steps(rank: OneRank, runner: ModelRunner, config: Config, case: Case) 
 
 
 def growths(known: Mapping[str, Row], found: Mapping[str, Row]) -> list[str]:
-    """Return a phrase for each number that is worse than the known number, or has none."""
+    """Return a phrase for each number that is worse than the known number, or that is not known."""
     worse = []
     for name, row in found.items():
         for what, value in row.items():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GROUP_WIDTH = 0.8  # share of the space between two ticks
+GROUP_WIDTH = 0.8  # width of a group of bars, as a fraction of the distance between two ticks
 SCALES = {"K": 1 << 10, "M": 1 << 20}
 
 Row = Mapping[str, Any]
@@ -71,7 +71,9 @@ class Report(NamedTuple):
 
 
 class Cells(string.Formatter):
-    """Formats cells: ``{size!K:.0f}`` divides by 1,024, ``!M`` by 1,024 squared; None is a dash."""
+    """Formats cells. ``{size!K:.0f}`` divides by 1,024, ``!M`` by 1,024 squared; None becomes a
+    dash.
+    """
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion in SCALES and value is not None:
@@ -95,7 +97,7 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Row]) -> T
     """Return a table with one line for each of ``rows``.
 
     Args:
-        columns: the format of the cells (see ``Cells``) by the heading of the column.
+        columns: for each column's heading, the format of the column's cells (see ``Cells``).
     """
     lines = [[CELLS.of(row, cell) for cell in columns.values()] for row in rows]
     return Table(title, list(columns), lines)
@@ -142,10 +144,10 @@ def draw_bars(
     Args:
         group, series, label: formats (see ``Cells``) of the words below a group of bars, of a
             bar's entry in the legend, and of the words above a bar.
-        height: the field of a bar's value, such as ``ratio[median]``.
-        dots: the field with further values, such as the values of single rounds.
-        mark: the field of a value with which a reader compares the bar.
-        line: a value with which a reader compares all bars.
+        height: field with a bar's value, such as ``ratio[median]``.
+        dots: field with values that are drawn as dots, such as the values of single rounds.
+        mark: field with a value that is drawn as a mark at the bar, for comparison.
+        line: value that is drawn as a line across all bars, for comparison.
     """
     groups = list(dict.fromkeys(CELLS.of(row, group) for row in rows))
     names = list(dict.fromkeys(CELLS.of(row, series) for row in rows))

@@ -1,4 +1,4 @@
-"""The cost of sampling: steps of random, filtered and penalised requests, against greedy steps.
+"""The cost of sampling: random, filtered and penalised steps are compared with greedy steps.
 
 All ways of sampling are measured alternately in one run of the whole engine. The ratios are of the
 emulator and say nothing about an NPU.
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
     "penalties": {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
 }
-RANDOM_GOAL = 1.15  # ratio to the time of a greedy step
+RANDOM_GOAL = 1.15  # time of a random step, divided by the time of a greedy step
 COLUMNS = {
     "batch": "{batch}",
     "sampling": "{way}",
@@ -47,7 +47,7 @@ def sampling_cost(folder: Path, steps: int, repeats: int) -> list[dict[str, Any]
             for repeat in range(repeats + 1):
                 for way, sampling in WAYS.items():
                     run = engine.decode(batch, PROMPT_LEN, steps if repeat else 8, **sampling)
-                    if repeat:  # the first run only warms up
+                    if repeat:  # the first run is only a warm-up
                         times[way].append(run.step_ms)
             greedy_ms = statistics.median(times["greedy"])
             for way, measured in times.items():

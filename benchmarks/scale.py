@@ -72,7 +72,7 @@ class Workers:
     process: subprocess.Popen[str]
 
     def wait(self) -> None:
-        """Return after every worker has received its message."""
+        """Wait until every worker has received its message."""
         assert self.process.stdout is not None
         self.process.stdout.readline()
 
@@ -128,7 +128,7 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
     engine_ns, send_ns, receive_ns = [], [], []
     node_id = NODE if place.host is None else OTHER_NODE
     gc.collect()
-    gc.freeze()  # as in an engine
+    gc.freeze()  # an engine also does this
     with played_workers(sender, node_id, shape) as workers:
         for _ in range(steps + WARM_UP):
             began = time.thread_time_ns()
@@ -159,12 +159,12 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
 
 
 def median_ms(times_ns: Sequence[int]) -> float:
-    """Return the median after the first steps, in milliseconds."""
+    """Return the median of all times but the first (``WARM_UP``), in milliseconds."""
     return statistics.median(times_ns[WARM_UP:]) / 1e6
 
 
 def sizes(plan: StepPlan, shape: Shape) -> dict[str, int]:
-    """Return how many bytes of a step all workers get together, and one worker."""
+    """Return how many bytes all workers together get in a step, and how many one worker gets."""
     sent = [len(encoder.encode(plan.for_rank(rank))) for rank in range(shape.dp)]
     return {"plan_bytes": sum(sent) * shape.tp, "rank_bytes": max(sent)}
 

@@ -1,8 +1,8 @@
-"""Host time of an engine's own work: ``python -m benchmarks.scheduler``.
+"""Measures the host time of an engine's own work: ``python -m benchmarks.scheduler``.
 
-The batch decodes without interruption, without a worker and without a channel. Three parts are
-timed separately: the scheduler; the encoding of the scheduler's plans; and step output, from the
-tokens of a step to the encoded message for each client.
+All requests decode in every step; there is no worker and no channel. Three parts are timed
+separately: the scheduler; the encoding of the scheduler's plans; and step output, from the tokens
+of a step to the encoded message for each client.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def measure(
 ) -> dict[str, float]:
     """Return the CPU times of a step in microseconds.
 
-    For the scheduler: median, mean and 99th percentile. For encoding and step output: medians.
+    The times are median, mean and 99th percentile of the scheduler, and medians of encoding and
+    step output.
     """
     scheduler, recipients = make_scheduler(
         num_reqs, num_steps, num_waiting=num_waiting, num_clients=num_clients

@@ -38,8 +38,8 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 TEXT = "The device never waits for the host, and tokens never wait for their readers. "
 PATH = "/v1/chat/completions"
 WARM_UP = 20  # steps
-SETTLE_S = 0.05  # time after the last step in which the step's frames are sent
-FRAMES_BEFORE = 1  # number of frames before the first token: one, with the assistant's role
+SETTLE_S = 0.05  # seconds after the last step, in which servers send the step's frames
+FRAMES_BEFORE = 1  # number of frames before the first token's frame; it has the assistant's role
 GOAL_CPU_US, GOAL_LATENCY_MS = 20.0, 1.0
 COLUMNS = {
     "server": "{server}",
@@ -94,8 +94,8 @@ def measure(
     """Stream from each server in turn; return one row for each server and number of streams.
 
     Args:
-        is_apart: whether the servers have a core on which no client runs. Then clients do not
-        preempt servers, as with remote clients.
+        is_apart: whether the servers have a core on which no client runs. Then no client preempts a
+            server; remote clients do not preempt servers either.
     """
     config = make_config(
         {
@@ -109,7 +109,7 @@ def measure(
     with ExitStack() as stack:
         client = stack.enter_context(Client())
         served = stack.enter_context(plain(config, folder))
-        # The first turn warms up. The floor later sends the frames of this turn.
+        # The first turn is a warm-up, and records the frames that the floor will send.
         frames = turn(client, served, request, 1, pace, tokens).frames
         servers = [stack.enter_context(floor(_by_steps(frames))), served]
         for name in ("proxy", "haproxy") if on_ray else ():
@@ -210,7 +210,7 @@ def turn(
 
 
 def part_cores(servers: Sequence[Server], client: Client) -> None:
-    """Give the servers one core, and all other cores to the client and to this process."""
+    """Give the servers one core, and give all other cores to the client and this process."""
     *others, last = sorted(os.sched_getaffinity(0))
     if not others:
         raise ConfigError("--apart needs two cores, and this process may use one; leave it out")

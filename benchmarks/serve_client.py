@@ -29,7 +29,7 @@ class Stream:
     """One reply of a server.
 
     Attributes:
-        arrivals_s: when the end of each frame was read, on the system's monotonic clock.
+        arrivals_s: for each frame, the time when its end was read, on the system's monotonic clock.
         received: all bytes of the reply.
     """
 
@@ -38,7 +38,7 @@ class Stream:
 
     def take(self, data: bytes, now_s: float) -> bool:
         """Record new bytes; return whether the reply is complete."""
-        # the first byte of a frame's end may have arrived with earlier bytes
+        # The first byte of a frame's end can be the last byte that was received earlier.
         seen = max(0, len(self.received) - 1)
         self.received += data
         self.arrivals_s += [now_s] * self.received.count(FRAME_END, seen)

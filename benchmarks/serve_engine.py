@@ -83,7 +83,9 @@ class PacedEngine:
 
 
 class ByteSource:
-    """Sends the floor's server one byte for each step, and gets one byte for each opened stream."""
+    """Sends one byte for each step to the floor's server, and receives one byte for each new
+    stream.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -112,10 +114,10 @@ class PacedDeployment:
         return {}
 
     def raise_if_dead(self) -> None:
-        """Do nothing: the engine lives as long as the bench."""
+        """Do nothing, because the engine lives as long as the bench."""
 
     def outlook(self) -> Outlook:
         return Outlook(failure="the bench is over")
 
     def shut_down(self) -> None:
-        """Do nothing: the bench ends its engine itself."""
+        """Do nothing, because the bench itself ends its engine."""

@@ -38,11 +38,12 @@ from dist_aclgraph.simulate.simulation import LoadOptions, simulate
 from dist_aclgraph.simulate.times import read_times
 from dist_aclgraph.steps.delta import RequestDelta
 
-AIM = 0.15  # largest difference of seconds, and of replays and padding with drafts, as a fraction
+# Largest relative difference of the seconds and, with drafts, of the replays and the padding.
+AIM = 0.15
 MAX_NUM_SEQS = 32
 FIRST = Arrival(0.0, 1000, 1)  # a long prompt, during whose first step all others arrive
-LATER_S = 1e-6  # when the others arrive: within the first step
-LEAD_S = 0.005  # pause until the first step runs
+LATER_S = 1e-6  # seconds after which all others arrive, so that they arrive in the first step
+LEAD_S = 0.005  # seconds of a pause in which the first step begins
 NUM_CONTEXTS = 2
 
 Counts = dict[str, float]
@@ -174,7 +175,7 @@ def compare(case: Case, requests: int, in_flight: int) -> tuple[Counts, Counts]:
 
 
 def missed(case: Case, real: Counts, played: Counts) -> list[str]:
-    """Return the names of the numbers by which a simulation misses its aim."""
+    """Return the names of the numbers in which a simulation differs too much."""
     exact = {"replays", "eager steps", "padded tokens"}
     close = {"seconds"}
     if case.num_drafts:

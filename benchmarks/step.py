@@ -46,7 +46,7 @@ from dist_aclgraph.steps.step import (
 PROMPT_TOKENS, MAX_LEN, NUM_BLOCKS = 100, 1024, 512
 WARM_UP = 40  # number of steps, including those of the prompts
 ENGINE_PARTS = ("schedule", "encode the plan", "decode results", "take in")
-# The keys are names of ways of sampling. The values are fields of a row, without the seed.
+# Ways of sampling: for each name, the fields of a row, except its seed.
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 0.8, "top_p": 0.9},
@@ -54,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "allowed": {"allowed": pack_ints(range(100))},
     "penalty": {"presence_penalty": 0.5},
 }
-ROUNDS = 8  # turns of each way of sampling; a turn begins with new requests
+ROUNDS = 8  # number of turns of each way of sampling; each turn begins with new requests
 NOTE = "emulated NPU on the CPU, kernels skipped; not an NPU figure"
 
 
@@ -208,9 +208,9 @@ def measure(
     steps: int,
     ways: Sequence[str],
 ) -> dict[str, dict[str, float]]:
-    """Return the 10th percentile over the steps, in microseconds, by way of sampling and part.
+    """For each way of sampling and each part of a step, return the 10th percentile in microseconds.
 
-    The ways take turns.
+    The ways of sampling take turns.
     """
     each: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(ROUNDS):

@@ -8,11 +8,11 @@ The device computes nothing, so the tokens are arbitrary. So the bench replaces 
 the tokens of a valid answer before the matchers read them. The vocabulary is generated. The figures
 say nothing about an NPU.
 
-The bench also lets requests with large schemas arrive while other requests decode. It compares
-steps with new schemas with steps with schemas that are already compiled.
+The bench also lets requests with large schemas arrive while other requests decode. It compares the
+steps in which new schemas arrive with the steps in which compiled schemas arrive.
 
-The last part is the ingress: its CPU time for the text of a token, with and without a reader of
-calls.
+The last part measures the ingress: its CPU time for the text of a token, with and without a reader
+of calls.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from dist_aclgraph.text.tokenizer import Tokenizer
 VOCAB = 151_936
 NOTE = "modelled device on the CPU; not an NPU figure"
 BATCH, WARM_UP, ROUNDS = 32, 40, 8
-NUM_SCHEMAS = 200  # compiled for the times of compiling
-# Number of requests, number of keys of their schemas, number of steps between two requests. Workers
-# can keep ARRIVALS compiled schemas.
+NUM_SCHEMAS = 200  # number of schemas whose compilation is timed
+# Number of requests that arrive, number of keys of their schemas, and number of steps between two
+# requests. Workers can keep ARRIVALS compiled schemas.
 ARRIVALS, KEYS, EVERY = 4, 1500, 10
 SCHEMA = {
     "type": "object",
@@ -89,7 +89,9 @@ def main(
 
 
 def measure_all(folder: Path, constrained: Sequence[int], steps: int) -> dict[str, Any]:
-    """Return step times by number of constrained requests, and times to compile and of masks."""
+    """Return the times of steps, for each number of constrained requests, of compiling, and of
+    masks.
+    """
     models = [
         {**config, "vocab_size": VOCAB}
         for config in (qwen3(hidden=4096, layers=36, heads=32, ffn=12288), dense_deepseek())
@@ -162,7 +164,7 @@ def measure_steps(
 def measure_arrivals(
     npu: Npu, runner: ModelRunner, config: Config, steps: int
 ) -> list[dict[str, Any]]:
-    """Return step times while requests arrive, with new schemas and with compiled schemas."""
+    """Return the times of steps in which requests arrive: with new and with compiled schemas."""
     each: dict[str, list[float]] = {"new": [], "compiled": []}
     batch, measured = BATCH - ARRIVALS, max(-(-steps // ROUNDS), ARRIVALS * EVERY)
     for number in range(ROUNDS):
@@ -252,7 +254,7 @@ class _Scripted(Matchers):
         return found
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # only to spend the usual time
+        super()._tokens(row, begin, end)  # only for its usual time; the result is not used
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 

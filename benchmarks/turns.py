@@ -127,7 +127,7 @@ def title(workload: str) -> str:
 def differing_requests(runs: Iterable[Run], base: Run) -> int:
     """Return the number of requests whose tokens differ from those in one run of the base.
 
-    All runs are compared with the same run of the base, so other runs of the base may also differ.
+    All runs are compared with one run of the base, so other runs of the base can differ, too.
     """
     return sum(
         ours != theirs for run in runs for ours, theirs in zip(run.tokens, base.tokens, strict=True)
@@ -150,7 +150,7 @@ def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, Any]:
 
 
 def workload_rows(deployments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each deployment with each workload, and both names."""
+    """Yield the figures of each deployment with each workload, with the names of both."""
     for name, found in deployments.items():
         for workload, row in found["workloads"].items():
             yield {"name": name, "workload": workload, "title": title(workload), **row}

@@ -24,7 +24,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 
 SILENCE_S = 120.0
 QUERY_S = 60.0
-# Times that overlap the stages of a step, or that a stage already contains.
+# Names of times that overlap the stages of a step, or that are a part of a stage.
 BESIDE = ("update_ahead", "update_per_layer", "update_wait")
 
 
@@ -46,25 +46,24 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements while all initial requests decode. They end with the first of these requests.
+    """Measurements while all initial requests decode; they end when the first of these ends.
 
     Attributes:
         gaps_ms: times between two deliveries to the first request, which are the step times.
         tokens: all tokens of each request.
         num_tokens, num_deliveries, seconds: number of tokens of all deliveries, number of
-            deliveries (one per request and step), and duration.
-        timings_us: the engine's host time for each mode and stage, and number of steps for each
+            deliveries (one per request and step), and duration of the measurements.
+        timings_us: the engine's host time for each mode and stage, and the number of steps of each
             mode.
-        padded_tokens, live_tokens: numbers of tokens of replayed steps.
+        padded_tokens, live_tokens: numbers of padding tokens and live tokens of replayed steps.
         num_drafted: number of verifications of a request's drafts.
         accepted: [num_drafts], how often the draft at each position was accepted.
         expert_tokens: number of tokens that the experts of each rank computed.
-        num_reruns: number of steps that ran again.
-        kv_usage: share of the KV blocks in use when all initial requests decoded.
+        num_reruns: number of steps that were repeated.
+        kv_usage: fraction of the KV blocks that were used when all initial requests decoded.
         first_token_s: time from sending the first request until its first token.
-        counted: for each mode of steps, counts since the first request was sent: the number of
-            steps; and, if the device counts collectives, number and bytes of one rank's
-            collectives.
+        counted: for each mode of steps, the number of steps since the first request was sent. If
+            the device counts collectives, also the number and the bytes of one rank's collectives.
     """
 
     gaps_ms: list[float]
@@ -256,10 +255,11 @@ def _by_mode_and_stage(counts: dict[str, float]) -> dict[str, dict[str, float]]:
 def whole_steps(
     deliveries: Sequence[Sequence[Delivery]], begin_s: float, index: int
 ) -> tuple[list[float], list[int]]:
-    """Return the times of one request's deliveries from ``begin_s`` on, and token counts.
+    """Return the times of one request's deliveries from ``begin_s`` on, and numbers of tokens.
 
-    The token counts are of all deliveries between the first and the last of these times. The time
-    between two deliveries to the same request contains each step exactly once for each request.
+    The numbers of tokens are those of all requests' deliveries between the first and the last of
+    these times. Between two deliveries to the same request, every other request gets exactly one
+    delivery for each step.
     """
     steps_s = [delivery.at_s for delivery in deliveries[index] if delivery.at_s >= begin_s]
     counts = [n for each in deliveries for at_s, n in each if steps_s[0] < at_s <= steps_s[-1]]
@@ -273,17 +273,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def padded_fraction(padded: int, live: int) -> float:
-    """Return the share of padding in the replayed tokens; 0 if nothing was replayed."""
+    """Return the fraction of replayed tokens that are padding; 0 if nothing was replayed."""
     return padded / (padded + live) if padded + live else 0.0
 
 
 def paired_ratio(base: Sequence[float], other: Sequence[float]) -> float:
-    """Return the median, over rounds, of ``base`` divided by ``other``."""
+    """Divide ``base`` by ``other`` in each round; return the median of these ratios."""
     return statistics.median(round_ratios(base, other))
 
 
 def round_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return ``base`` divided by ``other``, round by round."""
+    """Return ``base`` divided by ``other`` for each round."""
     return [a / b for a, b in zip(base, other, strict=True)]
 
 

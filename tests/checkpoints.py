@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from dist_aclgraph.shapes.families import read_model_spec
 
-VOCAB = 503  # a prime number, so that no number of ranks divides it
+VOCAB = 503  # a prime number, so that ranks cannot divide it into equal parts
 MAX_LEN = 512
 
 LLAMA3_ROPE = {
@@ -59,7 +59,7 @@ LATENT = {
     "topk_group": 1,
 }
 
-# Sizes of all small models; SPECIAL has the settings of one architecture.
+# Sizes of all small models; SPECIAL adds the settings of each architecture.
 USUAL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -118,7 +118,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "intermediate_size": 96,
-        "swiglu_limit": 0.5,  # small enough for the random activations
+        "swiglu_limit": 0.5,  # so small that it clips some of the random activations
     },
 }
 HYBRID: dict[str, Any] = {
@@ -160,11 +160,12 @@ CONFIG_NAMES = {
 SPARSE = {
     **LATENT,
     "q_lora_rank": 96,
-    "index_n_heads": 16,  # With few heads, many scores are zero, and a choice among them differs.
+    # With few heads, many scores are zero, and equal scores can lead to different choices of keys.
+    "index_n_heads": 16,
     "index_head_dim": 128,
     "index_topk": 24,
 }
-# Architectures whose tokens are not recorded: tests ask transformers for one pass over the answer.
+# Architectures without recorded tokens: tests let transformers compute one pass over the answer.
 UNRECORDED: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": SPARSE,
     "GlmMoeDsaForCausalLM": {
@@ -185,8 +186,8 @@ def make_reference(
     """Return a transformers model with seeded weights; write it to ``directory`` if given.
 
     Args:
-        as_saved: whether the checkpoint has transformers' keys and names; otherwise it has the keys
-            and names that the authors of the model publish.
+        as_saved: whether the checkpoint has the keys and names that transformers writes, and not
+            those that the authors of the model publish.
     """
     import transformers
 
@@ -303,7 +304,7 @@ def greedy(model: Any, prompts: Sequence[list[int]], count: int) -> list[list[in
 
 
 def logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Return the log-probabilities [len(answer), vocab] at the places of the answer's tokens."""
+    """Return the log-probabilities [len(answer), vocab] at the positions of the answer's tokens."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1)

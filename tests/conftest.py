@@ -33,12 +33,12 @@ settings.load_profile("quick")
 LONGEST = (Path(__file__).parent / "longest_files.txt").read_text().split()
 
 
-@pytest.hookimpl(tryfirst=True)  # this runs before xdist, which reads the groups in the same hook
+@pytest.hookimpl(tryfirst=True)  # run before xdist's implementation, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that at the end no process waits long for another process.
+    """Run the longest files first, so that all pytest processes end at about the same time.
 
-    A process runs one file after another. All tests of the session's Ray cluster run in the same
-    process, so that only one cluster starts.
+    A process runs one file after another. All tests that use the session's Ray cluster run in the
+    same process, so that only one cluster starts.
     """
     place = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
@@ -93,7 +93,7 @@ def npu() -> Any:
     opened = open_npu(config.device, 0)
     import torch
 
-    # One thread for transformers: a second thread would spin, and would cost more than it saves.
+    # transformers uses one thread: a second thread would spin, and use more CPU time than it saves.
     torch.set_num_threads(1)
     return opened
 
@@ -108,7 +108,7 @@ def ray_cluster() -> Iterator[None]:
 
     config = deployments.make_deployment_config("unused", parallel={"tp": 8})
     with deployments.session_starter(config) as starter:
-        starter.command(config)  # a fork server imports packages while Ray starts
+        starter.command(config)  # this starts the fork server, which imports packages meanwhile
         start_ray(config, starter)
         yield
         ray.shutdown()

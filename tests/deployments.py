@@ -61,7 +61,10 @@ def tokens_of(timeout_s: float, answers: list[Answer]) -> list[list[int]]:
 
 
 def make_deployment_config(model: Path | str, **overrides: Any) -> Config:
-    """Return a small float32 deployment. A mapping changes only the given keys of a section."""
+    """Return the configuration of a small float32 deployment.
+
+    A mapping in ``overrides`` changes only the given keys of its section.
+    """
     raw: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",
@@ -79,9 +82,9 @@ _starters: list[ProcessStarter] = []  # contains the starter of the session's Ra
 
 @contextmanager
 def session_starter(config: Config) -> Iterator[ProcessStarter]:
-    """While the context is open, start the processes of all deployments by one starter.
+    """While the context is open, one starter starts the processes of all deployments.
 
-    A fork server then imports torch only once for all these processes.
+    The starter's fork server then imports torch only once for all these processes.
     """
     with closing(choose_starter(config)) as starter:
         _starters.append(starter)

@@ -1,7 +1,7 @@
 """New processes that have torch and the emulator's libraries in memory from the start.
 
-One server process, which has opened no device and started no thread, forks these processes. So no
-process spends seconds for imports. Each process has its own environment and its own settings of the
+One server process, which has opened no device and started no thread, forks these processes. So they
+do not spend seconds on imports. Each process can have another environment and other settings of the
 emulator.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def forks() -> ForkServerContext:
-    """Return the context that forks processes from the server. The first process starts it."""
+    """Return the context that forks processes from the server, which the first process starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
@@ -32,7 +32,7 @@ def begin(environment: Mapping[str, str]) -> None:
 
 
 def run_code(code: str, environment: Mapping[str, str], out: Path) -> None:
-    """Run code as the program of this forked process; both its outputs go to the file ``out``."""
+    """Run code as the main program of a forked process; it writes stdout and stderr to ``out``."""
     begin(environment)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Writes checkpoints with 4-bit values like the published tools, and the weights in bfloat16."""
+"""Writes checkpoints with weights of four bits, as published tools do, and again in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Writer = Callable[[str, Tensor, Tensor], Tensors]  # arguments: module, values, 
 
 
 def quantise(weight: Tensor, group: int | None, most: int = 7) -> tuple[Tensor, Tensor]:
-    """Return the nearest values of four bits, and scales that bfloat16 represents.
+    """Return the weight's values in four bits, and scales that bfloat16 can represent.
 
     Args:
         weight: [out, in].
+        group: number of inputs that share a scale; None means all inputs.
         most: largest value; 127 for int8.
 
     Returns:
@@ -39,7 +40,7 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def packed_ints(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Write as compressed-tensors does with pack-quantized: eight inputs in an int32, plus 8."""
+    """Write as compressed-tensors does with pack-quantized: value + 8, eight inputs in an int32."""
     parts = (values.long() + 8).unflatten(1, (-1, 8))
     words = sum(parts[..., i] << (4 * i) for i in range(8))
     return {
@@ -50,7 +51,7 @@ def packed_ints(module: str, values: Tensor, scales: Tensor) -> Tensors:
 
 
 def bytes_each(module: str, values: Tensor, scales: Tensor) -> Tensors:
-    """Write one value in a byte: compressed-tensors with int-quantized, and older ModelSlim."""
+    """Write one value per byte, as compressed-tensors (int-quantized) and older ModelSlim do."""
     return {f"{module}.weight": values, f"{module}.weight_scale": scales}
 
 
@@ -118,14 +119,14 @@ def rewrite(
     kind: str = "",
     others: str = "FLOAT",
 ) -> tuple[Path, Path]:
-    """Write a checkpoint again: with values of four bits, and with the same weights in bfloat16.
+    """Write a checkpoint twice: with weights of four bits, and with the same values in bfloat16.
 
     Args:
-        writer_of: returns a module's group size and writer; None keeps the module in floats.
-        config: keys of config.json.
+        writer_of: returns the group size and the writer of a module; None keeps it in floats.
+        config: additional keys of config.json.
         description: additional keys of ModelSlim's description; None writes no description.
-        kind: ModelSlim's type of the matrices.
-        others: ModelSlim's type of the other matrices of products; ``W8A8_DYNAMIC`` writes them in
+        kind: ModelSlim's name for the type of the matrices of four bits.
+        others: ModelSlim's name for the type of other matrices; ``W8A8_DYNAMIC`` writes them in
             int8.
     """
     quantised, floats = target / "quantised", target / "floats"

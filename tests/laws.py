@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-FULL, QUICK = 100, 25  # percent; stored as the number of examples of the hypothesis profiles
+# Percentage of examples in each hypothesis profile; the profile stores it as its ``max_examples``.
+FULL, QUICK = 100, 25
 
 
 def is_full() -> bool:
-    """Whether the profile demands all examples."""
+    """Return whether the current profile runs all examples."""
     return settings().max_examples >= FULL
 
 
 def count(full: int) -> int:
-    """Return the number of examples for this profile, from the number that a law names."""
+    """Return the current profile's part of ``full`` examples."""
     return -(-full * settings().max_examples // FULL)
 
 
 def examples(full: int) -> settings:
-    """Return settings for a law that names ``full`` examples."""
+    """Return settings for a law that has ``full`` examples in the full profile."""
     return settings(max_examples=count(full))

@@ -1,7 +1,7 @@
 """One lockstep group without Ray: its ranks are forked processes, and the test is its engine.
 
-Workers, HCCL, negotiation, capture, scheduler and the phases of the start are the same as in a
-deployment. Placement, channels and clients are missing; other tests cover these parts.
+Workers, HCCL, negotiation, capture, scheduler and the phases of the start are the real ones. The
+group has no placement, channels and clients, which other tests cover.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.unit.scheduler.requests import submit
 
 
 class ForkedStartup(Startup):
-    """The phases of a deployment's start, with ranks that exist already."""
+    """The phases of a deployment's start; the processes of the ranks already exist."""
 
     def __init__(self, planner: Planner, group: LockstepGroup, meeting: str) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class ForkedStartup(Startup):
         self._meeting = meeting
 
     def _start_command(self) -> str | None:
-        return None  # there is no Ray
+        return None  # no process is started by Ray
 
     def _place(self, ranks: Sequence[Ranks], deployment: str) -> None:
         pass
@@ -82,10 +82,10 @@ class Lockstep:
         return parallel.dcp * parallel.pcp > 1
 
     def restart(self, *, num_blocks: int | None = None, is_eager: bool = False) -> None:
-        """Remove all requests. No later request uses the contents of the caches.
+        """Remove all requests. Later requests do not use the present contents of the caches.
 
         Args:
-            num_blocks: number of blocks of each rank, not more than exist; None means all blocks.
+            num_blocks: number of blocks that each rank uses from now on; None means all blocks.
             is_eager: whether all following steps run eagerly.
         """
         planner, group, config = self._planner, self._group, self._planner.config
@@ -120,7 +120,7 @@ class Lockstep:
         )
 
     def submit(self, name: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        """Add a request, and return its answer, to which later steps add tokens."""
+        """Add a request; return its answer, which gets tokens in later steps."""
         self.scheduler.add(submit(name, prompt, params))
         self._answers[name] = Answer()
         return self._answers[name]
@@ -141,7 +141,7 @@ class Lockstep:
         return done
 
     def turn(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Schedule a step if permitted, and process the oldest step's result, like an engine.
+        """Schedule a step if possible, and process the oldest step's result, like an engine.
 
         Args:
             meanwhile: called while steps are in flight.

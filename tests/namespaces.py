@@ -1,5 +1,5 @@
-"""Several nodes on one machine. Each node has separate namespaces for network, shared memory and
-process ids. A bridge connects the networks.
+"""Makes several nodes on one machine. Each node has separate namespaces for its network, shared
+memory and process ids. A bridge connects the networks.
 
 The network, /dev/shm and process ids of a node are not visible to other nodes. All processes of a
 node end when the node ends, or when this process ends for any reason.
@@ -32,7 +32,7 @@ def _call(command: Sequence[str]) -> None:
 
 
 class _Holder:
-    """An idle process that holds the namespaces of a node. If it ends, all their processes end."""
+    """An idle process that keeps a node's namespaces. If it ends, all processes of the node end."""
 
     def __init__(self, setup: Sequence[str] = ()) -> None:
         script = " && ".join(["ip link set lo up", *setup, "echo ready", "exec cat"])
@@ -94,7 +94,7 @@ class Node:
 
     def connect(self) -> None:
         """Connect the node's network to the bridge."""
-        # Created outside of the node, because only there the process id identifies the node.
+        # The command runs outside of the node, where ``pid`` is the id of the node's process.
         ends = f"{self._port} netns {self._switch.pid} type veth"
         peer = f"peer name eth0 netns {self._holder.pid}"
         _call(f"ip link add {ends} {peer}".split())
@@ -105,7 +105,7 @@ class Node:
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen:
-        """Start a program in this node, in the caller's folder and in a process group of its own.
+        """Start a program in this node, in the caller's folder and in a new process group.
 
         To end the program before its node, signal the process group (``os.killpg``): the returned
         process only waits for the program.
@@ -141,7 +141,7 @@ def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[lis
     """Make nodes on one network; at the end of the context, end them and all their processes.
 
     Args:
-        private: folders that are empty at first in each node, and that no other node shares.
+        private: folders that each node has separately; they are empty at first.
 
     Raises:
         NoNamespaces: this machine does not permit namespaces.

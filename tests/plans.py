@@ -15,9 +15,7 @@ from dist_aclgraph.planning.plan import GraphPlan
 def make_plan(
     *decode: int, mixed: tuple[int, ...] = (), query_len: int = 1, **fields: Any
 ) -> GraphPlan:
-    """Return a plan with graphs for decode batches and, if the mode has them, graphs for mixed
-    batches.
-    """
+    """Return a plan with graphs for decode batches and, if the mode allows, for mixed batches."""
     mode = fields.pop("mode", "FULL_AND_PIECEWISE" if mixed else "FULL_DECODE_ONLY")
     families = []
     if decode and mode in DECODE_MODES:
@@ -44,5 +42,5 @@ def pieces(bucket: int) -> BatchDescriptor:
 def choose(
     sizes: Sequence[int], weights: Mapping[int, float], costs: Sequence[float], max_buckets: int
 ) -> tuple[int, ...]:
-    """Return at most ``max_buckets`` sizes with the lowest expected cost, in ascending order."""
+    """Return at most ``max_buckets`` sizes that together have the lowest cost, ascending."""
     return choices(sizes, weights, costs, max_buckets).buckets(min(max_buckets, len(sizes)))

@@ -1,4 +1,4 @@
-"""The fork server imports this module, which imports all slow packages but opens no device."""
+"""The fork server imports this module. It imports all slow packages, but opens no device."""
 
 from dist_aclgraph.actors.worker import worker  # noqa: F401
 from dist_aclgraph.device import emulator

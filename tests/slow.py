@@ -1,4 +1,4 @@
-"""Marks tests for ``make test-more``: variations of cases that ``make test`` tries only once."""
+"""Marks variations of tests as slow: only ``make test-more`` runs them, not ``make test``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """Return the parameters of a test; all are marked slow."""
+    """Return one set of a test's parameters, marked slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def slow_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of one parameter, with a mark for values that ``make test`` leaves out."""
+    """Return the values of one parameter; values for which ``is_kept`` is false are marked slow."""
     return [value if is_kept(value) else slow(value) for value in params]
 
 
 def rare_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of one parameter, with marks for values that only ``make test-all`` has."""
+    """Return the values of one parameter; only ``make test-all`` tries those that are not kept."""
     marks = (pytest.mark.slow, pytest.mark.rare)
     return [value if is_kept(value) else pytest.param(value, marks=marks) for value in params]

@@ -1,4 +1,4 @@
-"""Holds stream ids, so that the emulated device has only a given number of free ids."""
+"""Occupies stream ids, so that only a given number of ids is free on the emulated device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dist_aclgraph.device import emulator
 
 
 class HeldStreams:
-    """While open, holds all stream ids of the device except ``left`` ids.
+    """While open, occupies all stream ids of the device except ``left`` ids.
 
-    With software queues, this object first empties the pool of queues of earlier graphs, so that
-    the numbers of free queues and free ids are equal.
+    With software queues, it first empties the pool of queues from earlier graphs, so that there are
+    as many free queues as free ids.
     """
 
     def __init__(self, left: int) -> None:

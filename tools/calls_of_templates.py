@@ -46,7 +46,7 @@ CALLS: dict[str, list[Call]] = {
     "empty": [("stop", {})],
     "two": [("get_weather", {"city": "Rome"}), ("get_weather", {"city": "Oslo"})],
 }
-# Tokens after an assistant's turn.
+# Tokens that can follow an assistant's turn.
 ENDS = (
     *("<|im_end|>", "</s>", "<｜end▁of▁sentence｜>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     *("<|user|>", "<|observation|>", "<|endoftext|>", "[e~[", "<|return|>"),
@@ -72,7 +72,7 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
     head = template.render([USER], ChatOptions(tools=TOOLS)).removeprefix(asked)
     whole = template.render([USER, answer], ChatOptions(tools=TOOLS, add_generation_prompt=False))
     text = whole.removeprefix(asked)
-    # The head may also begin the reasoning, which a turn in the history may not have.
+    # The head can also begin the reasoning. A turn in the history can be without reasoning.
     while not text.startswith(head):
         head = head[: max(head.rfind(end, 0, -1) for end in (">", "\n")) + 1]
     text = text.removeprefix(head)
@@ -83,7 +83,8 @@ def turn(template: ChatTemplate, calls: list[Call], content: str) -> str:
 def calls_in(form: AnswerFormat, text: str) -> list[tuple[str, Any, bool]]:
     """Return (name, arguments, is_whole) of each call that the reader finds in a text.
 
-    Markers are spelled, because tests of the formats compare markers that are tokens with these.
+    Markers are read as text. For markers that are tokens, the tests of the formats show that they
+    are read in the same way.
     """
     reader = form.reader(SCHEMAS, is_thinking=False)
     assert reader is not None

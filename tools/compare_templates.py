@@ -74,7 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"add_generation_prompt": True, "documents": DOCUMENTS},
     "effort": {"add_generation_prompt": True, "reasoning_effort": "high", "tools": TOOLS},
 }
-TEXTS = ("How warm is it", "First.", "Second.")  # texts of users
+TEXTS = ("How warm is it", "First.", "Second.")  # texts in users' messages
 # The text that a template prints for a list of parts, if the template expects texts.
 PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 # transformers leaves LEFT_MARK in a prompt that has the last message twice.
@@ -115,11 +115,11 @@ def theirs(
         }
         for m in chat
     ]
-    if "developer" not in source:  # most templates do not know this role
+    if "developer" not in source:  # most templates have no role "developer"
         chat = [{**m, "role": m["role"].replace("developer", "system")} for m in chat]
     try:
         (text,), _ = render_jinja_template([chat], chat_template=source, **{**special, **options})
-    except Exception:  # any exception: a template may raise any error
+    except Exception:  # a template can raise any error
         return None
     return str(text)
 
@@ -139,8 +139,8 @@ def ours(
 def forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation in all forms: with unchanged contents, as texts, and as parts.
 
-    Each form is yielded with arguments of calls as objects, and as JSON texts. Then all these forms
-    are yielded again, with empty contents in messages that have calls.
+    In each form, the arguments of calls are objects, and then JSON texts. All forms are yielded a
+    second time, with empty contents in messages that have calls.
     """
     filled = [{**m, "content": m.get("content") or ""} if m.get("tool_calls") else m for m in chat]
     for each in (chat, filled):
@@ -177,7 +177,7 @@ def forms_of_contents(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any
 def reference(
     source: str, special: Mapping[str, str], chat: list[dict[str, Any]], options: dict[str, Any]
 ) -> str | None:
-    """Return the prompt of transformers for the first form whose prompt has all texts."""
+    """Return transformers' prompt of the first form whose prompt contains all texts."""
     sent = str(chat)
     wanted = [text for text in TEXTS if text in sent]
     prompts = [theirs(source, special, form, options) for form in forms(chat)]

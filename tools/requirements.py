@@ -1,6 +1,7 @@
-"""Prints the packages that pyproject.toml pins, and the packages of the given extras.
+"""Prints the packages that pyproject.toml pins, and the packages of the extras whose names are
+given.
 
-With ``--only`` before the names, it prints only the packages of the extras.
+With ``--only`` before the names, it prints only the packages of these extras.
 """
 
 import re
@@ -12,7 +13,7 @@ project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def pins(packages: list[str]) -> set[str]:
-    """Return the requirements. The packages of an extra of this project replace the extra."""
+    """Return the pinned requirements; an extra of this project is replaced by its packages."""
     found = set()
     for package in packages:
         own = re.fullmatch(rf"{project['name']}\[([\w.-]+)\]", package)

@@ -65,7 +65,7 @@ def run_tests(environment: Path, paths: Sequence[str]) -> dict[str, int]:
 
 
 def count_outcomes(report: Path) -> dict[str, int]:
-    """Return the number of tests by outcome in pytest's report. No report counts as one failure."""
+    """Return the number of tests with each outcome; a missing report counts as one failure."""
     if not report.exists():
         return {"failed": 1}
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}

@@ -12,7 +12,7 @@ from dist_aclgraph.planning.plan import CaptureCost, GraphPlan
 
 @dataclass
 class FakeRank:
-    """The state of one rank: a plan, and its graphs that were captured or committed."""
+    """The state of one rank: its plan, and the graphs that it has captured and committed."""
 
     rank: int
     streams: int
@@ -23,18 +23,18 @@ class FakeRank:
 
 @dataclass
 class FakeRanks:
-    """A lockstep group whose ranks use one stream per graph, and fail at the configured actions.
+    """A lockstep group whose ranks use one stream per graph, and fail as the attributes say.
 
     Attributes:
         streams: number of streams of each rank.
-        failures: the cause with which the capture of a graph fails on a rank.
-        unprepared: the cause with which the warm-up of a graph fails on a rank.
+        failures: for a rank and a graph, the cause with which the graph's capture fails.
+        unprepared: for a rank and a graph, the cause with which the graph's warm-up fails.
         digests: the digest that a rank reports for a graph, if other ranks report another digest.
-        holds_another_plan: a rank that adopts another plan.
-        leaks: a rank that does not free streams.
-        breaks: a rank, and the action that its device refuses.
-        keeps_bytes: a rank that uses more bytes after a release than before the capture.
-        counts: whether the devices count free streams.
+        holds_another_plan: the rank that adopts another plan than the other ranks.
+        leaks: the rank that does not free the streams of released graphs.
+        breaks: the rank whose device refuses an action, and this action.
+        keeps_bytes: the rank that uses more bytes after a release than before the capture.
+        counts: whether the devices can report the number of free streams.
     """
 
     streams: tuple[int, ...] = (100, 100)

@@ -1,4 +1,4 @@
-"""Checks that a deployment leaves no process and no NPU behind."""
+"""Checks that no process of a deployment is left, and that its NPUs are free."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MAX_LEN = 128
 
 @dataclass
 class LocalRanks:
-    """Workers of groups of one rank, which use the same device one after the other."""
+    """Workers that each form a group of one rank, and use the same device one after the other."""
 
     workers: list[Worker]
 
@@ -36,7 +36,8 @@ class LocalRanks:
     ) -> list[GraphAnswer]:
         command = GraphCommand(0, 0, action, graph, plan)
         answers = [worker.carry_out(command) for worker in self.workers]
-        # All ranks share one device; its free streams are compared when the last rank is done.
+        # All ranks share one device, so each answer gets its number of free streams after the last
+        # rank's command.
         left = answers[-1].free_streams
         return [msgspec.structs.replace(answer, free_streams=left) for answer in answers]
 

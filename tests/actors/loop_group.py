@@ -50,7 +50,7 @@ from tests.unit.scheduler.fake_worker import FakeWorker
 TOKEN, EPOCH, WAIT_S, STEP_S = "secret", 1, 60.0, 60.0
 NUM_BLOCKS, BLOCK = 32, 16
 NODE = "node"
-VOCAB = 1000  # higher than all token ids of tests
+VOCAB = 1000  # larger than every token id in the tests
 
 
 class Group:
@@ -58,15 +58,18 @@ class Group:
 
     Args:
         fail_at: the step at which rank 0 reports an error.
-        dp, tp: number of data-parallel ranks, and of ranks in each. With several ranks, experts are
-            shared.
+        dp, tp: number of data-parallel ranks, and number of tensor-parallel ranks in each of them.
+            Several ranks share the experts.
         num_drafts: number of draft tokens of each request; one draft token is accepted.
-        lose_at: the step in which there is no room for the last rank's tokens at their experts.
-        stall_at, stall_s: the step that takes long, and its duration.
-        link_s, max_unread_bytes, turn_s: limits for clients, and for the loop's work on the host.
+        lose_at: the step in which the experts have no room for the last rank's tokens, so the step
+            is void.
+        stall_at, stall_s: the step that stalls, and the duration of its stall.
+        link_s: time limit for silent clients.
+        max_unread_bytes: limit of the bytes that wait for one client.
+        turn_s: time limit of one turn of the loop.
         clients_host: address for clients on other nodes.
-        is_held: whether the engine may serve.
-        fault_at: the step in which rank 0's device stops because of a link. The other ranks then
+        is_held: returns whether the engine may serve.
+        fault_at: the step in which rank 0's device stops because a link fails. The other ranks then
             wait for this device.
         stop: stops the devices of all ranks.
     """

@@ -1,4 +1,4 @@
-"""Compares plans for random numbers of free streams on one rank with the device's own count.
+"""Makes plans for random numbers of free streams on one rank; checks them with the device's count.
 
 This program runs in a separate process, because the emulator's settings cannot change in a process:
 ``python -m tests.actors.random_budgets CHECKPOINT ACCOUNTING SEED ROUNDS``.
@@ -26,7 +26,7 @@ from dist_aclgraph.shapes.model_facts import read_model_facts
 from tests.actors.local_ranks import LocalRanks, make_local_config, start_rank
 from tests.streams import HeldStreams, ids_left
 
-STREAMS = 120  # ids of the device; the rank itself takes some of them
+STREAMS = 120  # number of stream ids of the device; the rank itself uses some of these ids
 MOST_FREE = 24
 MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 MODELS = {
@@ -51,9 +51,9 @@ def make_round(base: Config, mode: str, model: str, chosen: random.Random) -> Co
 def play(ranks: LocalRanks, config: Config, free: int) -> str:
     """Negotiate and capture with ``free`` stream ids; return the outcome in one word.
 
-    There are three laws. If the budget model counts streams, the whole plan is captured. If the
-    plan has fewer buckets of a family than requested, one more bucket does not fit. After the
-    release, all streams are free again.
+    The function checks three laws. If the budget model counts streams, the whole plan is captured.
+    If the plan has fewer buckets of a family than requested, one more bucket does not fit. After
+    the release, all streams are free again.
     """
     workload = Workload.from_config(config, read_model_facts(config.model))
     model = make_budget_model(config.graph.budget_model, workload)

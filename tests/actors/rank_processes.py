@@ -35,7 +35,7 @@ from dist_aclgraph.topology import GroupRank, WorldRank
 from tests.forks import begin, forks
 
 ANSWER_S = 120.0  # seconds until a rank counts as stuck in a call
-END_S = 10.0  # seconds until a process that should leave is killed
+END_S = 10.0  # seconds until a process that should end is killed
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class RankStep:
 
     Attributes:
         num_collectives: number of collectives that ran on the rank's device.
-        counted: what the device counted since the end of the previous step: waits of the host,
-            launches on the AI CPU, and launches with unaligned views.
-        slow: names of the operators in these launches.
+        counted: number of waits of the host, launches on the AI CPU, and launches with unaligned
+            views since the end of the previous step.
+        slow: names of the operators that ran on the AI CPU or with unaligned views.
     """
 
     result: StepResult
@@ -119,7 +119,7 @@ class RankProcesses(WorkerGroup):
         return self._results("pause", lambda _: ())
 
     def _parts(self, plan: StepPlan) -> Callable[[int], tuple[bytes]]:
-        """Return the message to each rank, by its index."""
+        """Return a function from the index of a rank to the message for this rank."""
         ranks_per_batch = len(self.workers) // len(plan.batches)
         return lambda index: (encoder.encode(plan.for_rank(index // ranks_per_batch)),)
 
@@ -198,7 +198,8 @@ def _run_rank(config: Config, rank: int, pipe: Connection) -> None:
         assert isinstance(plan, RankPlan)
         before = emulator.counters()["collectives"]
         result = worker.execute(plan)
-        # Drafts are computed after the results. A query does not count as a wait of the host.
+        # The device computes drafts after the results. Queries wait for the drafts, because a query
+        # does not count as a wait of the host.
         while not runtime().current_stream().query():
             time.sleep(QUERY_S)
         now = emulator.counters()

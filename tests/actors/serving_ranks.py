@@ -124,7 +124,7 @@ def _stop(
 
 
 def _watch(ranks: RankProcesses, loop: EngineLoop, is_over: threading.Event) -> None:
-    """Report a rank that dies to the loop, as the controller does."""
+    """If a rank dies, report it to the loop, as the controller does."""
     pids = [info.pid for info in ranks.infos]
     while not is_over.wait(LOOK_S):
         alive = {process.pid for process in active_children()}

@@ -44,7 +44,7 @@ Stranger = Callable[[Endpoint], Endpoint]
 
 
 def refusal_of(endpoint: Endpoint, token: str = TOKEN) -> str:
-    """Return why a client is refused. Client and requests must fail within a time limit."""
+    """Check that a client and its request fail within a time limit; return why it is refused."""
     client = EngineClient([Address(NODE, endpoint)], token, node_id=NODE, link_s=WAIT_S)
     try:
         wait_until(lambda: bool(client.losses()), "the client learns nothing")

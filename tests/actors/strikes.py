@@ -15,7 +15,7 @@ def wait_for_tokens(answers: Sequence[Answer], count: int = 5) -> None:
 
 
 def arm(file: Path, words: str) -> None:
-    """Let the emulator fail the next call that ``words`` describe; see emulator/README.md."""
+    """Arm the fault that ``words`` describe (see emulator/README.md) for the next matching call."""
     draft = file.with_suffix(".draft")
     draft.write_text(words)
     draft.rename(file)

@@ -1,4 +1,4 @@
-"""Only peers with valid keys, or on the engine's node, reach a socket of an engine."""
+"""Only peers with valid keys, or on the engine's node, can connect to an engine's sockets."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_stranger_is_no_worker(
     address = sender.address_for(ELSEWHERE, 0)
     plans, results = context.socket(zmq.SUB), context.socket(zmq.PUSH)
     plans.setsockopt(zmq.SUBSCRIBE, TOPIC.pack(0))
-    results.setsockopt(zmq.IMMEDIATE, 1)  # frames do not wait for a missing connection
+    results.setsockopt(zmq.IMMEDIATE, 1)  # sending fails if there is no connection
     stranger(address.plans).connect(plans)
     stranger(address.results).connect(results)
 

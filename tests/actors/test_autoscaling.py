@@ -1,4 +1,4 @@
-"""Tests how groups are added for the load if the cluster has no free NPUs."""
+"""Tests what happens if the load needs more groups, but the cluster has no free NPUs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.serve.conftest import CONFIG
 
 UP_S = 5.0
 AUTOSCALE = {"serve.autoscale.max_groups": 3, "serve.autoscale.up_s": UP_S}
-BUSY = (1, 1000)  # numbers of running and of waiting requests
+BUSY = (1, 1000)  # number of running requests, number of waiting requests
 
 
 @dataclass
 class ScaledGroups(Groups):
-    """Groups that Upkeep scales up."""
+    """Groups that are busy, so that Upkeep starts more groups."""
 
     now_s: float = 0.0
     tries_s: list[float] = field(default_factory=list)
@@ -68,8 +68,8 @@ class CrowdedGroups(ServingGroups):
     """Groups of a cluster without a free NPU.
 
     Attributes:
-        looks: one entry for each check for free NPUs: the time limit, and whether other changes
-            were refused meanwhile.
+        looks: for each check for free NPUs, its time limit, and whether other changes were refused
+            during the check.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""A fault in a capture on one of two ranks costs one bucket, or ends the start with the cause."""
+"""If a capture fails on one of two ranks, the plan loses one bucket, or the start fails.
+
+If the start fails, its error names the cause.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ SIZES = (1, 2, 4, 8, 12)
 LAYERS = 3  # layers of the checkpoint; each layer records one aclnnSwiGlu
 MIXED_SIZES = (4, 8, 16)
 STREAMS_BEFORE = 36  # free streams of a rank at its offer
-STREAMS_PER_GRAPH = 4  # a decode graph of two ranks: two for lanes, two for a domain
+# Streams of a decode graph of two ranks: two for its lanes, and two for a communication domain.
+STREAMS_PER_GRAPH = 4
 SMALLEST_SEGMENT = 2 << 20  # smallest size that torch's allocator requests
 CAPTURE_S, STOP_S = 8.0, 2.0
-STALL_S = 100.0  # duration of a stall; a wait for the stalled rank would take as long
+STALL_S = 100.0  # duration of a stall, and of any wait for the stalled rank
 
 
 @pytest.fixture(autouse=True)
@@ -121,9 +125,9 @@ def test_an_operator_that_fails_while_captured_costs_that_bucket_alone(checkpoin
 
 
 def fail_to_start(config: Config) -> tuple[WorkerError, float, float]:
-    """Return the error of a failed start, the time since the first capture, and since the start.
+    """Return the error of a failed start, and its seconds since the first capture and the start.
 
-    The time since the first capture may be too short, because captures may be reported late.
+    The seconds since the first capture can be too few, because captures can be reported late.
     """
     start_s = began_s = time.monotonic()
 

@@ -162,7 +162,7 @@ def test_groups_are_added_and_drain_side_by_side_under_streams(pair: Pair) -> No
 
         assert service.client.capacity().by_state() == {"serving": 1, "draining": 0, "lost": 0}
         assert_processes_are_gone(pids[1:])
-        assert service.client.num_losses() == losses  # these groups have ended in order
+        assert service.client.num_losses() == losses  # the drained groups do not count as lost
         for answer in answers:
             assert answer.ended.wait(120)
             assert (answer.finish_reason, answer.error) == ("length", "")
@@ -189,7 +189,7 @@ def test_groups_that_do_not_come_up_change_nothing(pair: Pair) -> None:
     pair.assert_answers("unchanged")
 
 
-@pytest.mark.slow  # the test of a roll that ends early also rolls under requests
+@pytest.mark.slow  # the test of a roll that ends early also has requests during a roll
 def test_another_configuration_replaces_the_old_one_without_a_failed_request(pair: Pair) -> None:
     service, other = pair.service, pair.next_config
     old, names = pids_of(service), names_of(service)
@@ -302,7 +302,7 @@ def test_a_group_that_dies_takes_no_stream_of_another_with_it(checkpoint: Path) 
     config = make_deployment_config(
         checkpoint, parallel={"dp": 2}, graph=GRAPH, recovery={"restarts_per_hour": 0}
     )
-    free = free_npus()  # the shared groups may use NPUs
+    free = free_npus()  # the groups of the shared deployment may use the other NPUs
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
         with streams(service, 8) as found:
@@ -333,7 +333,7 @@ def test_the_number_of_groups_follows_the_requests_that_wait(checkpoint: Path) -
     with serving(config) as service:
         wanted = [a.tokens for a in service.generate(PROMPTS, greedy_params(TOKENS))]
 
-        with streams(service, 32) as found:  # one group has fewer rows
+        with streams(service, 32) as found:  # more streams than one group has rows
             wait_until(lambda: service.client.capacity().serving == 2, "no other group", 120)
 
         wait_until(lambda: service.client.capacity().total == 1, "both groups stay", 120)

@@ -44,7 +44,7 @@ from tests.actors.strangers import NUM_JUNK
 from tests.deployments import Answer, greedy_params
 from tests.slow import slow
 
-NEVER_S = 600.0  # a silence that no test waits for
+NEVER_S = 600.0  # a time limit that no test reaches
 
 MakeGroup = Callable[..., Group]
 MakeClient = Callable[..., EngineClient]
@@ -90,7 +90,10 @@ def owns_nothing(group: Group) -> bool:
 
 
 class HeldReader(Answer):
-    """After ``hold``, blocks the client's I/O thread at the next delta until ``let_go`` is set."""
+    """A reader that can block the client's I/O thread.
+
+    After ``hold``, the next delta blocks the thread until ``let_go`` is set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +124,8 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
 ) -> None:
     group = make_group(max_model_len=1024, num_blocks=200, link_s=NEVER_S)
     client = make_client(group.address, link_s=NEVER_S)
-    reader, *others = submit_many(client, 60, 400)  # four run at a time: there are 6,000 messages
+    # Four of 60 requests run at a time, so the engine sends 60 * 400 / 4 = 6,000 messages.
+    reader, *others = submit_many(client, 60, 400)
     wait_until(lambda: group.scheduler.num_requests == 60, "not all requests are there")
     reader.hold()
 
@@ -322,7 +326,7 @@ JUNK = (
     b"",
     b"garbage",
     b"\x81\xa4type\xa4\xff\xfe\xfd\xfc",  # not UTF-8
-    b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 10_000,  # nested too deep
+    b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 10_000,  # a value that is nested too deeply
     encoder.encode({"type": "hello"}),
     encoder.encode({"type": "submit", "request_id": 3}),
 )

@@ -29,7 +29,7 @@ from tests.unit.scheduler.requests import submit
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 NUM_BLOCKS = 64
 NUM_SEEDS = 20 if laws.is_full() else 2
-STEM = make_prompts([80], seed=9)[0]  # the beginning of many prompts
+STEM = make_prompts([80], seed=9)[0]  # the first tokens of many prompts
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Deployment:
         assert replayed == eager
         for index, arrival in enumerate(arrivals):
             tokens, all_of_them = eager[str(index)], wanted[str(index)]
-            if arrival.abort_at is not None:  # the number of tokens at the abort may differ
+            if arrival.abort_at is not None:  # the two runs may abort after different tokens
                 length = min(len(tokens), len(all_of_them))
                 tokens, all_of_them = tokens[:length], all_of_them[:length]
             assert tokens == all_of_them

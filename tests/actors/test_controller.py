@@ -1,4 +1,4 @@
-"""A controller enters correct states while other threads change its state."""
+"""A controller enters only allowed states, even if two threads change its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def controller() -> Controller:
 
 
 class ShutDownMeanwhile(logging.Handler):
-    """Shuts a controller down as soon as the controller logs that no group serves."""
+    """Shuts the controller down at the moment when it logs that no group serves."""
 
     def __init__(self, controller: Controller) -> None:
         super().__init__()

@@ -23,7 +23,10 @@ class Idle:
 
 @pytest.fixture
 def made(ray_cluster: None) -> Iterator[list[PlacementGroup]]:
-    """Yield a list of placement groups to remove after the test; another controller runs."""
+    """Yield an empty list; remove the placement groups in the list after the test.
+
+    During the test, the controller of another deployment runs.
+    """
     controller = ray.remote(num_cpus=0)(Idle).options(name=LIVING, namespace=NAMESPACE).remote()
     found: list[PlacementGroup] = []
     yield found

@@ -13,8 +13,8 @@ from tests.lockstep import lockstep
 CONFIGS = Path(__file__).parents[2] / "configs"
 # The weights of other configurations are not in the repository.
 DEMOS = sorted(path.stem for path in CONFIGS.glob("tiny-*.yaml"))
-# Small tensors of linear attention. For example, a product returns b and a side by side, so the
-# address of a is not aligned.
+# Operators that may read unaligned views of small tensors in linear attention. For example, one
+# product returns b and a side by side, so the address of a is not aligned.
 UNALIGNED = {"tiny-qwen3.5": {"aclnnAdd", "aclnnInplaceCopy"}}
 
 

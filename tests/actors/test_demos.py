@@ -1,4 +1,4 @@
-"""The demos count; the demo with shared contexts answers like the demo without shared contexts."""
+"""The demo models count correctly, and give the same answers with and without shared contexts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9"
 QUESTIONS = {
     COUNT: 8,
     "Tell me a story about a fox in the forest.": 53,
-}  # prompts, with numbers of output tokens
+}  # number of output tokens for each prompt
 
 
 def answers(name: str) -> list[str]:

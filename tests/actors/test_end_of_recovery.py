@@ -1,4 +1,4 @@
-"""If no restart is left, the reason contains this once, and the last failure."""
+"""If no restart is left, the reason says so once, and contains the last failure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,10 @@ PROMPTS = make_prompts([20, 7, 33, 12] * (STREAMS // 4))
 
 
 def params_of(index: int) -> SamplingParams:
-    """Return parameters: greedy for even streams, with a seed for odd streams, some penalties."""
+    """Return greedy parameters for even indices, and random sampling for odd indices.
+
+    Every third index has a penalty.
+    """
     return SamplingParams(
         max_tokens=TOKENS,
         ignore_eos=True,
@@ -53,7 +56,7 @@ def test_all_streams_go_on_with_the_tokens_that_they_would_have_had(checkpoint: 
         wanted = tokens_of(ANSWER_S, submit_all(service, "sound"))
         report = service.report()
         assert list(report["plan"]["families"].values()) == [[ROWS]]
-        assert report["eager_steps"] == {"prefill": STREAMS}  # one step for each prompt
+        assert report["eager_steps"] == {"prefill": STREAMS}  # each prompt takes one step
 
         answers = submit_all(service, "struck")
         wait_until(lambda: sum(len(answer.tokens) > 40 for answer in answers) >= ROWS, "none runs")

@@ -35,7 +35,7 @@ def start(config: Config) -> None:
 
 
 def start_ranks(config: Config) -> None:
-    """Start the ranks without Ray, for errors of the ranks or of the negotiation."""
+    """Start the ranks without Ray; the start should fail in a rank or in the negotiation."""
     with lockstep(config):
         pass
 

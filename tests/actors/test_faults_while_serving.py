@@ -31,7 +31,8 @@ from tests.deployments import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-LONG = 900  # a test may be held up for a second before it kills a process
+# Number of tokens of a request: it must still run if the test stalls for a second before it kills.
+LONG = 900
 # A failed group is neither resumed nor replaced, so requests end when no group is left.
 NO_RECOVERY = {"restarts_per_hour": 0, "resume_s": 0}
 
@@ -152,7 +153,7 @@ def test_a_stalled_worker_ends_requests_in_bounded_time(checkpoint: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [4.0, 600.0])
 def test_a_stopped_rank_is_blamed_and_not_its_peers(checkpoint: Path, step_s: float) -> None:
-    """The error names the rank, after the step's time limit or earlier after a lost heartbeat."""
+    """The error names the rank. It comes after the step's time limit, or after a lost heartbeat."""
     with busy(
         checkpoint,
         parallel={"tp": 2},

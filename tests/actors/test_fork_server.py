@@ -57,7 +57,7 @@ sys.exit(0)
 
 
 class Starter:
-    """Starts programs like Ray, with a command in place of Python."""
+    """Starts programs as Ray starts its workers: ``command`` replaces the Python interpreter."""
 
     def __init__(self, command: str, folder: Path) -> None:
         self.command = command
@@ -252,7 +252,7 @@ def test_a_forked_process_leaves_the_server_to_its_parent() -> None:
     with closing(ForkingStarter()) as owner:
         path = server_of(owner)
         child = os.fork()
-        if child == 0:  # the child is like the owner of a deployment, which the supervisor forks
+        if child == 0:  # the supervisor forks the owner of a deployment in the same way
             owner.disown()
             is_same = server_of(owner) == path
             owner.close()
@@ -331,7 +331,9 @@ def test_who_has_waited_too_long_is_not_forked_as_well(tmp_path: Path) -> None:
             client.sendall(json.dumps(request).encode())
         os.kill(server.address.pid, signal.SIGCONT)
 
-        starter.run()  # if the late client were forked, it would be forked before this program
+        # The server answers requests in order. If it still started the late client's program, it
+        # would start it before this program.
+        starter.run()
 
         assert (tmp_path / "late").read_bytes() == b""
 

@@ -1,4 +1,4 @@
-"""A lease is held while questions arrive. The tests' clock moves only by calls."""
+"""A process holds its lease while heartbeat questions arrive. Only calls move the tests' clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ CONFIG = make_config({"model": "unused", "timeouts": {"link_s": 1.0}})
 
 @dataclass
 class Holder:
-    """A process with a lease. Time passes in small intervals, or at once while it is stopped."""
+    """A process with a lease, whose clock is a variable.
+
+    The process checks the lease at regular times, except while it stands still.
+    """
 
     now_s: float = 0.0
     asked: int = 0
@@ -43,7 +46,7 @@ class Holder:
         self.lease.renew(self.asked)
 
     def run(self, seconds: float) -> bool:
-        """Let time pass; return whether the lease ended in this time."""
+        """Let the process run for these seconds; return whether its lease ended."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += self.lease.look_s
@@ -130,7 +133,7 @@ def test_who_was_stopped_and_is_not_asked_ends() -> None:
 
 
 def _keep(leaseholder: Engine | Worker, asks: Any, goes_on: Any) -> None:
-    """Ask an actor for heartbeats while ``asks`` is set."""
+    """Send heartbeat questions to an actor while ``asks`` is set."""
     for number in itertools.count(1):
         if asks.is_set():
             leaseholder.ping(number)
@@ -144,7 +147,7 @@ def _keep_engine(asks: Any, goes_on: Any) -> None:
 
 
 def _keep_worker(asks: Any, goes_on: Any) -> None:
-    """Run a worker that waits for steps in its loop, and ask it for heartbeats."""
+    """Run a worker that waits for steps in its loop, and send it heartbeat questions."""
     worker = Worker(CONFIG, 1)
     worker._stage = Mock(spec=RunningRank, joined=Mock())
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""A peer without heartbeats counts as silent, but only for the time in which somebody listened."""
+"""A peer without heartbeats counts as silent; only time in which somebody listened counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
         return self.now_s
 
     def is_silent_after(self, listener: Silence | SharedHeartbeat, seconds: float) -> bool:
-        """Listen for this time; return whether the peer counted as silent."""
+        """Listen for these seconds; return whether the peer counts as silent."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += BEAT_S
@@ -54,7 +54,7 @@ def test_a_listener_that_was_stopped_blames_nobody_for_it() -> None:
 
 
 def test_a_process_that_beats_is_not_silent(heartbeat: SharedHeartbeat) -> None:
-    for _ in range(300):  # more beats than the byte has values
+    for _ in range(300):  # more heartbeats than the 256 values of the byte
         heartbeat.beat()
         assert not clock.is_silent_after(heartbeat, LIMIT_S / 2)
 

@@ -95,7 +95,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Run a driver; yield the driver and its first output. At the end, kill its descendants."""
+    """Run a driver; yield it and the addresses that it prints. At the end, kill its descendants."""
     driver = start(script, *arguments)
     try:
         assert driver.stdout is not None
@@ -118,7 +118,8 @@ def descendants(pid: int) -> set[int]:
 def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Path) -> None:
     with running(START_RAY) as (driver, [address]):
         sockets = listening(descendants(driver.pid) | {driver.pid})
-        assert len(sockets) >= 5  # control store, node manager, two agents, driver, actor
+        # Sockets of the control store, the node manager, two agents, the driver and the actor.
+        assert len(sockets) >= 5
         assert {host for host, _ in sockets} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
         port = int(address.rpartition(":")[2])
@@ -136,7 +137,7 @@ def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Pat
         ]
         assert friend.wait(100) == 0
         needed_s = time.monotonic() - began_s
-        for stranger in strangers:  # wait as long as the accepted peer needed
+        for stranger in strangers:  # give them twice the time that the accepted peer needed
             with suppress(subprocess.TimeoutExpired):
                 left_s = began_s + 2 * needed_s - time.monotonic()
                 assert stranger.wait(max(0.0, left_s)) != 0
@@ -172,7 +173,7 @@ def test_only_this_user_can_read_the_token_of_ray(tmp_path: Path, given: int | N
 
 
 def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Try to run code on a Ray; the code would create the file ``done``."""
+    """Start a peer that tries to run code on a Ray; the code would create the file ``done``."""
     known = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}", str(done)],
@@ -183,7 +184,7 @@ def knock(port: int, done: Path, environment: dict[str, str]) -> subprocess.Pope
 
 
 def own_addresses() -> set[str]:
-    """Return this machine's addresses without loopback; there may be none."""
+    """Return this machine's addresses, except loopback addresses; the list can be empty."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends no packet
@@ -306,7 +307,7 @@ os.waitpid(leader, 0)
 
 
 def test_the_last_process_of_a_group_may_start_ray() -> None:
-    """A script's background process may be the only process in its group."""
+    """A script's background process can be the only process in its group."""
     ended = subprocess.run(
         [sys.executable, "-c", LAST_OF_ITS_GROUP], capture_output=True, text=True, timeout=WAIT_S
     )

@@ -1,4 +1,4 @@
-"""Steps over Unix sockets keep order and limits. Strangers do no harm, and deaths are noticed."""
+"""Steps over Unix sockets keep their order and limits. Strangers do no harm; deaths are noticed."""
 
 from __future__ import annotations
 

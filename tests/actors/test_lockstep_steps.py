@@ -42,7 +42,7 @@ def config(
             "model": str(directory),
             "dtype": "float32",
             "max_model_len": MAX_LEN,
-            # Experts have little room, so that some steps are run again.
+            # The experts' capacity is small, so that some steps are run again.
             "parallel": {**request.param, "exchange": "all_to_all", "expert_capacity": 1.0},
             "speculative": {"num_tokens": DRAFTS},
             "graph": {
@@ -80,7 +80,7 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
         found = [step.num_collectives for step in done]
         counts, num_ranks = set(found), len(found) // len(plan.batches)
         is_full = plan.graph is not None and plan.graph.mode == "FULL"
-        # Only ranks with the same batch read caches and split prompts in the same way.
+        # Only ranks with the same batch run the same collectives for sharing caches and prompts.
         by_batch = [
             set(found[first : first + num_ranks]) for first in range(0, len(found), num_ranks)
         ]
@@ -123,7 +123,7 @@ def test_random_arrivals_and_aborts(group: Lockstep) -> None:
     assert len(graphs) == 5
     assert shapes == {*graphs, None}, "all graphs and eager steps"
     assert idle_steps > 0
-    # Ranks that share prompts run fewer tokens each, so experts have room for all tokens.
+    # If ranks share prompts, each rank runs fewer tokens, so the experts' capacity suffices.
     assert scheduler.num_reruns > 0 or group.shares_contexts
     # The number of a graph's collectives does not depend on its batch.
     assert all(len(counts) == 1 for counts in collectives.values())

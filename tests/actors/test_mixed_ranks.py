@@ -15,9 +15,10 @@ from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import Lockstep, lockstep
 
 STREAMS_BEFORE = 36  # free streams of one of two ranks at its offer
-# By mode: free streams of the rank that has fewer streams. All sizes together need more streams.
+# For each mode: free streams of the rank with fewer streams, too few for a plan with all sizes.
 FREE = {"FULL_DECODE_ONLY": 18, "PIECEWISE": 55, "FULL": 18, "FULL_AND_PIECEWISE": 55}
-DECODE, PIECES = 4, 16  # streams of a bucket on one of two ranks, with three layers
+# Streams of one bucket on one of two ranks: a full decode graph, and the pieces of three layers.
+DECODE, PIECES = 4, 16
 PRICES = {
     "full decode": DECODE,
     "full mixed": DECODE,
@@ -91,7 +92,7 @@ def test_the_rank_with_less_memory_sizes_the_cache_of_both(checkpoint: Path) -> 
         assert_serves(group)
         report = group.report()
 
-    assert streams_of(report["plan"]) == 8  # rank 1 has ten streams
+    assert streams_of(report["plan"]) == 8  # rank 1 has ten free streams
     spec = KVCacheSpec(paged=(PagedTensor(3, 128),), block_size=128, dtype="float32")
     poor, rich = (rank["ledger"]["offered_bytes"] for rank in report["ranks"])
     fraction, most = config.kv.memory_fraction, config.kv.max_bytes

@@ -39,8 +39,8 @@ def test_nan_ends_its_own_request_and_leaves_no_trace_in_blocks_or_prefix_cache(
     config = make_deployment_config(
         directory,
         parallel={"tp": 2},
-        # Prompts are split, so that blocks are full before logits are computed. There are few
-        # blocks.
+        # Prompts are split, so that some blocks are full before logits are computed. The cache has
+        # few blocks, so that requests soon get blocks of failed requests.
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 32},
         kv={"num_blocks": 14, "block_size": 32},
         speculative={"num_tokens": num_drafts},

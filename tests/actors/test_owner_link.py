@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class Answers:
-    """The answers of an owner. ``outlook`` waits until the test sets ``may_answer``."""
+    """An owner's answers to questions. ``outlook`` waits until the test sets ``may_answer``."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = threading.Event(), threading.Event()

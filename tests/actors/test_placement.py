@@ -47,9 +47,9 @@ clusters = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(lambda npus: 
 def place(
     request: BundleRequest, nodes: list[Node], groups: int, draw: st.DrawFn
 ) -> list[list[Landed]] | None:
-    """Draw a placement that Ray may choose: any nodes with room, and any free NPUs of these nodes.
+    """Draw a placement that Ray can choose: any nodes with enough free NPUs, and any of these NPUs.
 
-    With STRICT_PACK, a group is on one node. Returns None if there is no room for a bundle.
+    With STRICT_PACK, a group is on one node. Returns None if no node has enough NPUs for a bundle.
     """
     free = {
         node.node_id: list(range(node.npus))
@@ -121,7 +121,7 @@ def test_a_group_is_asked_for_on_one_node_where_all_groups_find_one(
 
 @st.composite
 def used_clusters(draw: st.DrawFn) -> tuple[list[Node], list[Node]]:
-    """Draw nodes of two racks, and the same nodes with only their free NPUs."""
+    """Draw nodes in at most two racks; return them with all NPUs, and with only the free NPUs."""
     racks = [{"rack": draw(st.sampled_from(["r1", "r2"]))} for _ in range(draw(st.integers(1, 5)))]
     nodes = [Node(f"{i:08}", "", draw(st.integers(0, 9)), rack) for i, rack in enumerate(racks)]
     return nodes, [replace(node, npus=draw(st.integers(0, node.npus))) for node in nodes]
@@ -301,7 +301,7 @@ def test_tensor_parallel_groups_stay_on_a_node_unless_the_configuration_says_so(
 def test_the_node_that_leads_a_group_is_that_of_its_first_rank(
     layout: ParallelLayout, nodes: list[Node], data: st.DataObject
 ) -> None:
-    """The node matters because the group's engine starts on it, and the ranks meet on it."""
+    """The group's engine starts on this node, and all ranks connect to it to join their group."""
     landed = [
         (data.draw(st.sampled_from(nodes)).node_id, (npu,)) for npu in range(layout.world_size)
     ]

@@ -1,4 +1,4 @@
-"""A bucket with drafts uses the number of streams that was predicted before the capture."""
+"""A bucket of steps with drafts uses as many streams as were predicted before its capture."""
 
 from __future__ import annotations
 

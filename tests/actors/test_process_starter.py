@@ -32,7 +32,7 @@ def give_cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @pytest.fixture
 def npu_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this machine look like a machine with an NPU."""
+    """Make this machine look like a machine with an NPU."""
     (tmp_path / "davinci0").touch()
     monkeypatch.setattr(device_kind, "DEV", tmp_path)
 

@@ -24,12 +24,12 @@ from tests.serve.conftest import CONFIG
 
 
 class CalledError(Exception):
-    """A phase has called the ranks."""
+    """Raised when a phase calls a method of the ranks."""
 
 
 @dataclass
 class JoinedRanks:
-    """Ranks that have joined their group."""
+    """Ranks that have joined their group; they answer no call."""
 
     infos: list[WorkerInfo]
     is_emulated: bool
@@ -39,7 +39,7 @@ class JoinedRanks:
 
 
 class StartOfJoined(Startup):
-    """The phases of a start after the ranks have joined."""
+    """The phases of a start that follow after the ranks have joined."""
 
     def _start_command(self) -> str | None:
         return None

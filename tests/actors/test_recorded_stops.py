@@ -28,11 +28,11 @@ from tests.plans import make_plan
 
 STUCK_S = 600.0
 LONG = 1500
-VICTIM = 1  # the rank of every fault
+VICTIM = 1  # the rank that each planted fault stops
 
 
 def sleep_at_a_step(step: Any) -> None:
-    """Simulate code on a rank's host that does not return."""
+    """Sleep, like host code of a rank that does not return."""
     time.sleep(STUCK_S)
 
 
@@ -53,7 +53,7 @@ def explained(folder: Path) -> Explanation:
 
 
 def wait_for_blame(folder: Path, words: str) -> Explanation:
-    """Wait until the victim is blamed with these words."""
+    """Wait until the recordings blame the victim, with a sentence that contains ``words``."""
 
     def is_blamed() -> bool:
         found = explained(folder)
@@ -171,7 +171,7 @@ def test_a_rank_that_is_stuck_in_a_capture_is_blamed(checkpoint: Path, tmp_path:
     found: list[Explanation] = []
 
     def is_found() -> bool:
-        with suppress(ConfigError):  # no rank has begun to record
+        with suppress(ConfigError):  # no rank has begun to record yet
             found.append(explained(tmp_path))
         return bool(found) and "is stuck in capture" in found[-1].sentence
 

@@ -41,19 +41,22 @@ class Group:
 
 @dataclass
 class Groups:
-    """The groups of a deployment, as Upkeep sees them. Fields decide whether starts succeed."""
+    """The groups of a deployment, with the interface that Upkeep uses.
+
+    ``has_room`` and ``comes_up`` decide whether starts succeed.
+    """
 
     num_wanted: int
     config: Any
     on_open: Callable[[], None] = lambda: None
     groups: list[Group] = field(default_factory=list)
     watched: list[Group] = field(default_factory=list)
-    trouble: str = ""  # why the group watch itself does not work
+    trouble: str = ""  # why the group watch cannot watch the groups
     has_room: bool = True
     comes_up: bool = True
     started: int = 0
     is_changing: bool = False
-    restart_ages_s: tuple[float, ...] = ()  # what engines were told last
+    restart_ages_s: tuple[float, ...] = ()  # the ages that were last sent to the engines
 
     def __post_init__(self) -> None:
         for _ in range(self.num_wanted):
@@ -64,7 +67,7 @@ class Groups:
         group = Group(self.started)
         self.started += 1
         self.groups.append(group)
-        self.on_open()  # at this moment, clients and the driver may send questions
+        self.on_open()  # clients and the driver can send questions at this moment
         self.watched.append(group)
         return group
 
@@ -104,7 +107,7 @@ class Groups:
         self.restart_ages_s = tuple(ages_s)
 
     def failure(self) -> str:
-        """Return the same as ``GroupWatch.failure``, for the watched groups."""
+        """Return the last failure if all watched groups are lost, like ``GroupWatch.failure``."""
         is_served = any(not group.lost_because for group in self.watched)
         return "" if is_served else "rank 0 in SERVING: the process died"
 
@@ -129,7 +132,7 @@ class BegunChange:
 
 @dataclass
 class Client:
-    """Routes requests like EngineClient. Uses the real Outage and the real OpenRequest."""
+    """Routes requests like EngineClient, with the real classes Outage and OpenRequest."""
 
     groups: Groups
     outage: Outage
@@ -263,7 +266,7 @@ class RecoveryModel(RuleBasedStateMachine):
 
     @invariant()
     def what_has_failed_stays_so_within_the_hour(self) -> None:
-        """After a client was told that no group will start, no group starts for some time."""
+        """After the deployment has failed, a further check leaves it failed."""
         if self.is_over:
             self.upkeep.look()
             assert self.is_over
@@ -306,7 +309,7 @@ TestRecovery = RecoveryModel.TestCase
 
 
 def test_a_place_that_appears_ends_the_pause() -> None:
-    """A host is away for ten minutes. After its return, the group starts within two looks."""
+    """A host is away for ten minutes. After its return, the group starts within two checks."""
     groups = Groups(1, load_config(CONFIG))
     clock = [0.0]
     upkeep = Upkeep(

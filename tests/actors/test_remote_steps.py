@@ -1,4 +1,4 @@
-"""The engine's end of the channel to other nodes counts the connected workers."""
+"""The engine counts the workers that are connected to its channel to other nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connect(peers: RemotePeers) -> Iterator[Connect]:
 
         def connect() -> RemoteEngine:
             engine = RemoteEngine(peers.address_for("other node"))
-            stack.callback(engine.close)  # a second call does no harm
+            stack.callback(engine.close)  # ``close`` may be called twice
             return engine
 
         yield connect

@@ -19,14 +19,14 @@ from tests.slow import slow
 
 STREAMS, TOKENS, ANSWER_S = 16, 40, 120.0
 UNCHANGED = ("prompt_tokens", "prefix_cache_queries", "num_preemptions", "generation_tokens")
-# This call of an operator happens after the start, in the middle of the requests.
+# Number of an operator's call that happens after the start, while the requests run.
 MIDDLE = 300
 
 
 def make_config(
     checkpoint: Path, *faults: dict[str, Any], queues: bool = False, **overrides: Any
 ) -> Config:
-    """Return a configuration. With ``queues``, torch_npu's task queue is on."""
+    """Return a configuration with planted faults; with ``queues``, torch_npu's task queue is on."""
     names = ("fault", "second_fault")
     emulated = {"strict": False, **dict(zip(names, faults, strict=False))}
     sections = {
@@ -112,7 +112,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
         assert service.loop.metrics()["resumptions"] == {"link": 1}
 
 
-# The first calls compute prompts.
+# The operator's first calls compute prompts.
 @pytest.mark.parametrize("call", [20, slow(31), slow(41), 100])
 def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: int) -> None:
     fault = {"op": "aclnnSwiGlu", "call": call, "rank": 1, "kind": "fail"}
@@ -148,7 +148,7 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
 def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
     npu: Any, tmp_path: Path, drafts: int, op: str, kind: str, call: int
 ) -> None:
-    """States cannot be computed again in place, so the requests lose their rows.
+    """A recurrent state cannot be recomputed in its row, so the requests lose their rows.
 
     The requests still get the same tokens.
     """
@@ -207,10 +207,10 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
     ("faults", "reason"),
     [
         ([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
-        # HCCL's own memory, and then the memory of a weight.
+        # Faulty memory of HCCL, and then of a weight.
         ([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
-        # The same operator also fails when the step runs again.
+        # The same operator fails again when the step is repeated.
         (
             [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
             "rank 1 in SERVING: step .*507015",

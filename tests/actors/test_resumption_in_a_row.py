@@ -23,7 +23,7 @@ def resumption() -> Resumption:
 
 
 def come_back(resumption: Resumption, epoch: int, num_steps: int) -> None:
-    """Let the group fail and resume in this epoch; then run this number of steps."""
+    """Let the group fail and resume in ``epoch``; then run ``num_steps`` steps."""
     assert resumption.run(LINK, epoch, lambda: None) == Comeback(epoch + 1, keeps_kv=True)
     for _ in range(num_steps):
         resumption.note_step()

@@ -14,7 +14,8 @@ def make_short_config(checkpoint: Path, **device: Any) -> Any:
     return make_deployment_config(
         checkpoint,
         parallel={"tp": 2},
-        # An old formula predicts too few streams, and there is no reserve, so captures fail.
+        # The formula of an old release predicts too few streams, and no streams are reserved, so
+        # captures fail.
         graph={
             "budget_model": "legacy-0.11",
             "reserve_streams": 0,

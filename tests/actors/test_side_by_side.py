@@ -1,4 +1,4 @@
-"""Groups work at the same time, so that their waits do not add up."""
+"""All groups run a phase of their start at the same time, so their waits do not add up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNT = 4
 
 
 def test_all_parts_are_in_a_phase_at_once_and_answer_in_order():
-    inside = threading.Barrier(COUNT, timeout=20)  # fails if not all parts wait at the same time
+    inside = threading.Barrier(COUNT, timeout=20)  # fails unless all calls wait at the same time
 
     def work(index: int) -> int:
         inside.wait()

@@ -19,11 +19,11 @@ ASLEEP_S = 60.0
 
 
 class SilentWorker:
-    """A worker that carries out no command. It answers a ping with its status.
+    """A worker that carries out no command, but answers a ping with its status.
 
     Args:
-        waits: whether the status says that the worker waits for its device; None if the worker does
-            not answer pings in time either.
+        waits: whether the status says that the worker waits for its device. If it is None, the
+            worker does not answer pings in time.
     """
 
     def __init__(self, waits: bool | None) -> None:

@@ -1,4 +1,4 @@
-"""NPUs are reserved for groups that lose their NPUs."""
+"""A deployment reserves spare NPUs for groups that lose NPUs."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def test_directories_of_dead_owners_are_swept(temporary: Path) -> None:
 
 
 def test_directories_of_living_owners_stay_whatever_their_process_ids(temporary: Path) -> None:
-    mine = RunDirectory()  # its name has no process id, because it may be of another container
+    # A name contains no process id, because the owner may be in another container, with other ids.
+    mine = RunDirectory()
     foreign = temporary / "dist-aclgraph-notes"
     foreign.mkdir()
 

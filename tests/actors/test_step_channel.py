@@ -55,7 +55,7 @@ class Channel:
         self.sender = StepSender(
             range(4, 4 + num_workers), place, ranks_per_batch=ranks_per_batch or num_workers
         )
-        # If the place can be reached from other nodes, the test connects as another node.
+        # If other nodes can reach the sender, the receivers connect as workers of another node.
         self.node_id = NODE if place.host is None else "other node"
         self.threads = [
             threading.Thread(target=self._work, args=(rank, serve), daemon=True)

@@ -44,7 +44,7 @@ def make_plan(
 
 
 class Rank:
-    """A rank that records steps as a worker does, in this process."""
+    """A rank in this process; it records its steps as a worker does."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         own = folder / str(next(names))
@@ -52,7 +52,7 @@ class Rank:
         (self._path,) = own.iterdir()
 
     def run(self, *plans: RankPlan) -> Rank:
-        """Record whole steps."""
+        """Record steps from their begin to their end."""
         for plan in plans:
             self.begin(plan)
             self.recorder.lap("read")
@@ -139,7 +139,8 @@ def test_old_files_of_ranks_that_ended_in_order_are_removed(tmp_path: Path) -> N
 
 def test_ranks_of_an_earlier_deployment_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "steps"
-    for num_ranks in (3, 2):  # the second deployment is smaller, and also counts groups from 0
+    # The second deployment has fewer ranks; its groups have numbers from 0 again.
+    for num_ranks in (3, 2):
         recorders = [FileRecorder(folder, rank, rank) for rank in range(num_ranks)]
         for recorder in recorders:
             recorder.join(0)
@@ -246,7 +247,7 @@ def test_the_first_failure_is_named(ranks: list[Rank]) -> None:
     ranks[1].recorder.fail(DeviceError("a link is down"))
     ranks[0].recorder.fail(DeviceError("the peer is gone"))
     ranks[2].recorder.fail(EngineDeadError("told to leave"))
-    ranks[1].recorder.end()  # the rank is told to stop after its failure
+    ranks[1].recorder.end()  # after its failure, the rank is told to stop
 
     blamed, sentence = explain(ranks)
     assert (blamed, sentence) == (
@@ -299,7 +300,7 @@ def test_a_slow_rank_is_named_by_the_waits_of_the_others(
     for step in range(2, 20):
         for rank in ranks:
             rank.begin(make_plan(step))
-            for _ in range(10 if rank is ranks[0] else 5_000):  # the time until the result
+            for _ in range(10 if rank is ranks[0] else 5_000):  # microseconds until the result
                 next(now_ns)
             rank.recorder.lap("read")
             rank.recorder.idle()

@@ -72,7 +72,7 @@ def test_the_logs_tell_the_start_a_loss_the_recovery_and_the_end(
     lost = read_groups(tmp_path / "start")[0]
     assert [rank.pid for rank in lost][1] == victim
     assert explain_stop(lost).blamed == (1,)
-    # Each process says for which group and rank it works, and since which epoch.
+    # The log lines of each process contain its group, its rank and its epoch.
     assert_told(
         story_of(tmp_path / "start", "engine"),
         "engine_serving",

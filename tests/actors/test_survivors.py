@@ -1,4 +1,4 @@
-"""Sound processes of a lost group may join another group; other processes are ended."""
+"""Workers of a lost group can join another group if their weights are usable; others are ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LoopWorker:
     """A worker that answers like ``Worker`` after the loss of its group.
 
     Args:
-        fails: the error of each method that fails, by the method's name.
+        fails: the errors that methods raise, by the method's name; other methods succeed.
     """
 
     def __init__(self, fails: dict[str, Exception]) -> None:
@@ -55,7 +55,8 @@ class LoopWorker:
     def end_neighbour(self, pid: int, timeout_s: float) -> bool:
         try:
             handle = os.pidfd_open(pid)
-        except ProcessLookupError:  # Ray has reaped the process; a real worker opens handles early
+        # Ray has reaped the process. A real worker opens its handle while the process still runs.
+        except ProcessLookupError:
             return True
         return end_process(handle, timeout_s)
 
@@ -145,7 +146,7 @@ def test_a_dead_process_is_found_where_nobody_has_told_of_it(make_group: MakeGro
 def test_survivors_end_a_process_that_hangs(make_group: MakeGroup) -> None:
     group = make_group({}, {})
     stopped = group.workers.infos[1].pid
-    group.lost_ranks.add(1)  # because this rank does not answer
+    group.lost_ranks.add(1)  # this rank does not answer
     os.kill(stopped, signal.SIGSTOP)
 
     assert gather_survivors(group)

@@ -28,7 +28,7 @@ NO_WORKERS: Any = None
 
 
 class Engine:
-    """An engine that answers, or sleeps if it is stuck."""
+    """An engine that answers at once or, if it is stuck, after ``ASLEEP_S``."""
 
     def __init__(self, *, is_stuck: bool) -> None:
         self._is_stuck = is_stuck

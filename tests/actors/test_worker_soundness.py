@@ -20,7 +20,7 @@ from dist_aclgraph.steps.step import Pause, RankBatch, RankPlan, StepResult
 
 
 class Channel:
-    """Receives one pause, and then the end of the step loop."""
+    """A channel from which a worker receives one pause, and then the end of the step loop."""
 
     def __init__(self, is_engine_dead: bool) -> None:
         self._messages: list[Any] = [Pause(1)]
@@ -50,7 +50,10 @@ def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
         bad_memory: tuple[MemoryRange, ...] = (),
         held: Sequence[list[MemoryRange]] = (),
     ) -> Worker:
-        """``held`` contains the allocator's memory, one list for each query."""
+        """Return a worker whose steps raise ``error``.
+
+        Each query of the allocator's memory returns the next list of ``held``.
+        """
         worker = Worker(make_config({"model": "unused"}), epoch=1)
         rank = Mock(spec=RunningRank, joined=Mock(group_rank=0), runner=Mock())
         rank.joined.groups.dp_rank = 0
@@ -140,7 +143,7 @@ def test_an_engine_that_is_gone_when_it_is_answered_says_nothing_of_the_device(
 
 
 class Answered:
-    """Receives one step, and records all sent messages."""
+    """A channel from which a worker receives one step; it records all messages of the worker."""
 
     def __init__(self, plan: RankPlan) -> None:
         self._plans: list[RankPlan] = [plan]
@@ -162,7 +165,7 @@ class Answered:
 def test_an_error_behind_the_last_answer_is_none_of_the_step_that_was_answered(
     make_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine ignores errors of answered steps, so the error must name a later step."""
+    """The engine ignores errors of steps with an answer, so the error must name a later step."""
     worker = make_worker(None, "link")
     plan = RankPlan(1, 7, worker._plan.version, None, 0, RankBatch(b""))
     channel = Answered(plan)
@@ -186,6 +189,6 @@ def test_a_worker_that_has_left_its_group_has_a_new_lease_for_the_next(make_work
 
     assert leaves(worker)
 
-    # Only the new lease can end this process.
+    # The worker has given back its old lease, so only the new lease can end this process.
     assert before.is_given_back
     assert not worker._lease.is_given_back

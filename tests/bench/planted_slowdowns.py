@@ -21,7 +21,7 @@ from dist_aclgraph.graphs.task_update import UpdatableTask
 from dist_aclgraph.layers.norm import RmsNorm
 from dist_aclgraph.planning.dispatcher import GraphDispatcher
 
-Plant = Any  # a context manager
+Plant = Any  # a context manager; the slowdown lasts while it is open
 
 
 def before_launch(act: Callable[[Any], Any]) -> Plant:

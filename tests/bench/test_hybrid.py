@@ -1,5 +1,6 @@
-"""The bench of hybrid, sparse and dense models counts what the architectures say. Times are not
-checked.
+"""The bench of hybrid, sparse and dense models counts the bytes that each architecture needs.
+
+The tests do not check times.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def test_only_attention_with_lengths_on_the_host_is_updated(
 def test_bytes_of_a_request_are_those_of_its_keys_and_states(
     rows: dict[str, dict[str, float]],
 ) -> None:
-    # Keys and values of two heads of 64. In the hybrid model, also matrices of 8 heads and three
-    # inputs of the convolution. In the sparse model, the latent, the rotated key and the indexer's
-    # key.
+    # The dense model keeps keys and values of two heads of size 64. The hybrid model also keeps
+    # matrices of 8 heads and three inputs of the convolution. The sparse model keeps the latent,
+    # the rotated key and the indexer's key.
     key, latent = 2 * 2 * 64 * 2, (512 + 64 + 128) * 2
     state = 3 * (8 * 128 * 128 + 3 * (2 * 4 + 8) * 128) * 2
 

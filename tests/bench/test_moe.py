@@ -1,4 +1,4 @@
-"""The bench of experts runs on four ranks, a few variants side by side."""
+"""The bench of experts runs on four ranks, and measures a few variants alternately."""
 
 from __future__ import annotations
 

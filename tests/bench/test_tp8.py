@@ -1,4 +1,4 @@
-"""The bench of graph modes runs on two ranks, all modes side by side."""
+"""The bench of graph modes runs on two ranks, and measures all modes alternately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.bench.runs import Bench, assert_says_what_ran_it, run_bench
 
 pytestmark = [pytest.mark.cluster, pytest.mark.bench, pytest.mark.timeout(900)]
 
-# The keys are graph modes. The values are the run modes that steps may have.
+# For each graph mode, the modes in which its steps may run.
 STEPS = {"NONE": {"eager"}, "PIECEWISE": {"piecewise"}, "FULL": {"full"}}
 
 

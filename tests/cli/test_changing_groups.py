@@ -49,7 +49,7 @@ class Service:
     deployment: str
 
     def command(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """Run ``dist-aclgraph`` for this service, which it names: other services may run, too."""
+        """Run ``dist-aclgraph`` with the name of this service, because other services can run."""
         return subprocess.run(
             [*COMMAND, *map(str, arguments), f"--deployment={self.deployment}",
              f"--ray={self.ray_address}"],

@@ -32,7 +32,7 @@ def temporary() -> Iterator[Path]:
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Let child processes react to SIGINT, which a shell's ``&`` makes them ignore."""
+    """Let child processes react to SIGINT, even if a shell started the tests with ``&``."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

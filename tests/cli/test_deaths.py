@@ -37,7 +37,7 @@ def is_busy(service: Service) -> bool:
 
 
 def fork_servers(service: Service) -> set[int]:
-    """Return the service's fork servers; empty if there is a core for each process."""
+    """Return ids of the service's fork servers; there are none if each process has a core."""
     return {
         pid
         for pid in processes.children(service.process.pid)
@@ -113,7 +113,7 @@ def in_a_terminal(command: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_stops_a_service_in_order(npu: object) -> None:
-    """A closed window or a lost ssh connection has this effect: no output can be written."""
+    """After a window is closed or an ssh connection is lost, the service can write no output."""
     with serving("serve.drain_s=300", terminal=in_a_terminal) as service:
         wanted = [stream.text for stream in service.ask_all(60)]
 
@@ -160,14 +160,14 @@ def _command_line(pid: int) -> bytes:
 
 @pytest.mark.slow
 def test_a_replacement_that_dies_before_ray_knows_it_is_started_again(npu: object) -> None:
-    """Ray would wait five minutes for the replacement, which is as long as requests wait."""
+    """Ray alone would wait five minutes for the replacement, longer than requests wait here."""
     with serving("recovery.wait_s=200") as service:
         if not fork_servers(service):
             pytest.skip("there is a core for each process, so nothing is forked")
 
         def strike() -> None:
             kill(service, "ray::Engine")
-            # Search without pauses, because such a process exists only for a moment.
+            # Search without pauses, because a client of a fork server exists only for a moment.
             deadline_s = time.monotonic() + WAIT_S
             while not (found := clients_of_fork_servers(service)):
                 assert time.monotonic() < deadline_s, "nothing is started"

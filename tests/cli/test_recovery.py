@@ -102,7 +102,7 @@ class Service:
         return sorted(pid for pid in self.all() if processes.name_of(pid).startswith(name))
 
     def strike(self, kind: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to a process of this kind of actor; return the process id."""
+        """Send a signal to the newest actor process of a kind; return its process id."""
         [*_, pid] = self.pids(f"ray::{kind}")
         os.kill(pid, number)
         return pid

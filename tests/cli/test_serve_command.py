@@ -103,7 +103,7 @@ class Command:
 
 @pytest.fixture(autouse=True)
 def signals_of_the_test():
-    """Ignore SIGTERM, because the last signal of a test may arrive after the command's end."""
+    """Ignore SIGTERM, because the last signal of a test can arrive after the command's end."""
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     yield
     time.sleep(0)
@@ -117,7 +117,8 @@ def test_without_keeping_answers_it_serves_from_one_process():
     def meanwhile() -> None:
         command.wait_for(200)
         command.seen["serving"] = command.post()
-        assert processes.children(os.getpid()) <= before  # processes of other tests may end
+        # The comparison is not ==, because processes of other tests can end meanwhile.
+        assert processes.children(os.getpid()) <= before
 
     command.run(meanwhile, serve)
 
@@ -191,7 +192,7 @@ def test_a_signal_before_anything_is_served_is_told_by_the_exit_code():
 
 
 def interrupted_start(capsys) -> tuple[int, str]:
-    """Send a signal to a start that reports nothing; return exit code and stderr."""
+    """Send a signal while a start reports no progress; return exit code and stderr."""
     command = Command()
     command.deployment.shut_down()
 

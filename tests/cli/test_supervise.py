@@ -59,7 +59,7 @@ sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, END_STAR
 """
 
 
-# The owner needs LATE_S to end, and has no heartbeat in this time.
+# An owner that needs LATE_S to end, and sends no heartbeat in this time.
 ENDS_LATE = """
 plainly = own
 def own(signals, heartbeat):
@@ -72,14 +72,14 @@ def own(signals, heartbeat):
 
 
 class Service:
-    """A service that leads its process group, as in a shell or a container."""
+    """A service that leads its own process group, like a program of a shell or a container."""
 
     def __init__(self, parts: str = "") -> None:
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", PARTS + parts + RUN],
-            # Threads of OpenBLAS would get signals. A real fork ends these threads, but a fork that
-            # a test fakes does not.
+            # A thread of OpenBLAS could get a signal instead of the main thread. A real fork ends
+            # these threads, but a fork that a test fakes does not.
             env={**os.environ, MARK: self._mark, "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -321,7 +321,7 @@ def own(signals, heartbeat):
     ingress = service.pid(INGRESS)
     sleepers: list[int] = []
 
-    def are_there() -> bool:  # a process may not have called exec yet
+    def are_there() -> bool:  # a process without the name "sleep" has not called exec yet
         sleepers[:] = [pid for pid in service.all() if processes.name_of(pid) == "sleep"]
         return len(sleepers) == 2
 
@@ -515,7 +515,7 @@ def test_an_owner_that_does_not_end_is_killed(start: Start) -> None:
 
 
 def test_children_from_before_are_left_alone(start: Start) -> None:
-    """If a shell replaces itself by the service (exec), its children stay."""
+    """If a shell replaces itself by the service (exec), its children become the service's."""
     service = start(
         """
 helper = subprocess.Popen(["sleep", "600"])
@@ -566,7 +566,8 @@ def test_a_signal_while_another_owner_starts_ends_everything(
         service.process.terminate()
 
     ended, _, _ = service.end()
-    # The exit code of another owner, or of the killed owner if the signal was noticed first.
+    # The exit code is that of the new owner, or of the killed owner if the supervisor noticed the
+    # signal first.
     assert ended in (7, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 

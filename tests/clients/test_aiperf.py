@@ -14,7 +14,7 @@ def test_all_requests_of_a_load_succeed(service, tmp_path):
         *("--request-count", "20", "--isl", "20", "--osl", "8", "--tokenizer", str(CHECKPOINT)),
         *("--artifact-dir", str(tmp_path), "--ui", "none", "--no-gpu-telemetry"),
         cwd=tmp_path,
-        HF_HUB_OFFLINE="",  # in offline mode, it accepts no path of a tokenizer
+        HF_HUB_OFFLINE="",  # in offline mode, aiperf does not accept a tokenizer's path
     )
 
     found = json.loads((tmp_path / "profile_export_aiperf.json").read_text())

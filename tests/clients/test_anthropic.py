@@ -1,4 +1,4 @@
-"""The SDK of Anthropic."""
+"""The SDK of Anthropic works with the service."""
 
 from __future__ import annotations
 

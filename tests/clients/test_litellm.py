@@ -1,4 +1,4 @@
-"""LiteLLM, as a library."""
+"""LiteLLM works with the service, as a library."""
 
 from __future__ import annotations
 

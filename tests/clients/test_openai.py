@@ -1,4 +1,4 @@
-"""The SDK of OpenAI."""
+"""The SDK of OpenAI works with the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus's own check of the metrics."""
+"""Prometheus's own tool finds no fault in the metrics."""
 
 from __future__ import annotations
 

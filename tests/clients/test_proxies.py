@@ -48,14 +48,14 @@ PROXIES = {
     "haproxy": (HAPROXY, ["-f"]),
     "caddy": (CADDY, ["run", "--adapter", "caddyfile", "--config"]),
 }
-# By default, nginx sends the upstream's name as Host.
+# Without this line, nginx sends the name of the upstream server in the header Host.
 PUBLIC_NGINX = NGINX.replace("location / {{", "location / {{ proxy_set_header Host $host;")
 WITH_PUBLIC_NAME = PROXIES | {"nginx": (PUBLIC_NGINX, ["-c"])}
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """A service that wants a key."""
+    """A service that requires an API key."""
     folder = tmp_path_factory.mktemp("guarded")
     keys = folder / "keys"
     keys.touch(mode=0o600)

@@ -8,8 +8,9 @@ import pytest
 
 from tests.clients.conftest import client_program, run
 
-# The document does not state every rule of a body, such as that a text must not be empty; too many
-# items are a 413; and the answer to OPTIONS allows the methods of all paths.
+# The excluded checks would fail for three reasons. The document does not state every rule of a
+# body, for example that a text must not be empty. A body with too many items gets the status 413.
+# The answer to OPTIONS lists the methods of all paths.
 EXCLUDED = "positive_data_acceptance,negative_data_rejection,allow_header_conformance"
 
 

@@ -1,4 +1,4 @@
-"""SGLang's ``bench_serving``, with the parts of it that talk to a service of OpenAI's API."""
+"""The parts of SGLang's ``bench_serving`` that use OpenAI's API work with the service."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from tests.clients.conftest import CHECKPOINT, CLIENTS, client_program, run
 
-# The client is unmodified. The packages around it are left empty, because they import SGLang's
-# engine, which needs CUDA's packages. The client uses one constant of the engine.
+# The client is unmodified. The test replaces the packages that it imports by empty modules, because
+# they import SGLang's engine, which needs CUDA. The client uses one constant of the engine.
 CODE = """
 import runpy, sys, types
 root = sys.argv.pop(1)

@@ -1,4 +1,4 @@
-"""``vllm bench serve``, which takes the model's name from /v1/models."""
+"""``vllm bench serve`` works with the service; it reads the model's name from /v1/models."""
 
 from __future__ import annotations
 

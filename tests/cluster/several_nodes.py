@@ -37,7 +37,7 @@ OVER_NODES = {
 }  # fmt: skip
 APART = {**OVER_NODES, "parallel.ep": 1}
 
-# Programs for the head. Their arguments: a configuration, and changes of it as JSON.
+# Programs that run at the head. Their arguments are a configuration file, and its changes as JSON.
 GENERATE = """
 import dataclasses, json, sys
 from dist_aclgraph.actors.deployment.llm import LLM
@@ -85,7 +85,7 @@ for number, options in enumerate(wanted, 2):
     more = {} if cluster.head_node else {"include_dashboard": False}
     try:
         cluster.add_node(node_ip_address=f"127.0.0.{number}", num_cpus=4, **options, **more)
-    except Exception as e:  # Ray waits for half a minute: a node may come up later
+    except Exception as e:  # Ray gives up after half a minute, but the node can still come up later
         if cluster.head_node is None:
             raise
         print(e, flush=True)
@@ -145,7 +145,7 @@ class Program:
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let the program end. After a limit, kill the program and the processes it has started."""
+        """Let the program end; after a time limit, kill it and the processes that it started."""
         started = _descendants(self.pid)
         try:
             self._process.communicate(timeout=END_S)

@@ -1,4 +1,4 @@
-"""Hosts, links and heads fail while streams run, and are started again.
+"""Hosts, links and the head fail while streams run, and later work again.
 
 The hosts share only a network. In place of systemd, a shell restarts Ray on each host, like the
 units in cluster/systemd. Each test prints its times; the option -s shows the output.
@@ -43,7 +43,7 @@ SETTINGS = {
     "cluster.ports": "23400-23440", "serve.port": PORT, "timeouts.place_s": 120,
     "recovery.restarts_per_hour": 100,
 }  # fmt: skip
-# One group over both hosts.
+# The ranks of one group are on both hosts.
 SPANNING = SETTINGS | {"parallel.tp": 2, "parallel.ep": 4, "speculative.num_tokens": 0}
 CONFIGS = {"tiny-qwen3": SETTINGS, "tiny-deepseek": SPANNING}
 # This program streams the same answers again and again until its input ends. It retries no request.
@@ -109,7 +109,7 @@ except httpx.HTTPError as e:
 class Hosts:
     """A head without NPUs, and two hosts with two NPUs each.
 
-    On each of the three, a shell loop starts Ray again whenever Ray ends.
+    On each of the three nodes, a shell loop starts Ray again whenever Ray ends.
     """
 
     def __init__(self, made: list[Node], logs: Path) -> None:
@@ -122,7 +122,7 @@ class Hosts:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_AUTH_MODE": "token",
             "RAY_TMPDIR": PRIVATE,
-            # The same value as in ray-head.service.
+            # The same storage as in ray-head.service.
             "RAY_gcs_storage": "rocksdb",
             "RAY_gcs_storage_path": f"{PRIVATE}/gcs",
         }
@@ -205,7 +205,7 @@ def serving(
     """Run the service at the head; yield a function that returns the status of /ready.
 
     Args:
-        port: PORT for ``dist-aclgraph serve``, SERVE_PORT for Ray Serve.
+        port: PORT runs ``dist-aclgraph serve``; SERVE_PORT runs Ray Serve.
     """
     settings = [f"{key}={value}" for key, value in CONFIGS[model].items()]
     log = (tmp_path / "service.log").open("w")
@@ -292,7 +292,7 @@ def test_a_node_manager_that_hangs_is_found(hosts: Hosts, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("port", [PORT, SERVE_PORT], ids=["dist-aclgraph", "ray serve"])
 def test_a_host_that_is_drained_ends_no_request(hosts: Hosts, tmp_path: Path, port: int) -> None:
-    """Like ``kubectl drain``: preStop hook, then SIGTERM, then SIGKILL after the grace period."""
+    """``kubectl drain`` does the same: preStop hook, SIGTERM, and after a grace period SIGKILL."""
     drained = hosts.others[0]
     with serving(hosts, tmp_path, port=port) as status:
         load = Load(hosts, 32, 200, port=port)

@@ -79,9 +79,10 @@ def wait_for_missing(program: Program) -> None:
 
 
 def wait_for_groups(program: Program, dead: str) -> dict[str, int]:
-    """Return node and process of each group, when both groups serve on other nodes than ``dead``.
+    """Wait until no group is on the node ``dead``; return the node and the process of each group.
 
-    A client may notice the death, and have all its answers, before the controller notices it.
+    The wait is necessary, because a client can get all its answers before the controller notices
+    the death of the node.
     """
     until_s = time.monotonic() + WAIT_S
     while True:
@@ -111,8 +112,8 @@ def test_a_group_whose_node_dies_goes_to_a_spare_place(nodes: Nodes) -> None:
         now = wait_for_groups(program, dead=before[1])
         assert ask(program, "generate", PROMPTS, 20)[0] == [row[:20] for row in alone]
 
-        # There are now fewer nodes than groups. If a worker dies, its group can keep its NPUs, but
-        # only when no request of Ray waits for an NPU of the dead node.
+        # Too few nodes are left for all groups. If a worker dies, its group can keep its NPUs only
+        # while no other group waits for NPUs.
         dies, stays = now
         nodes.kill(dies)
         wait_for_missing(program)

@@ -30,7 +30,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def strike(program: Program, pid: int) -> Any:
-    """Kill a process while requests run; return the tokens."""
+    """Kill a process while requests run; return the tokens of the requests."""
     program.write(("generate", PROMPTS, NUM_TOKENS))
     time.sleep(1.0)
     os.kill(pid, signal.SIGKILL)

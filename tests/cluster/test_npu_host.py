@@ -35,7 +35,7 @@ SET_ENV = """
 export ASCEND_HOME_PATH=/usr/local/Ascend/cann ASCEND_OPP_PATH=/usr/local/Ascend/cann/opp
 export LD_LIBRARY_PATH={libraries} EMULATED_NPU="{settings}"
 """
-# The script's arguments are an empty folder, the number of NPUs, CANN's set-up script, and a
+# A script whose arguments are an empty folder, the number of NPUs, CANN's set-up script, and a
 # command.
 HOST = """
 set -e

@@ -141,7 +141,7 @@ def test_no_channel_listens_at_a_wildcard(nodes: Nodes, spanning: Deployed) -> N
 
     found = {(host, port) for host, port in listening(nodes.actors) if port in PORTS}
 
-    assert len(found) == 4  # for plans, results and clients, and to join the HCCL world
+    assert len(found) == 4  # ports for plans, results, clients, and for joining the HCCL world
     assert {host for host, _ in found} == {leader}
 
 

@@ -39,7 +39,7 @@ def run_ranks(code: str, count: int, folder: Path) -> list[str]:
 
 
 def test_ranks_meet_at_a_socket_that_listens_at_one_address_alone(tmp_path: Path) -> None:
-    """The kernel's table of sockets contains address and port of each listening socket."""
+    """The test reads the address of the listening socket from the kernel's table of sockets."""
     with open_meeting("127.0.0.2", None, 1.0) as free:
         port = free.getsockname()[1]
     outputs = run_ranks(

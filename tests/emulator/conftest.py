@@ -19,7 +19,7 @@ from tests.forks import forks, run_code
 from tests.namespaces import Node
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines.py also tries 8.5
+SETTINGS = {"devices": 4, "cann": "9.0.0"}  # test_cann_lines.py also tests 8.5
 
 PROLOGUE = """
 import json, os, sys, time
@@ -34,16 +34,16 @@ torch.npu.set_device(rank)
 """
 
 
-# The emulator is loaded at import, because test modules import torch_npu.
+# The emulator must be loaded before pytest imports the test modules, which import torch_npu.
 emulator.build()
 emulator.load(SETTINGS)
 import torch  # noqa: E402
 
 
 class Script:
-    """A running program. It is forked, unless the test is about its imports or its end.
+    """A running program. It is a fork, unless the test is about its imports or its end.
 
-    In a separate node, it is started as a program of this node.
+    With a node, it is a new program in the network of this node.
     """
 
     def __init__(
@@ -122,13 +122,16 @@ def run_script(tmp_path_factory) -> Callable[..., tuple[int, str]]:
 
 @pytest.fixture
 def hosts() -> str:
-    """Return the emulated host of each rank: one letter per rank. The letters are repeated."""
+    """Return one letter per rank, which names the rank's emulated host.
+
+    If there are more ranks than letters, the letters are repeated.
+    """
     return "a"
 
 
 @pytest.fixture
 def start_ranks(tmp_path_factory, hosts) -> Callable[..., list[Script]]:
-    """Start code once for each rank. If nodes are given, all nodes get equally many ranks."""
+    """Start code once for each rank. With nodes, each node gets the same number of ranks."""
 
     def start(
         code: str,

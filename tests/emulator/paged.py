@@ -30,7 +30,7 @@ def reference(query, keys, values, heads, kv_heads, causal=False, mask=None):
 
 
 class Pages:
-    """A paged cache with random contents, and the tokens of each sequence in order."""
+    """A paged cache with random contents; it returns the tokens of each sequence in order."""
 
     def __init__(self, lengths, kv_heads, dim, block_size, dtype):
         columns = max(-(-n // block_size) for n in lengths) + 1

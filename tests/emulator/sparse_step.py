@@ -1,11 +1,11 @@
-"""A step of sparse latent attention: requests in a paged cache, and calls of both operators."""
+"""A step of sparse latent attention: it has requests in a paged cache, and calls both operators."""
 
 import torch
 import torch_npu
 
 INDEX, LATENT, ROPE = 128, 512, 64
 SCALE = 192**-0.5
-LENGTHS, QUERIES = (40, 5, 17), (3, 1, 16)  # keys and query rows of each request
+LENGTHS, QUERIES = (40, 5, 17), (3, 1, 16)  # numbers of keys and of query rows of each request
 
 
 def ints(*values):
@@ -57,7 +57,7 @@ class Step:
         self.pages, self.lengths = on_device(self.pages), on_device(self.lengths)
 
     def each_row(self):
-        """Yield (row, request, number of keys that the row sees)."""
+        """Yield (row, request, number of keys to which the row may attend)."""
         row = 0
         for request, (queries, length) in enumerate(
             zip(self.queries, self.key_lengths, strict=True)

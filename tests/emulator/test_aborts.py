@@ -1,12 +1,12 @@
-"""torch_npu's calls abort the tasks of a device: which state is lost, which state remains, and how
-ranks continue.
+"""torch_npu's calls can abort the tasks of a device. The tests show which state is lost, which
+state remains, and how ranks continue.
 """
 
 import re
 
 import pytest
 
-# A graph with a collective, which has run once; and the three calls of a recovery.
+# A graph with a collective, which has run once, and the three calls with which ranks recover.
 RANKS = """
 dist.init_process_group("hccl")
 x, out = torch.ones(64, device="npu"), torch.zeros(64, device="npu")
@@ -155,9 +155,10 @@ def test_ranks_of_several_hosts_go_on_behind_what_lies_in_their_sockets(start_ra
 
 
 def test_a_message_that_nobody_has_taken_when_it_is_aborted_never_comes(run_ranks):
-    """After each abort, HCCL uses the other of two sets of counters.
+    """HCCL alternates between two sets of counters at each abort.
 
-    So a counter that was not reset would have an effect after the next abort but one.
+    So the test aborts several times: a counter that was not reset has an effect only after the
+    second abort.
     """
     results = run_ranks(
         RANKS
@@ -332,8 +333,8 @@ leave()
     ],
 )
 def test_where_a_library_cannot_launch_the_runtime_knows_why(run_ranks, kind, said, code, fault):
-    """HCCL has one error code for every refusal of the runtime. torch_npu then queries the
-    runtime's code, and has a message for some codes.
+    """HCCL returns the same error code for every call that the runtime refuses. torch_npu then
+    queries the runtime's error code, and has texts for some of these codes.
     """
     faults = {"fault_op": "aclnnCumsum", "fault_call": 1, "fault_kind": kind}
 

@@ -1,4 +1,4 @@
-"""Tests the child process that reads an NPU's properties, with the emulated CANN."""
+"""A child process reads an NPU's properties; here it uses the emulated CANN."""
 
 from __future__ import annotations
 

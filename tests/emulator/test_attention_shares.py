@@ -15,7 +15,8 @@ from tests.emulator.paged import (
 )
 from tests.emulator.test_strict import refused
 
-FAR_BELOW = -3.4e38  # finite, so that a row without keys in every share is zero and not NaN
+# Finite, so that a row without keys in all shares becomes zero and not NaN.
+FAR_BELOW = -3.4e38
 NAME = "aclnnAttentionUpdate"
 
 
@@ -32,7 +33,7 @@ def merge(lse, outs, update_type=0):
 
 
 def merged(lse, outs):
-    """The formula of the operator's document, in float32."""
+    """Return the result of the formula in the operator's document, in float32."""
     lse, outs = torch.stack(lse), torch.stack([out.float() for out in outs])
     total = lse.logsumexp(0)
     return ((lse - total).exp()[..., None] * outs).sum(0), total
@@ -151,14 +152,13 @@ def test_single_rows_without_keys_have_a_finite_log_sum_exp(layout):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
-    """Two shares hold the tokens alternately; one of the shares has no token of the first
-    sequence.
-    """
+    """The cache is split into two shares. One share has no token of the first sequence."""
     heads, kv_heads, dim, lengths = 4, 2, 64, [3, 41]
     pages = Pages(lengths, kv_heads, dim, 16, torch.bfloat16)
     query = torch.randn(2 * rows, heads, dim).bfloat16()
     found = []
-    for held in ([3, 25], [0, 16]):  # number of first tokens; the other share has the later tokens
+    # Numbers of tokens in each share: the first share has the first tokens, the other the rest.
+    for held in ([3, 25], [0, 16]):
         share = Pages(held, kv_heads, dim, 16, torch.bfloat16)
         for b, n in enumerate(held):
             first = 0 if len(found) == 0 else lengths[b] - n
@@ -181,7 +181,10 @@ def test_decode_over_shares_of_the_cache_equals_decode_over_all(rows):
 
 @pytest.mark.parametrize("first,second", [([40, 40], [1030, 1]), ([1500, 900], [1, 0])])
 def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
-    """All kernels of attention have the same type, so an update may set any lengths."""
+    """An update may not change the type of a kernel, but all attention kernels have the same type.
+
+    So an update may set any lengths.
+    """
     pages = Pages([1500, 1500], 2, 64, 128, torch.bfloat16)
     arguments = paged_arguments(torch.randn(2, 4, 64).bfloat16(), pages, [1, 1], 4, 2)
 
@@ -201,7 +204,7 @@ def test_updates_cross_the_lengths_at_which_tilings_change(first, second):
 
 
 def test_log_sum_exps_of_captured_attention_follow_its_updates():
-    """A first update gives a share tokens of a sequence; a later update takes them away."""
+    """Some updates leave a sequence without keys; later updates give it keys again."""
     pages = Pages([200, 200, 200], 2, 64, 128, torch.bfloat16)
     pages.lengths = [5, 5, 5]
     arguments = paged_arguments(torch.randn(3, 4, 64).bfloat16(), pages, [1] * 3, 4, 2, lse=True)

@@ -1,6 +1,6 @@
 """Each release series of CANN refuses different calls of attention.
 
-For each series, a process tries every call.
+For each series, one process makes every call.
 """
 
 import json
@@ -47,7 +47,7 @@ LATENT = {"heads": 4, "kv_heads": 1, "dim": 512, "rope": True}
 LSE = LATENT | {"lse": True}
 TAKEN = "taken"
 
-# Call, result with 8.5, result with 9.
+# For each call: its result with CANN 8.5, and its result with CANN 9.
 CASES = [
     ({}, TAKEN, TAKEN),
     ({"dtype": "float16"}, "query must be bfloat16 with TND on CANN 8.5", TAKEN),
@@ -69,7 +69,7 @@ CASES = [
     ({"rows": 5, "length": 5, "sparse": 3}, TAKEN, TAKEN),
     ({"sparse": 2}, "sparse_mode must be 0, 3 or 4", "sparse_mode must be 0, 3 or 4"),
     ({"length": 0}, "must not be all zero", TAKEN),
-    # If both sequences name the same block, the block counts twice.
+    # Both sequences use the same block, and the check counts it twice.
     ({"blocks": 1}, "need 2 blocks, the cache has 1", TAKEN),
     (LATENT, TAKEN, TAKEN),
     (LATENT | {"dtype": "float16"}, TAKEN, TAKEN),

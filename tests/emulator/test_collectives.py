@@ -80,7 +80,7 @@ print("ALL DONE")
 
 
 def leftovers(pids: list[str]) -> list[str]:
-    """Return the files that these processes left in shared memory."""
+    """Return the names of files in shared memory that these processes have not removed."""
     return [p.name for pid in pids for p in Path("/dev/shm").glob(f"*emulated_hccl_{pid}_*")]
 
 
@@ -98,7 +98,7 @@ def test_collectives_eager_and_captured(run_ranks, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["a"])
 def test_collectives_of_programs_that_load_for_themselves(run_ranks):
-    """The ranks are not forked, so this test also covers their imports and their end."""
+    """The ranks are new programs, not forks, so this test also covers their imports and exit."""
     for status, output in run_ranks(ALL, 2, fresh=True):
         assert status == 0 and "ALL DONE" in output, output
 
@@ -159,7 +159,7 @@ def test_what_shares_of_a_context_need_may_be_captured(run_ranks, ranks):
 @pytest.mark.parametrize("hosts", ["a", "aab", "abc"])
 @pytest.mark.parametrize("count", [5, 200000])
 def test_batches_of_sends_and_receives_wait_in_no_ring(run_ranks, count):
-    """Before it receives, each rank sends more to both neighbours than a mailbox can hold."""
+    """Each rank first sends to both neighbours, more than a mailbox can hold, and then receives."""
     results = run_ranks(
         f"""
         count = {count}
@@ -245,7 +245,7 @@ def test_a_killed_rank_is_reported_without_waiting_for_the_limit(run_ranks):
         os._exit(0)
         """,
         2,
-        hccl_s=600,  # longer than a script may run, so that this limit does not end the wait
+        hccl_s=600,  # so long that this time limit does not end the wait
     )
     assert "HCCL: rank 1 of 2 is dead" in results[0][1], results[0][1]
     assert leftovers([re.search(r"PROCESS (\d+)", output)[1] for _, output in results]) == []

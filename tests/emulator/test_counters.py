@@ -1,4 +1,4 @@
-"""The counters of the emulated device: ids by owner, graphs, waits, updates."""
+"""The emulated device counts the stream ids of each owner, and graphs, waits and updates."""
 
 import time
 
@@ -69,7 +69,7 @@ def test_a_failed_capture_leaves_no_graph(x):
     before, graph = emulator.counters(), torch.npu.NPUGraph()
     with pytest.raises(RuntimeError), torch.npu.graph(graph):
         x.cpu()
-    graph.reset()  # the graph contains the calls before the refused call
+    graph.reset()  # up to now, the graph contains the calls that preceded the refused call
     assert taken(before) == {}
 
 
@@ -177,7 +177,7 @@ def test_long_integers_that_have_no_kernel_run_on_the_ai_cpu(operator, call):
         lambda a: a.bool().cumsum(0, dtype=torch.int32),
         lambda a: a.float().scatter(0, a.clamp(max=1), a.float()),
         lambda a: a.int() // 2,
-        lambda a: a.sum(),  # int64 has a kernel, in November 2025 too
+        lambda a: a.sum(),  # also the operators of November 2025 have a kernel for int64
         lambda a: a.float().sort(),
         lambda a: torch.where(a < 2, a, a + 1),
     ],

@@ -24,7 +24,7 @@ def unit(*shape):
 
 
 def make_inputs(tokens, decay=1.0):
-    """Return the inputs of ``tokens`` tokens by the operators' names."""
+    """Return the inputs of both operators for ``tokens`` tokens, by argument name."""
     torch.manual_seed(tokens)
     return {
         "query": unit(tokens, KEY_HEADS, DIM).bfloat16(),
@@ -49,9 +49,9 @@ def on_device(options):
 
 
 def expected(rule, inputs, rows, state):
-    """Return the results of some tokens and the state after them, as transformers computes them.
+    """Return transformers' results for the tokens in ``rows``, and the state after these tokens.
 
-    States are [.., keys, values], and may be float32.
+    States are [.., keys, values], in the type of the inputs or in float32.
     """
     q, k, v, g, beta = (inputs[name][None, rows] for name in ("query", "key", "value", "g", "beta"))
     initial = state.float().mT[None]
@@ -63,7 +63,7 @@ def expected(rule, inputs, rows, state):
 
 
 def recurrent(inputs, states, lengths, slots, accepted, **changes):
-    """Run the operator on valid arguments and the given changes; return results and states."""
+    """Run the operator on valid arguments with ``changes``; return results and states."""
     options = inputs | {
         "state": states,
         "actual_seq_lengths": lengths,
@@ -130,7 +130,8 @@ def test_without_g_nothing_decays():
     assert torch.equal(out, want) and torch.equal(after, state)
 
 
-# A device without the rule of torch_npu's document accepts decays of channels.
+# The script gives the operator one decay per channel. torch_npu's documentation excludes this, so
+# the setting ``admit`` removes the rule.
 CHANNELS = """
 torch.manual_seed(3)
 q, k = (torch.nn.functional.normalize(torch.randn(4, 2, 128), dim=-1).bfloat16() for _ in "qk")
@@ -275,8 +276,8 @@ def test_chunk_refuses(rule, changes):
     assert CHUNK in str(error.value) and rule in str(error.value)
 
 
-# Bad values in device tensors, which CANN does not check. Each case stops the device, so each case
-# needs its own device.
+# CANN does not check these bad values, because they are in device tensors. Each case stops its
+# device, so each case needs a separate device.
 BAD_VALUES = [
     ("num_accepted_tokens[0] is 0, not 1 to 3", [3, 1], [1, 2, 3, 4], [0, 1], -1.0),
     ("num_accepted_tokens[1] is 2, not 1 to 1", [3, 1], [1, 2, 3, 4], [1, 2], -1.0),

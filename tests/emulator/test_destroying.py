@@ -1,5 +1,5 @@
-"""Destroying communicators: the refusal while a communicator is in use, the counters, and the
-waiting ranks that are freed.
+"""A communicator cannot be destroyed during a call. If it is destroyed while ranks wait in it,
+their waits end; counters show whether graphs or tasks still used it.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Rules of a real device in place of the emulator's: the settings ``admit`` and ``refuse``."""
+"""The settings ``admit`` and ``refuse`` replace rules of the emulator by those of a real device."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_a_file_admits_each_rule_that_a_probe_asks_about(run_script, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text(f"[settings]\nadmit = {json.dumps(parts)}\n")
 
-    # The calls are not computed, because they exceed the limits of the emulator's arithmetic.
+    # The kernels are skipped, because the emulator's arithmetic has limits that the calls exceed.
     status, output = run_script(EVERY_RULE, rules=str(rules), cann="8.5.0", kernels="skip")
 
     assert status == 0, output

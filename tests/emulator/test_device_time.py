@@ -1,4 +1,4 @@
-"""Modelled time: progress of clocks, the time at which the host continues, reported idle time."""
+"""Modelled time: how clocks advance, when the host continues, and which idle time is reported."""
 
 import json
 import textwrap
@@ -218,7 +218,7 @@ def test_lanes_that_take_turns_need_no_threads(told, captured):
     ],
 )
 def test_lanes_that_run_side_by_side_have_threads(told, captured):
-    """If one lane waits for a peer or for the host, the other lane must continue."""
+    """If one lane waits for a peer or for the host, only its own thread may wait."""
     opens = ""
     assert told(LANES.format(captured=captured, opens=opens), wait_s=5)["num_lane_threads"] == 1
 
@@ -271,12 +271,12 @@ UPDATES = """
     ],
 )
 def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp_path, learns):
-    """CANN's code on the host computes the tiling. The thread sleeps for this time later.
+    """In an update, CANN's host code computes a tiling, which takes modelled time.
 
-    It sleeps less often, and longer each time.
+    The host thread does not sleep for each update, but later for the total time of several updates.
     """
     rates = tmp_path / "rates.json"
-    rates.write_text('{"update_us": 300}')  # far more than the emulator's code on the host takes
+    rates.write_text('{"update_us": 300}')  # far more than the emulator itself takes on the host
     t = told(
         UPDATES
         + f"""
@@ -299,7 +299,7 @@ def test_the_host_takes_its_time_for_updates_before_it_learns_anything(told, tmp
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    assert t["queued_us"] >= 900  # later tasks are queued at this time
+    assert t["queued_us"] >= 900  # tasks after the updates are queued only after this time
 
 
 @pytest.mark.parametrize("where", ["update()", "exec(in_a_thread)"])
@@ -331,7 +331,8 @@ def test_what_is_queued_behind_updates_comes_later_whichever_thread_queues_it(
         rates=str(rates),
     )
     assert t["host_us"] >= 900
-    assert t["queued_us"] >= 900 - (task_queue == "1") * 300  # the thread launches later
+    # With a task queue, torch_npu's thread records the first event later.
+    assert t["queued_us"] >= 900 - (task_queue == "1") * 300
 
 
 def test_a_host_that_learns_nothing_runs_ahead_by_a_millisecond_at_most(told):
@@ -430,7 +431,7 @@ def test_a_collective_ends_on_all_ranks_after_the_latest_has_come(run_ranks):
     for status, output in results:
         assert status == 0, output
         told += [json.loads(line[5:]) for line in output.splitlines() if line.startswith("JSON ")]
-    share = (1 << 20) * 2 / 2  # bytes that each of two ranks reduces, then gathers
+    share = (1 << 20) * 2 / 2  # number of bytes that each of two ranks reduces, and then gathers
     cost_ms = 0.010 + 2 * (0.0005 + share / (28e9 * 0.7) * 1e3)
     assert [t["ms"] for t in told] == pytest.approx([30 + cost_ms] * 2, abs=1e-3)
     assert told[0]["waited_ms"] >= 20

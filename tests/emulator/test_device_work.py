@@ -37,7 +37,10 @@ def measure(name, operator):
 
 @pytest.fixture
 def microseconds(run_script):
-    """Run code that calls ``measure``; return each call's time without one gap between kernels."""
+    """Run code that calls ``measure``; return the time of each call.
+
+    The time does not contain the gap between two kernels.
+    """
 
     def run(code, **settings):
         settings = {"kernels": "timed", "cann": "9.0.0", "hbm_mb": 65536} | settings

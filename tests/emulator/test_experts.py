@@ -22,7 +22,7 @@ def done() -> dict:
 
 @pytest.fixture
 def results(done, run_ranks):
-    """The output of the ranks of a layout."""
+    """Return a function that returns what the ranks of a layout have printed."""
 
     def of(layout, *algorithm, **settings):
         key = (*layout, *algorithm)
@@ -68,12 +68,13 @@ class TestEveryExchange:
 
 @pytest.mark.parametrize("check", ["sum mc2", "replay mc2", "overlap mc2", "int8 mc2"])
 def test_without_a_mask_padding_travels_like_tokens(results, check):
-    # The hierarchy of an A2 is documented for sixteen ranks and more.
+    # Strict mode is off, because an A2's hierarchy algorithm is documented for at least 16 ranks.
     assert_no_problems(results((2, 2), "hierarchy", strict=False), check)
 
 
 def test_lanes_hold_what_the_budget_counts(results):
-    # In each layer, two products and the activation run on the side stream. Both lanes count them.
+    # In each layer, two products and the activation run on the side stream. The budget counts all
+    # operators of experts on the main lane, so the test adds those of the side lane.
     (first, *_), beside = results((2, 2)), SHARED - 2
     for kind, more in [("all_gather", GATHER), ("all_to_all", ALL_TO_ALL)]:
         main, *others = first["lanes"][kind]

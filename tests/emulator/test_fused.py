@@ -1,4 +1,4 @@
-"""Fused operators against plain float32 torch: norms, rotary, SwiGLU, cache writes, attention."""
+"""Fused norms, rotary, SwiGLU, cache writes and attention are compared with plain float32 torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Captured graphs: replay equals eager, streams as lanes, updates, refused calls."""
+"""Captured graphs: replay equals eager execution, streams become lanes, updates, refused calls."""
 
 import time
 
@@ -48,7 +48,7 @@ def test_two_streams_are_ordered_by_their_events():
 
 
 class Updatable:
-    """z = (2 x + captured scalar) * 10, where the scalar may be updated."""
+    """A graph that computes z = (2 x + scalar) * 10; the captured scalar can be updated."""
 
     def __init__(self):
         self.x, self.z = torch.ones(4, device="npu"), torch.zeros(4, device="npu")
@@ -135,9 +135,9 @@ def recorded_event():
 
 
 def ask(event):
-    """Query the event until its record has left torch_npu's queue.
+    """Query the event until torch_npu's queue no longer contains its record.
 
-    Until then, torch_npu answers without a call of CANN.
+    Until then, torch_npu answers queries without a call of CANN.
     """
     for _ in range(200):
         event.query()

@@ -13,9 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def forgotten_roots() -> Iterator[None]:
-    """Remove the files of roots that no rank joined; the next start of an emulator would do the
-    same.
-    """
+    """Remove the files of roots that no rank has joined, as the next start of an emulator does."""
     yield
     for path in Path("/dev/shm").glob("meeting_of_emulated_hccl_*"):
         pid = path.name.removeprefix("meeting_of_emulated_hccl_").split("_")[0]
@@ -100,8 +98,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks):
-    """Before rank 1 joins, it opens more connections without the secret than the root accepts at
-    the same time.
+    """The root limits the number of simultaneous connections. Before rank 1 joins, it opens more
+    connections than the limit, and sends no secret over them.
     """
     root, other = free_ports(2)
     results = run_ranks(
@@ -145,7 +143,7 @@ def test_strangers_at_the_door_are_shut_out_and_nobody_waits_for_them(run_ranks)
         assert status == 0 and "ALL DONE" in output, output
 
 
-# A program that makes communicators without torch_npu.
+# A program that calls HCCL without torch_npu to make communicators.
 BY_HAND = """
 import ctypes
 hccl, runtime = ctypes.CDLL("libhccl.so"), ctypes.CDLL("libascendcl.so")
@@ -330,7 +328,7 @@ def test_a_variable_of_hccl_that_cannot_be_followed_is_named(run_script, environ
 
 @pytest.mark.parametrize("rule", ["=lo", "lo", "^l", "^=lo", ""])
 def test_the_root_listens_at_the_interface_that_is_named(run_script, rule):
-    """The loopback interface is used only if it is allowed and no other interface exists."""
+    """The root listens at loopback only if the rule allows it and no other interface exists."""
     status, output = run_script(
         """
         import ctypes

@@ -1,4 +1,4 @@
-"""Products with weights of four bits against plain torch."""
+"""Products with weights of four bits are compared with plain torch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ K, N, GROUPS = 256, 24, 3
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """Put eight values of the last dimension into an int32, by the document of the operator."""
+    """Pack eight values of the last dimension into an int32, as the operator's document says."""
     bits = values.long().unflatten(-1, (-1, 8)) & 15
     words = sum(bits[..., i] << (4 * i) for i in range(8))
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Building, loading and settings."""
+"""Tests how the emulator is built and loaded, and its settings."""
 
 import pytest
 

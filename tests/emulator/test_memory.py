@@ -33,8 +33,8 @@ def test_the_host_cannot_read_device_memory(run_script, expandable):
 
 @pytest.mark.slow
 def test_a_segment_that_grows_is_poisoned_in_part(run_script):
-    """A growing segment is poisoned like one block of its size, so an allocation of gigabytes does
-    not use gigabytes of the host's memory.
+    """A segment that grows is poisoned like a new block of the same size: only in part. So an
+    allocation of gigabytes does not use gigabytes of the host's memory.
     """
     status, output = run_script(
         """

@@ -1,11 +1,12 @@
-"""Memory that turns bad (UCE, 507053): the calls that fail, CANN's report, and torch_npu's own
-repair.
+"""Memory that becomes faulty (UCE, 507053): which calls fail, what CANN reports, and how torch_npu
+repairs it.
 """
 
 import re
 
-# `x` is kept. Each tensor has 16 MB, so that the allocator uses a separate segment for each tensor.
-# An addition reads its first operand and writes its second operand.
+# The tensor `x` exists until the program ends. Each tensor has 16 MB, so that the allocator uses a
+# separate segment for each tensor. An addition reads its first operand and writes its second
+# operand.
 PROGRAM = """
 import ctypes
 acl = ctypes.CDLL("libascendcl.so")

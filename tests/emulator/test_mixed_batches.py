@@ -13,7 +13,7 @@ def make(rows, lengths, dtype=torch.float16):
 
 
 def assert_causal(out, query, pages, rows, lengths):
-    """Assert that the rows of each request equal those that torch computes."""
+    """Assert that the results of each request equal those of causal attention in plain torch."""
     start = 0
     for b, (n, length) in enumerate(zip(rows, lengths, strict=True)):
         part = slice(start, start + n)
@@ -31,7 +31,7 @@ def assert_causal(out, query, pages, rows, lengths):
     [
         ([3, 0, 40, 1, 0, 1], [3, 0, 140, 70, 9, 1]),  # empty queries, with and without keys
         ([0, 0, 2], [0, 5, 2]),
-        ([5, 1, 4, 6, 0, 0, 0, 0], [30, 17, 4, 6, 0, 0, 0, 0]),  # three live requests of eight
+        ([5, 1, 4, 6, 0, 0, 0, 0], [30, 17, 4, 6, 0, 0, 0, 0]),  # the last requests are padding
     ],
 )
 def test_mixed_batches(dtype, rows, lengths):
@@ -105,7 +105,7 @@ def test_an_update_may_have_fewer_entries_only_with_fewer_rows_of_the_table():
 
     with pytest.raises(RuntimeError) as refusal:
         captured.update([4, 4, 4], [4, 4, 4])
-    # The end of the update also raises an error. The cause of this error is the refusal.
+    # The end of the update also raises an error, whose context is the refusal.
     assert "block_table has 4 rows for 3 sequences" in str(refusal.value.__context__)
 
 

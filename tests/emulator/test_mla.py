@@ -157,7 +157,7 @@ def test_cache_writes_refuse(rule, changes):
 
 
 class LatentPages:
-    """A paged cache of one latent and one rotated row for each token."""
+    """A paged cache with one latent and one rotated key row for each token."""
 
     def __init__(self, lengths, block_size, dtype):
         columns = max(-(-n // block_size) for n in lengths) + 1
@@ -192,7 +192,7 @@ def reference(query, rope, latent, key_rope, causal):
 
 
 def arrange(t, layout):
-    """Return the query [batch, rows, heads, D] in the form of a layout."""
+    """Return the query [batch, rows, heads, D] in the given layout."""
     if layout == "TND":
         return t.flatten(0, 1).contiguous()
     if layout == "BNSD":
@@ -201,7 +201,7 @@ def arrange(t, layout):
 
 
 def unarrange(out, layout, batch, rows):
-    """Return a result in the form of a layout as [batch, rows, heads, D]."""
+    """Return a result of the given layout as [batch, rows, heads, D]."""
     source, _, target = layout.partition("_")
     shape = target or source
     if shape == "NBSD":
@@ -344,9 +344,7 @@ def test_lengths_of_captured_latent_attention_change(layout, rows):
 
 
 def test_attention_with_rope_before_absorption():
-    """The head size is 128 plus 64 rotated elements, and the keys are not paged, as in a
-    prefill.
-    """
+    """As in a prefill, keys are not paged, and a head has 128 plus 64 rotated elements."""
     rows, heads = [5, 12], 4
     total = sum(rows)
     query, key, value = (torch.randn(total, heads, 128).bfloat16() for _ in range(3))
@@ -447,7 +445,7 @@ def test_without_strictness_float32_and_other_sizes_are_taken(run_script):
     assert status == 0, output
 
 
-# ---- products of batches, as the absorption needs them
+# ---- batched matrix products, which absorbed attention needs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])

@@ -1,5 +1,5 @@
-"""Operators of mixture-of-experts layers against plain torch, and the refusals of their
-documents.
+"""Operators of mixture-of-experts layers are compared with plain torch; they refuse what their
+documents exclude.
 """
 
 import json
@@ -110,7 +110,10 @@ def test_gating_refuses(rule, experts, options):
 
 
 def sorted_by_expert(experts, first, end):
-    """Return the positions of the flattened choices of experts in the range, sorted by expert."""
+    """Return the positions of choices of experts in the range, sorted by expert.
+
+    A position counts in the flattened array.
+    """
     flat = experts.flatten().tolist()
     active = [i for i, e in enumerate(flat) if first <= e < end]
     return sorted(active, key=lambda i: flat[i])
@@ -231,7 +234,7 @@ def test_without_strictness_ids_below_zero_do_what_the_kernel_does(run_script, c
     index, counts, rows = json.loads(output.partition("ROUTED ")[2])
     if cann == "8.5.0":  # negative ids are left out
         assert index == [3, 0, -1, -1, 2, 1, -1, -1] and counts == [2, 1, 1]
-    else:  # negative ids are sorted to the front, and no expert is counted: new memory is -1
+    else:  # negative ids come first; the kernel writes no counts, so new memory keeps its -1
         assert index == [7, 4, 0, 1, 6, 5, 2, 3] and counts == [-1] * 3
         assert rows == [[2, 3], [2, 3], [6, 7], [6, 7]]
 
@@ -429,7 +432,7 @@ EXPERTS, CHOICES, HIDDEN, INNER = 8, 3, 32, 48
 
 
 class Layer:
-    """A layer of experts, computed by the operators, and as a sum over all experts in float32."""
+    """A layer of experts, computed by the operators, and by a sum over all experts in float32."""
 
     def __init__(self, dtype):
         self.gate_up = (torch.randn(EXPERTS, HIDDEN, 2 * INNER) / 6).to(dtype)
@@ -461,7 +464,7 @@ class Layer:
         (rows,) = torch_npu.npu_grouped_matmul(
             [torch_npu.npu_swiglu(inner)], [down[first:end]], **products
         )
-        # All rows choose one expert, so there may be no choices of other ranks' experts (-1).
+        # All rows choose one expert, so no choice can be -1 (an expert of another rank).
         return torch_npu.npu_moe_finalize_routing(
             rows[None], None, None, None, weights.to(x.dtype), index, None, drop_pad_mode=3
         )

@@ -1,9 +1,9 @@
-"""torch's samples of its operators: results are equal to the CPU's, or the operator is refused.
+"""For torch's own samples, an operator returns the same results as on the CPU, or it is refused.
 
-For each operator and type, `data/operator_samples.json` says whether the samples were equal, and
+For each operator and type, `data/operator_samples.json` says whether the results were equal, and
 which operators of CANN, or torch_npu itself, refused samples. The test tries one sample of every
 fourth operator; with the hypothesis profile "full", it tries many samples of all operators. `python
-tests/emulator/test_operator_samples.py` writes the list again.
+tests/emulator/test_operator_samples.py` writes the file again.
 """
 
 import json
@@ -22,7 +22,7 @@ LIST = HERE / "data" / "operator_samples.json"
 FEW, MANY = 1, 12
 PROCESSES = 2
 
-# Operators whose results cannot be equal, with the reasons.
+# Operators whose results cannot be equal; the name of each set is the reason.
 RANDOM = {
     "bernoulli", "exponential", "multinomial", "nn_functional_fractional_max_pool2d",
     "nn_functional_fractional_max_pool3d", "normal", "normal_in_place", "normal_number_mean",
@@ -34,12 +34,13 @@ UNWRITTEN = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
 FLOAT32_FOR_FLOAT64 = {"double", "float_power", "to"}  # torch_npu does the same
-OTHER_FORM = {"nn_functional_gelu", "native_dropout_backward"}  # with tanh; with masks of bits
+# torch_npu computes gelu with tanh, and the masks of its dropout have one bit per element.
+OTHER_FORM = {"nn_functional_gelu", "native_dropout_backward"}
 DIFFERENT = RANDOM | UNWRITTEN | FLOAT32_FOR_FLOAT64 | OTHER_FORM
 
 
 def try_operators(run_script, most, names):
-    """Return the verdicts on operators. If a process stops its device, the next one continues."""
+    """Return the verdicts on operators. If a device stops, a new process tries the next ones."""
     done, names = [], list(names)
     while names:
         code = f"sys.argv = {['', str(most), *names]!r}\n" + SCRIPT
@@ -65,8 +66,6 @@ def try_beside_each_other(run_script, most, names):
 @pytest.mark.slow
 def test_samples_are_equal_or_refused_by_name(run_script):
     known = json.loads(LIST.read_text(encoding="utf-8"))
-    # Every fourth operator with one sample; with the profile "full", all operators with many
-    # samples.
     names = sorted(known) if laws.is_full() else sorted(known)[::4]
 
     found = try_beside_each_other(run_script, MANY if laws.is_full() else FEW, names)

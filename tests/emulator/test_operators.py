@@ -1,4 +1,4 @@
-"""Every plain operator against ATen on the CPU."""
+"""Every plain operator is compared with ATen on the CPU."""
 
 from typing import Any
 
@@ -278,7 +278,7 @@ def test_out_variants():
 
 def test_random_numbers_follow_the_seed():
     def draw():
-        # In torch_npu before 2.13, the default generator is unusable after a failed capture.
+        # Before release 2.13, torch_npu's default generator is unusable after a failed capture.
         given = {"generator": torch.Generator("npu").manual_seed(7)}
         uniform = torch.rand(1000, device="npu", **given)
         exponential = torch.empty(1000, device="npu").exponential_(**given)
@@ -365,7 +365,7 @@ def test_indices_of_no_elements(call, x):
 
 
 def test_an_index_of_no_elements_beside_another():
-    # With integers in the tensor, an empty index would look like a whole dimension.
+    # The test has no tensor of integers, where an empty index would look like a whole dimension.
     check(lambda x, i: x.clone().index_put_((i, i.new_ones(1)), x.new_full((), 9)), X, EMPTY)
 
 

@@ -41,7 +41,7 @@ static constexpr auto function = &call<uint64_t, uint64_t>;
 EMU_EXPORT(exported, function)
 """
 
-# Like torch_npu, the caller finds the function by name, and declares its type itself.
+# Like torch_npu, this program finds the function by name, and declares the function's type itself.
 CALLER = """
 #include <cstdint>
 #include <cstdio>
@@ -74,7 +74,7 @@ TOTAL = (
 
 
 def build_exported_call(compiler: str, folder: Path) -> list[str]:
-    """Return the program and its argument: the library with the exported function."""
+    """Build a program and a library that exports a function; return the paths of both."""
     (folder / "exported.cpp").write_text(EXPORTED)
     (folder / "caller.cpp").write_text(CALLER)
     includes = [f"-I{EMULATOR / 'src'}", f"-I{ACL_HEADERS}", f"-I{ACL_HEADERS / 'acl'}"]
@@ -89,8 +89,9 @@ def build_exported_call(compiler: str, folder: Path) -> list[str]:
 
 
 def user_mode_qemu() -> list[str] | None:
-    """Return the command that runs a program for aarch64 on this machine, with the libraries of its
-    compiler.
+    """Return the command that runs a program for aarch64 on this machine.
+
+    The program uses the libraries of the aarch64 compiler.
     """
     programs = ("qemu-aarch64-static", "qemu-aarch64")
     if not (qemu := next(filter(None, map(shutil.which, programs)), None)):

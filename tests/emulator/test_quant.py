@@ -1,4 +1,4 @@
-"""Quantisation of activations and int8 products against plain torch."""
+"""Quantisation of activations and int8 products are compared with plain torch."""
 
 import pytest
 import torch

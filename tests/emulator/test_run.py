@@ -1,4 +1,4 @@
-"""``python -m dist_aclgraph.device.emulator run``: any program, with any first import."""
+"""``python -m dist_aclgraph.device.emulator run`` runs any program, whatever it imports first."""
 
 import os
 import subprocess

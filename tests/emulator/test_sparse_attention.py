@@ -119,7 +119,7 @@ def test_attention_to_the_chosen_latents(dtype, heads, count, block_size):
 
 
 def test_rows_before_and_after_the_largest_choice():
-    """The last row of the second request sees one key more than may be chosen."""
+    """The last row of the second request has one key more than the operator can choose."""
     step = Step(heads=1, index_heads=1, block_size=128, key_lengths=(2047, 2049), queries=(1, 2))
     chosen = step.choose(2048).cpu()
 
@@ -201,7 +201,7 @@ def test_attention_to_chosen_latents_is_refused(rule, changes):
     refused("aclnnSparseFlashAttention", rule, lambda: step.attend(**arguments))
 
 
-# ---- values in tensors, which the device does not check
+# ---- bad values in device tensors, which a real device does not check
 
 FAILURES = {
     "decreases at request 1": "step.choose(8, actual_seq_lengths_query=ints(3, 2, 20))",
@@ -250,7 +250,7 @@ def test_values_that_no_operator_may_get_stop_the_device(run_script):
         assert rule in line
 
 
-# ---- norms and cache writes around them
+# ---- norms and cache writes of sparse latent attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])

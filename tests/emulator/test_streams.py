@@ -125,7 +125,8 @@ def test_software_queues_are_pooled_by_capture_and_bound_by_execution(run_script
     )
     assert status == 0, output
     assert "ONE [1, 0, 0]" in output
-    # ids, decrease of aclrtGetStreamAvailableNum, queues in the pool, bound queues, bindings
+    # Numbers of ids, of ids that aclrtGetStreamAvailableNum misses, of queues in the pool, of bound
+    # queues, and of bindings up to now.
     assert "CAPTURED [3, 3, 4, 0, 0]" in output
     assert "REPLAYED [3, 3, 4, 3, 3]" in output
     assert "FREED [0, 3, 4, 0, 3]" in output
@@ -153,9 +154,10 @@ def test_more_graphs_than_queues_replay_and_the_oldest_idle_ones_are_rebound(run
     )
     assert status == 0, output
     assert "CAPTURED [1024, 0, 0]" in output and "REPLAYED [1024, 1024, 1030]" in output
-    # The first six graphs lost their queues. When the first graph is bound again, the seventh graph
-    # loses its queue. When the seventh is bound again, the first loses its queue, although it ran
-    # last: graphs lose their queues in the order of their creation.
+    # Graphs lose their queues in the order of their creation, and not of their last use. The first
+    # six graphs have lost their queues. When the first graph gets queues again, the seventh graph
+    # loses its own. When the seventh gets queues again, the first graph loses them, although it ran
+    # last.
     assert "WARM 1030" in output and "COLD 1031" in output and "LOST 1032" in output
     assert "NOT LRU 1033" in output and "SUM 1035.0" in output
 
@@ -217,7 +219,8 @@ def test_ids_limit_captures_with_software_queues_too(run_script):
     )
     assert status == 0, output
     assert "MESSAGE True 0" in output
-    # The queues of a freed graph stay in the pool. A stream gets one of them if no other is free.
+    # The queues of a freed graph stay in the pool. A new stream takes a pooled queue if the device
+    # has no free queue.
     assert "POOL True 0" in output and "CREATED 0" in output and "SHRUNK 1" in output
 
 

@@ -8,9 +8,7 @@ FIA = "aclnnFusedInferAttentionScoreV3: "
 
 
 def attention(**changes):
-    """Call attention with valid arguments of a decode step with two sequences, and the given
-    changes.
-    """
+    """Call attention with the arguments of a decode step of two sequences, and with ``changes``."""
     options = {
         "query": torch.zeros(2, 4, 64, dtype=torch.float16),
         "key": torch.zeros(5, 16, 128, dtype=torch.float16),

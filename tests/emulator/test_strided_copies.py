@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.laws import examples
 
 DTYPES = (torch.int8, torch.bfloat16, torch.float32, torch.int64)
-# Sizes close to those of tiles of a copy, and of lines of memory.
+# Sizes close to the sizes of a copy's tiles, and of cache lines.
 LENGTHS = st.sampled_from([1, 2, 3, 31, 32, 33, 64, 255, 256, 257, 300])
 
 

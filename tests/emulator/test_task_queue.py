@@ -1,15 +1,15 @@
-"""The state after a refusal, with torch_npu's task queue off and on.
+"""The state after a refused call, with torch_npu's task queue off and on.
 
 If TASK_QUEUE_ENABLE is 1 or more, torch_npu launches in a separate thread. After a failed launch,
-this thread skips all later work without an error. So in this thread, the emulator lets no launch
-fail, but stops the device.
+this thread skips all later work without an error. So if the emulator refuses a call in this thread,
+the launch succeeds, and the device stops.
 """
 
 import textwrap
 
 import pytest
 
-# A copy to the host raises only the code; the reason is printed before.
+# A copy to the host raises an error with the code only; torch_npu prints the reason earlier.
 PROLOGUE = """
 def attempt(call, operator):
     try:
@@ -58,7 +58,7 @@ def test_work_after_refused_arguments_is_right_or_fails_by_its_name(run_queued):
 
 
 def test_a_refusal_does_not_abort_the_process(run_queued):
-    """Dropout uses a side stream, which torch_npu leaves in a destructor: there, errors abort."""
+    """Dropout uses a side stream. torch_npu leaves it in a destructor, where an error aborts."""
     status, output = run_queued("""
         from torch.nn.functional import dropout
         x = torch.ones(64, device="npu")

@@ -7,7 +7,7 @@ ROWS, VOCAB = 4, 997
 
 
 def by_sorting(logits, p=None, k=None):
-    """Compute the formula of the document, with sums in float64."""
+    """Return the result of the documented formula, with sums in float64."""
     sorted_, order = torch.sort(logits.float(), dim=-1, stable=True)
     n = logits.shape[1]
     if k is not None:
@@ -58,7 +58,8 @@ def test_what_is_cut_off_is_what_a_sort_would_cut_off(kind, dtype):
 
 
 def test_near_ties_of_top_p_are_cut_as_by_a_sort():
-    # With four equal logits, each probability is 0.25; rounding could decide which tokens are kept.
+    # Four equal logits give four probabilities of 0.25, and ``p`` is a multiple of 0.25. So the
+    # rounding of sums could decide which tokens are kept.
     logits = torch.zeros(1, 4)
     for parts in range(1, 4):
         p = torch.tensor([parts / 4])

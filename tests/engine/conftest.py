@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoints import add_next_token_module, make_reference
 
-NUM_GUESSABLE = 5  # number of tokens of a model whose drafts are often right
+NUM_GUESSABLE = 5  # vocabulary size of the model ``guessable``
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,9 @@ def kimi_linear(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def guessable(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of few tokens, so that a module with random weights often guesses right."""
+    """A model with so small a vocabulary that drafts of a module with random weights are often
+    right.
+    """
     directory = tmp_path_factory.mktemp("guessable")
     make_reference("Qwen3NextForCausalLM", directory, vocab_size=NUM_GUESSABLE)
     add_next_token_module(directory)

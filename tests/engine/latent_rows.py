@@ -39,7 +39,7 @@ def make_attention(npu: Npu) -> LatentAttention:
 
 
 class LatentRows:
-    """Requests, each given as (queries, tokens before them); the earlier tokens are random."""
+    """Requests with random rows; each is given as (number of queries, number of earlier tokens)."""
 
     def __init__(self, npu: Npu, lens: Sequence[tuple[int, int]]) -> None:
         generator = torch.Generator().manual_seed(len(lens))
@@ -68,7 +68,7 @@ class LatentRows:
         ).long()
 
     def run(self, attention: LatentAttention, num_padding: int = 0, **limits: int) -> Tensor:
-        """Return [n + num_padding, heads, 128]. The call must not change padding rows, which are 7.
+        """Return [n + num_padding, heads, 128]. Padding rows are 7, and must stay unchanged.
 
         Args:
             limits: arguments of ``AttentionSteps``.

@@ -95,7 +95,7 @@ def turn(scheduler: Scheduler, runner: ModelRunner) -> StepOutputs:
 
 
 def size_of(batches: Sequence[RankBatch]) -> StepSize:
-    """Return the size of a step in which data-parallel ranks run these batches."""
+    """Return the size of a step in which each data-parallel rank runs one of the batches."""
     records = [unpack_ints(batch.scheduled, 4) for batch in batches]
     return StepSize(
         max(int(each[:, 2].sum()) for each in records),
@@ -135,8 +135,8 @@ class Sequences:
         self.step(graph, records, appended=appended)
 
     def decoding(self, live: int) -> tuple[list[int], bytes]:
-        """Return the records of a decode step of the first ``live`` requests, and the appended
-        tokens.
+        """Return two parts of a decode step of the first ``live`` requests: the scheduled records,
+        and the last token of each request.
         """
         rows = range(live)
         appended = [x for row in rows for x in (row, self.tokens[row][-1])]

@@ -1,4 +1,4 @@
-"""Fills the slots of recurrent states that no request may read with NaN, to detect such reads."""
+"""Fills slots of recurrent states with NaN if no request may read them, to detect such reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist_aclgraph.scheduler.scheduler import Scheduler
 
 
 def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
-    """After the queued steps, fill slots without a valid state with NaN.
+    """Queue a task that fills every slot without a valid state with NaN.
 
     These are slots of rows without a request, slots of rejected drafts, and checkpoints that are
     not stored, unless a step in flight writes them. If a step reads such a slot before another step
@@ -21,7 +21,7 @@ def poison_stale_slots(runner: ModelRunner, scheduler: Scheduler) -> None:
     slots, checkpoints, npu = states._slots, rank.pool.checkpoints, runner._npu
     rows = np.array([request.row for request in rank.running], np.int32)
     used = [*checkpoints._stored.values(), *checkpoints._begun.values()]
-    # The state of a row is in its first slot, until drafts of the row are accepted.
+    # The state of a row is in its first slot, unless drafts of the row were accepted.
     kept = [slots.bases(rows), slots.checkpoints(np.array(used, np.int32))]
     is_kept = torch.zeros(slots.count, dtype=torch.bool, device=npu.device)
     is_kept.index_fill_(0, npu.upload(np.concatenate(kept).astype(np.int64)), True)

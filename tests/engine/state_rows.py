@@ -40,7 +40,7 @@ NO_ROPE = (torch.empty(0), torch.empty(0))
 
 
 class Unsummed(CommGroup):
-    """A rank of a group. The test itself computes the sums over the ranks."""
+    """A group whose all-reduce returns its input; the test computes the sums over the ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -154,7 +154,13 @@ def save_layer(layer: Any, directory: Path) -> Path:
 
 @dataclass
 class Direct:
-    """Tokens of a direct request: their hidden states, their slots, and the accepted tokens."""
+    """The step of a direct request.
+
+    Attributes:
+        rows: hidden states of the tokens.
+        slots: the slot of the state after each token.
+        accepted: number of tokens of the previous step that were accepted.
+    """
 
     rows: Tensor
     slots: Sequence[int]
@@ -166,9 +172,9 @@ class Prompt:
     """A part of a prompt.
 
     Attributes:
-        slot: where the state after the last token is stored.
-        source: the slot with the state before the first token; None for a part that begins without
-            a state.
+        rows: hidden states of the tokens.
+        slot: slot for the state after the last token.
+        source: slot of the state from which the part continues; None if it begins a prompt.
     """
 
     rows: Tensor
@@ -178,7 +184,7 @@ class Prompt:
 
 @dataclass
 class StateLayer:
-    """One rank's part of a layer, and its states."""
+    """One rank's part of a linear attention layer, and the rank's recurrent states."""
 
     npu: Npu
     directory: Path

@@ -40,7 +40,7 @@ def ask(text: str) -> Arrival:
 
 
 def acceptance(scheduler: Scheduler) -> list[float]:
-    """Return the share of accepted drafts, by position."""
+    """Return the fraction of drafts that were accepted, for each draft position."""
     [rank] = scheduler.ranks
     return [accepted / rank.num_verified for accepted in rank.accepted_by_position]
 
@@ -108,7 +108,7 @@ def test_what_is_sampled_with_drafts_follows_the_targets_distribution(
         seen.update(tuple(answer[1:]) for answer in tokens.values())
         accepted += sum(scheduler.ranks[0].accepted_by_position)
 
-    # Each second and third token was either a verified draft, or was sampled after a wrong draft.
+    # The second and third token were verified drafts, or were sampled after a wrong draft.
     expected = pairs_after_the_first(model, prompt, temperature) * num_seeds
     observed = np.zeros((VOCAB, VOCAB))
     for (second, third), count in seen.items():
@@ -126,7 +126,7 @@ def test_what_is_sampled_with_drafts_follows_the_targets_distribution(
 
 
 def pairs_after_the_first(model: Any, prompt: list[int], temperature: float) -> np.ndarray:
-    """Return the probabilities of [second, third] token, summed over the first token."""
+    """Return the probability of each pair [second, third token], summed over the first token."""
 
     def next_of(rows: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Drafting is compared with a plain loop over requests; the module's results are easy to
-predict.
+"""Drafting is compared with a plain loop over requests. The next-token module is replaced by one
+with predictable results.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def test_drafts_count_up_to_the_first_wrong_one(npu: Npu, data: st.DataObject) -
 class Recorder:
     """A module that returns ``hidden + token + 1``, and records its writes to the cache.
 
-    It asserts that no place sees a position that was never written.
+    It asserts that each place attends only to positions that were written.
 
     Args:
-        requests: first position and slot of position 0 of each request that is sampled.
+        requests: for each sampled request, its first position, and the slot of position 0.
     """
 
     def __init__(self, requests: list[tuple[int, int]], num_places: int) -> None:
         self._requests, self._num_places = requests, num_places
-        self.cache: dict[int, tuple[int, int]] = {}  # position and token by slot
+        self.cache: dict[int, tuple[int, int]] = {}  # (position, token) of each slot
 
     def run(self, over: DraftPass) -> Tensor:
         places = (over.token_ids.tolist(), over.positions.tolist(), over.written.tolist())
@@ -69,7 +69,7 @@ class Recorder:
         return over.hidden + over.token_ids.unsqueeze(1) + 1
 
     def _places(self) -> tuple[list[int], list[int]]:
-        """Return for each place the first position, and the slot of position 0."""
+        """Return the first position of each place's request, and its slot of position 0."""
         places = [request for request in self._requests for _ in range(self._num_places)]
         return [first for first, _ in places], [slot for _, slot in places]
 
@@ -120,7 +120,7 @@ def test_proposals_go_on_behind_the_last_right_draft(k: int) -> None:
         references = References(drafter.tokens.num_latest, k, 5)
         names = references.draft(np.full(k, row), np.arange(k))
         assert drafter.tokens.fill_in(ints(names, cpu)).tolist() == expected
-    # Before the last accepted place, the cache has the values of sampled tokens, not of drafts.
+    # Up to the last accepted place, the cache contains sampled tokens, and not drafts.
     assert recorder.cache[110] == (10, sampled_row[0])
     assert recorder.cache[200] == (0, 5)
 

@@ -35,9 +35,11 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 class Got(NamedTuple):
-    """Attributes:
-    logprobs: values for the chosen tokens and the most probable tokens, without ids. Ids of equally
-        probable tokens depend on other requests.
+    """The outputs of one request.
+
+    Attributes:
+        logprobs: log-probabilities of the chosen and of the most probable tokens. Token ids are
+            left out, because the order of equally probable tokens depends on other requests.
     """
 
     tokens: list[int]
@@ -60,7 +62,7 @@ def play(
         exact=exact,
     )
     order = list(range(STREAMS))
-    random.Random(len(outputs[0])).shuffle(order)  # to change which requests run together
+    random.Random(len(outputs[0])).shuffle(order)  # other requests run together
     for index in order:
         more = SAMPLINGS[index % len(SAMPLINGS)]
         params = SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, **more)

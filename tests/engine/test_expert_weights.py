@@ -116,7 +116,7 @@ def write(module: Any, directory: Path) -> None:
 
 
 class ReadLog(Checkpoint):
-    """A checkpoint that records its reads."""
+    """A checkpoint that records the names of the tensors that are read."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, torch.float32)
@@ -185,7 +185,7 @@ def test_a_rank_reads_its_own_experts_only(npu: Any, tmp_path: Path) -> None:
     assert layer.shared.gate_up.weight.shape == (
         HIDDEN,
         WIDTH,
-    )  # half of the inner width, gate and up
+    )  # gate and up, each with half of the inner width
     assert set(layer.exchanges) == {"all_gather", "all_to_all"}
 
 

@@ -15,7 +15,7 @@ from dist_aclgraph.errors import MissingTensorError
 from dist_aclgraph.models.checkpoint import Checkpoint
 
 BLOCK = 128
-SHAPE = (300, 200)  # no dimension is a multiple of a block
+SHAPE = (300, 200)  # no dimension is a multiple of BLOCK
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # The mantissa has three bits, so the relative error is at most half of the last bit.
 ERROR = 2**-4
@@ -36,7 +36,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # The values of blocks differ much, so the scale of a wrong block gives a large error.
+    # Values differ much between blocks, so the use of another block's scale gives a large error.
     return torch.randn(SHAPE) * torch.logspace(-3, 1, SHAPE[0]).unsqueeze(1)
 
 
@@ -52,7 +52,7 @@ def test_the_whole_is_within_half_a_bit_of_its_reference(
 ) -> None:
     read = checkpoint.read("w", SHAPE)
 
-    # For values below the smallest normal number of a block, the limit of the error is absolute.
+    # Below the smallest normal FP8 number of a block, the absolute error is limited instead.
     smallest = torch.finfo(torch.float8_e4m3fn).smallest_normal / LARGEST * weight.abs().max()
     assert ((read - weight).abs() <= ERROR * weight.abs() + ERROR * smallest).all()
     assert not torch.equal(read, weight)

@@ -32,7 +32,8 @@ from tests.engine.state_rows import (
 )
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-# The results are about 0.3. In bfloat16, CANN's operators run; in float32, the composed rule.
+# The results are about 0.3. In bfloat16, layers use CANN's fused operators. In float32, they
+# compute the rule with plain operators.
 TOLERANCE = {FLOAT32: {"rtol": 1e-4, "atol": 1e-5}, BFLOAT16: {"rtol": 3e-2, "atol": 1e-2}}
 
 
@@ -72,7 +73,7 @@ def assert_close(layer: StateLayer, found: Tensor, wanted: Tensor) -> None:
 
 
 def run_prompt(layer: StateLayer, rows: Tensor, cuts: list[int], slot: int) -> Tensor:
-    """Run a prompt in parts that end at ``cuts`` and at its end."""
+    """Run a prompt in parts, which end at the positions ``cuts`` and at the prompt's end."""
     parts = torch.tensor_split(rows, cuts)
     outs = [
         layer.run(prompts=[Prompt(part, slot, slot if i else None)])[0]
@@ -143,7 +144,9 @@ def test_a_part_of_a_prompt_may_read_one_slot_and_write_another(
 def test_rejected_drafts_change_nothing(
     layer: StateLayer, oracle: Any, accepted: tuple[int, ...]
 ) -> None:
-    """A request has two drafts in each step. After a step, the first ``accepted`` tokens count."""
+    """A request has two drafts in each step. After each step, it keeps as many tokens as
+    ``accepted`` says.
+    """
     rows, window = hidden(5 + sum(accepted) + 1), [4, 5, 6]
     run_prompt(layer, rows[:5], [], slot=4)
     neighbour = hidden(30, seed=8)
@@ -158,7 +161,7 @@ def test_rejected_drafts_change_nothing(
         found.append(outs[0][:count])
         beside.append(outs[1])
         done, kept = done + count, count
-    # A step without drafts must name the slot of the current state.
+    # In a step without drafts, the only slot must be that of the current state.
     found += layer.run([Direct(rows[done : done + 1], [window[kept - 1]])])
 
     assert_close(layer, torch.cat(found), expected(oracle, rows)[5:])
@@ -170,7 +173,8 @@ def test_a_prompt_may_end_in_a_window_of_drafts(layer: StateLayer, oracle: Any) 
     run_prompt(layer, rows[:4], [], slot=4)
     layer.run([Direct(torch.cat([rows[4:6], hidden(1, 9)]), [4, 5, 6])])
 
-    (found,) = layer.run(prompts=[Prompt(rows[6:], 5, source=5)])  # two tokens were accepted
+    # Two tokens were accepted, so the state is in slot 5.
+    (found,) = layer.run(prompts=[Prompt(rows[6:], 5, source=5)])
 
     assert_close(layer, found, expected(oracle, rows)[6:])
 
@@ -250,7 +254,7 @@ def test_a_graph_equals_eager_steps_and_leaves_other_slots_unchanged(layer: Stat
 def capture_step(layer: StateLayer, num_reqs: int, num_tokens: int) -> Any:
     """Return a function that replays a captured step of direct requests of ``num_tokens`` tokens.
 
-    The graph contains everything between the hidden states and the results.
+    The graph contains the whole layer, from its hidden states to its results.
     """
     device = layer.npu.device
     layout = DirectLayout.of_graph(num_reqs, num_tokens, WIDTH, device)

@@ -28,12 +28,12 @@ PLACES = {
 
 @dataclass
 class Row:
-    """A running request: its tokens and blocks, and the number of tokens that the worker has."""
+    """A running request."""
 
     tokens: list[int]
     blocks: list[int]
     computed: int = 0
-    known: int = 0  # number of tokens that the worker has
+    known: int = 0  # number of tokens that were sent to the worker
 
     def start(self, row: int) -> RowStart:
         known = pack_ints(self.tokens[: self.known])
@@ -54,12 +54,13 @@ class Group:
         return self.data.draw(st.integers(low, high))
 
     def blocks_for(self, num_tokens: int, already: int = 0) -> list[int]:
-        """Return the missing blocks, and sometimes one more block."""
+        """Return ids of the blocks that a request still needs, and sometimes of one more block."""
         wanted = min(num_tokens + self.draw(0, 1) * self.tokens_per_block, MAX_LEN)
         count = max(0, -(-wanted // self.tokens_per_block) - already)
         self.next_block += count
         ids = range(self.next_block - count, self.next_block)
-        return [id + 1 if id % 2 else id - 1 for id in ids]  # a request's blocks are not adjacent
+        # Neighbours are swapped, so that a request's block ids are not consecutive.
+        return [id + 1 if id % 2 else id - 1 for id in ids]
 
     def decide(self) -> RankBatch:
         """Return the next step; in most steps, all requests decode."""
@@ -69,7 +70,7 @@ class Group:
             actions = ["-"] * 9 + ["again"] if steady else ["start", "end", "-"]
             action = self.data.draw(st.sampled_from(actions))
             if action == "start" or (action == "again" and index in self.rows):
-                # A new request replaces the old request, or the old request starts again after a
+                # Either a new request gets the row, or the old request starts again after a
                 # preemption, perhaps at the same position.
                 old = self.rows.get(index)
                 length = self.draw(1, 9) if action == "start" or old is None else len(old.tokens)
@@ -80,7 +81,7 @@ class Group:
                 started.append(row.start(index))
             elif action == "end":
                 self.rows.pop(index, None)
-        is_late = self.draw(0, 3) > 0  # the host lacks the last step's tokens
+        is_late = self.draw(0, 3) > 0  # the host does not have the last step's tokens yet
         order = list(self.rows) if steady else self.data.draw(st.permutations(list(self.rows)))
         for index in order:
             row = self.rows[index]
@@ -103,7 +104,7 @@ class Group:
         return RankBatch(pack_ints(records), pack_ints(appended), pack_ints(blocks), tuple(started))
 
     def from_nothing(self, place: ContextPlace, sampled: HostStep | None) -> InputBatch:
-        """Return a new batch with the state of all rows and the last step's sampled places."""
+        """Return a new batch that gets all rows at once, and the last step's sampled places."""
         batch = InputBatch(ROWS, MAX_LEN, place, LATEST, self.num_drafts)
         starts = tuple(row.start(index) for index, row in self.rows.items())
         batch.apply(RankBatch(b"", started=starts))

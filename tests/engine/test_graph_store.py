@@ -30,5 +30,6 @@ def test_of_a_step_whose_second_graph_fails_the_first_is_given_back(npu: Npu) ->
     with pytest.raises(CaptureError, match="a rule of ours") as caught:
         store.capture_whole(decode_graph(1), [works, fails], ())
 
-    assert npu.available_streams() == before, caught  # keeps the frames of the failed capture alive
+    # ``caught`` keeps the frames of the failed capture alive.
+    assert npu.available_streams() == before, caught
     assert store.is_empty

@@ -57,7 +57,10 @@ undone = st.sets(st.integers(0, 30), max_size=3)
 
 
 def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
-    """Return a function that poisons stale slots, and undoes the steps in flight at these turns."""
+    """Return a function to call after each turn.
+
+    It undoes the steps in flight after the given turns, and fills stale slots with NaN.
+    """
     number = -1
 
     def after_turn(scheduler: Scheduler) -> None:
@@ -72,7 +75,7 @@ def undo(runner: ModelRunner, turns: set[int]) -> Callable[[Scheduler], None]:
 
 
 def poison(runner: ModelRunner) -> None:
-    """Fill all states with NaN, as if former requests had left NaN. Results must not change."""
+    """Fill all states with NaN, as failed requests can leave them. Results must not change."""
     for states in runner._state_tensors():
         states.fill_(torch.nan)
 
@@ -297,5 +300,5 @@ def test_graphs_of_canns_operators_equal_eager_steps_bit_by_bit(
 
     (eager, states), (graphs, others) = found
     assert graphs == eager
-    # Without the slot of padding.
+    # The states are those of all slots except the slot of padding.
     assert all(map(torch.equal, states, others))

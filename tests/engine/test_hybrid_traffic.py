@@ -114,7 +114,7 @@ class Traffic:
 
 
 def make_small_hybrid(directory: Path) -> None:
-    """Write a hybrid of two layers, whose drafts are often right."""
+    """Write a hybrid model of two layers, whose drafts are often right."""
     make_reference(
         "Qwen3_5ForCausalLM",
         directory,

@@ -1,5 +1,5 @@
-"""Ranks with different batches in a step: idle ranks run the step on padding, and smaller batches
-are padded.
+"""If ranks have different batches in a step, idle ranks run the step with padding only, and smaller
+batches are padded.
 """
 
 from __future__ import annotations
@@ -112,5 +112,5 @@ def test_a_rank_without_samples_runs_the_head_where_another_samples(runner: Mode
     assert sequences.idle(None, OTHERS).token_ids == b""
     assert rows == [1]
 
-    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # not its prompt's end
+    sequences.idle(None, RankBatch(pack_ints([0, 0, 11, 0])))  # this part does not end its prompt
     assert rows == [1]

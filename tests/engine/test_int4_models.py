@@ -41,7 +41,7 @@ from tests.int4_checkpoints import (
     rewrite,
 )
 
-# Sizes that groups of 256 divide, and that are multiples of 8 on each rank.
+# The sizes are multiples of a group of 256 and, on each rank, multiples of 8.
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 MOE = SIZES | {"moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def described(kind: str, group: int | None) -> dict[str, Any]:
     return {"kind": kind, "description": {"version": "1.0.0", "group_size": group or 0}}
 
 
-# The keys are models. The values say how the published tools write them; rows stay floats.
+# For each model: how published tools write its weights. Inputs (rows) are not quantised.
 FLOAT_ROWS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "Kimi K2": (
         "DeepseekV3ForCausalLM",
@@ -152,8 +152,8 @@ def test_logits_with_int8_rows_are_near_those_of_bfloat16(
         for directory in (quantised, floats)
     )
 
-    # The weights are equal. A row in int8 has a relative error of about 0.01, and there are about a
-    # dozen successive products. Differently chosen experts add about the same error again.
+    # The weights are equal. Quantising the inputs of a product adds a relative error of about 0.01,
+    # and there are about a dozen successive products. Other choices of experts add about as much.
     assert 0 < relative_error(got, want) < 0.1
     eager = generate(npu, quantised, BFLOAT16)
     assert generate(npu, quantised, BFLOAT16, in_graphs=True) == eager
@@ -181,8 +181,8 @@ def test_logits_with_int8_rows_are_those_of_the_same_values_in_int8(
         for directory in (in_int4, in_int8)
     )
 
-    # Both models multiply the same integers exactly. Only float32 sums are rounded differently,
-    # which seldom changes a result in bfloat16.
+    # Both models multiply the same integers, without rounding. Only the float32 sums are rounded
+    # differently, which seldom changes a result in bfloat16.
     assert relative_error(got, want) < 0.005
 
 

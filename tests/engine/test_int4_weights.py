@@ -1,4 +1,4 @@
-"""Weights of four bits: how they are read, and their products, compared with floats."""
+"""Weights of four bits are read, and their values and products are compared with floats."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ def weight() -> Tensor:
 
 
 def one_sign(weight: Tensor) -> Tensor:
-    """Make every second output positive, so that wrong sums of weights give large errors.
+    """Make the weights of every second output positive, so that wrong sums of weights give large
+    errors.
 
-    The fixture makes the values of outputs differ much, so the scale of a wrong output also gives a
-    large error.
+    The fixture gives the outputs very different values, so the use of another output's scale gives
+    a large error, too.
     """
     weight[::2].abs_()
     return weight
@@ -128,9 +129,9 @@ def test_a_byte_holds_two_outputs_for_all_pairs_of_values() -> None:
 def error_bound(x: Tensor, weight: Tensor, *, quantises: bool, dtype: torch.dtype) -> Tensor:
     """Return the largest possible error of ``x @ weight.T``, for each element.
 
-    The weights are exact. An input row in int8 has the step r = max|x| / 127, and an error of at
-    most r / 2 in each element. Weights are rounded to the type, and so is the result; each rounding
-    changes an element by at most half of its last bit.
+    Quantised inputs have a scale of r = max|x| / 127 in each row, and so an error of at most r / 2
+    in each element. Dequantised weights and results are rounded to ``dtype``; each rounding changes
+    an element by at most half of its last bit. There is no other error.
     """
     eps = torch.finfo(dtype).eps
     row = x.abs().amax(1, keepdim=True) / 127 if quantises else torch.zeros(len(x), 1)

@@ -1,5 +1,5 @@
-"""Weights in int8, read or quantised while they are loaded, and their products, compared with
-floats.
+"""Weights in int8 are read, or quantised during loading; their values and products are compared
+with floats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = [(dim, size) for dim in (0, 1) for size in (1, 2, 4, 7)]
 @pytest.fixture
 def weight() -> Tensor:
     torch.manual_seed(0)
-    # The values of outputs differ much, so the scale of a wrong output gives a large error.
+    # Outputs have very different values, so the use of another output's scale gives a large error.
     return (torch.randn(SHAPE) * torch.logspace(-3, 1, OUT).unsqueeze(1)).bfloat16().float()
 
 
@@ -63,7 +63,7 @@ def test_a_quantised_weight_is_within_half_a_step(rows: list[list[float]]) -> No
 
     values, scale = quantise(weight)
 
-    # Scales that are denormal float32 numbers are not exact.
+    # If a scale is a denormal float32 number, it is rounded, which adds the error ``tiny``.
     error, tiny = (values.double() * scale - weight).abs(), 128 * 2.0**-149
     assert (error <= scale * (0.5 + 1e-4) + tiny).all()
     assert values.abs().max() <= 127
@@ -124,7 +124,7 @@ def test_the_parts_of_all_ranks_make_the_whole_and_zeros(
     assert len(scales) == size
     if dim == 0:
         assert torch.equal(torch.cat(scales, 1)[:, :OUT], whole.scale)
-    else:  # the scales are equal for any part of the inputs
+    else:  # ranks split the inputs, and all ranks have the same scales
         assert all(torch.equal(scale, whole.scale) for scale in scales)
 
 
@@ -319,7 +319,7 @@ def test_experts_are_on_the_device_once_while_they_are_loaded(
     working = torch.npu.max_memory_allocated() - before - held
     float32 = 4 * shape[0] * shape[1]
     assert held >= product.weight.nbytes
-    assert working <= (6 if quantises else 2) * float32  # memory for one expert, not for all
+    assert working <= (6 if quantises else 2) * float32  # for one expert at a time
     if not quantises:
         assert torch.equal(product.weight.cpu(), weights.transpose(1, 2))
 

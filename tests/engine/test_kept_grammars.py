@@ -1,4 +1,4 @@
-"""The memory of kept grammars is limited, but a waiting request always gets its grammar."""
+"""Compiled grammars are kept within a memory limit; a waiting request always gets its grammar."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dist_aclgraph.layers.experts import ExpertSetup
 from dist_aclgraph.models.checkpoint import PIECE_BYTES, Checkpoint
 from dist_aclgraph.models.loading import WeightSlices
 
-OUT, IN = 3000, 1030  # several pieces of unequal size; no dimension is aligned
+OUT, IN = 3000, 1030  # not aligned, and so large that the weight is read in several unequal pieces
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ ENDS = TOKENIZER.eos_ids
 VOCABULARY = vocabulary_of(TOKENIZER)
 LL = open_tokenizer(VOCABULARY)
 PROMPT = 5
-BEGIN, STOP = 300, 301  # tokens around the reasoning
+BEGIN, STOP = 300, 301  # the tokens that begin and end the reasoning
 
 
 class Row:
@@ -38,7 +38,7 @@ class Row:
     ) -> None:
         self.output: list[int] = []
         self.failed: dict[int, str] = {}
-        self.num_known = 0  # tokens that the engine has sent back
+        self.num_known = 0  # number of output tokens that the host has received
         self._k = k
         self._batch = SimpleNamespace(
             num_tokens=np.array([PROMPT]), token_ids=np.zeros((1, 200), np.int32)
@@ -58,7 +58,7 @@ class Row:
             time.sleep(0.001)
 
     def masks(self, drafts: list[int] | None = None) -> np.ndarray:
-        """Return which tokens are allowed at each place, [k + 1, vocab]."""
+        """Return whether each token is allowed at each place, [k + 1, vocab]."""
         drafts = drafts or []
         self._batch.token_ids[0, PROMPT : PROMPT + len(self.output)] = self.output
         self._batch.num_tokens[0] = PROMPT + self.num_known
@@ -82,7 +82,7 @@ class Row:
         known: Any = SimpleNamespace(samples=np.zeros(self._k + 1, np.intp))
         table = np.array([[*drafts, *[0] * (self._k - len(drafts))]]) if self._k else None
         masks = self.matchers.masks(step, known, table)
-        # A late row is sent again with all its tokens.
+        # If the masks came too late for the row, the row begins again with all its tokens.
         while (report := self.matchers.take_report()).unmasked:
             self._batch.num_tokens[0] = first
             self.begin()

@@ -32,8 +32,8 @@ from tests.engine.prompt_steps import prompt_step
 from tests.engine.runners import Sequences, make_runner
 
 DEEPSEEK = ["DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"]
-FEW = [(1, 40), (3, 0), (16, 100), (1, 0)]  # queries, tokens before them
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for float32; each form sums in another order
+FEW = [(1, 40), (3, 0), (16, 100), (1, 0)]  # numbers of queries and of earlier tokens
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for float32, because each form adds in another order
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def run(
     """Run the arriving requests with a scheduler and a runner; return each request's tokens.
 
     Args:
-        checkpoints: the checkpoints, for a model with recurrent state.
+        checkpoints: the checkpoints of recurrent states, if the model has recurrent states.
     """
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS),

@@ -1,4 +1,4 @@
-"""The next-token module against the one of transformers, which loads the same checkpoint."""
+"""The next-token module is compared with that of transformers, which loads the same checkpoint."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_the_module_of_a_hybrid_is_a_decoder_of_one_layer_over_mixed_inputs(
 def one_layer_of_transformers(
     model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Run the module of a Qwen hybrid with a decoder layer and norms of transformers.
+    """Compute a Qwen hybrid's next-token module with a decoder layer and norms of transformers.
 
-    transformers itself ignores the weights of this module.
+    This is necessary because transformers ignores the weights of this module.
     """
     stored = load_file(directory / "model.safetensors")
     module = {n.removeprefix("mtp."): x for n, x in stored.items() if n.startswith("mtp.")}
@@ -119,7 +119,7 @@ def theirs(model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor)
     from transformers.modeling_layers import MtpModel
 
     last = model.config.num_hidden_layers
-    # transformers knows only the numbers of the modules of published checkpoints.
+    # transformers finds the module by its layer number, and knows only those of published models.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{last}.*"]
     model.config.name_or_path, model.config.dtype = str(directory), torch.float32
     module = MtpModel.from_pretrained(model).eval()

@@ -1,4 +1,4 @@
-"""Steps in flight are measured correctly."""
+"""With ``profile``, a runner can measure replays and eager steps that are in flight together."""
 
 from __future__ import annotations
 

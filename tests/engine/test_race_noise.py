@@ -1,5 +1,6 @@
-"""Random numbers of races: their distribution, and their dependence only on seed, position and
-token.
+"""The random numbers for sampling (races between tokens) have the right distribution.
+
+They depend only on seed, position and token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def noise(npu: Any) -> RaceNoise:
 
 
 def draw(noise: RaceNoise, npu: Any, keys: np.ndarray) -> np.ndarray:
-    """Return the exponential numbers of some keys, [n, vocab]."""
+    """Return the exponentially distributed numbers of each key, [n, vocab]."""
     column = torch.from_numpy(np.ascontiguousarray(keys)).to(npu.device).unsqueeze(-1)
     return noise.log_exponentials(column).cpu().double().exp().numpy()
 
@@ -87,7 +88,7 @@ def test_numbers_of_two_tokens_and_of_two_keys_are_uncorrelated(noise: RaceNoise
 
 
 def test_who_is_second_does_not_depend_on_who_is_first(noise: RaceNoise, npu: Any) -> None:
-    """All orders of three tokens are equally likely, if the tokens' numbers are independent."""
+    """If the numbers of three tokens are independent, all six orders are equally probable."""
     numbers = draw(noise, npu, keys_of([9] * 12_000, range(12_000)))
 
     for first in range(0, 60, 3):

@@ -29,7 +29,7 @@ def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """One place to sample, after its tokens and some drafts."""
+    """A place, which is sampled after the request's tokens and ``num_drafts`` drafts."""
 
     sampling: RowSampling
     token_ids: np.ndarray
@@ -108,7 +108,7 @@ def test_tokens_follow_the_target_distribution(npu: Any, sampling: dict[str, Any
     assert seen[wanted == 0].sum() == 0
     likely = wanted * count >= 5
     chi_square = ((seen - wanted * count)[likely] ** 2 / (wanted * count)[likely]).sum()
-    assert chi_square < 2 * likely.sum() + 20  # at least the 99.9 % quantile
+    assert chi_square < 2 * likely.sum() + 20  # not below the distribution's 99.9 % quantile
 
 
 def test_a_row_gets_the_same_token_in_any_batch(npu: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_bias_is_added_to_the_logits_of_its_row(
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that are called."""
+    """Records the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Law of parameters that stay on the device: values of earlier steps never change the tokens."""
+"""Law: parameters of earlier steps, which stay on the device, never change the sampled tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PENALISED = [
 
 
 class Worker:
-    """The sampling parameters of a worker, with two steps in flight."""
+    """The part of a worker that samples, with two steps in flight."""
 
     def __init__(self, npu: Any, num_drafts: int) -> None:
         self._npu, self._num_places = npu, num_drafts + 1
@@ -78,7 +78,7 @@ class Worker:
         return got.token_ids.tolist(), got.logprobs
 
     def abort(self) -> None:
-        """Erase the parameters on the device."""
+        """Overwrite the parameters on the device, as an abort can do."""
         self._npu.synchronize()
         for tensor in tensors_of((self.output._known._places, self.output._counts._last)):
             tensor.fill_(1)
@@ -110,7 +110,7 @@ def test_a_worker_that_remembers_samples_what_one_from_nothing_does(
     coming: list[tuple[Worker, ComingOutput, Worker, ComingOutput]] = []
     for _ in range(data.draw(st.integers(1, 14))):
         rows = () if last is None else last.sampled_rows.tolist()
-        ended = 0  # token of a row without a request
+        ended = 0  # stands for the token of a row whose request has ended
         latest = [group.rows[row].tokens[-1] if row in group.rows else ended for row in rows]
         plan = group.decide()
         for start in plan.started:

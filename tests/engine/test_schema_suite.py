@@ -1,8 +1,8 @@
-"""JSON Schema's test suite: for each supported schema, complete answers are valid; other schemas
+"""For each supported schema of JSON Schema's test suite, complete answers are valid; other schemas
 are refused.
 
 The schemas are those of draft 2020-12 (``tests/data/README.md``). A model generates answers,
-greedily and randomly. If a schema does not limit the size, most answers are cut off.
+greedily and randomly. If a schema does not limit the size of answers, most answers are cut off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def compile_groups() -> tuple[dict[str, tuple[Any, str]], dict[str, str]]:
-    """Return (schema, grammar) of each supported group, and the error of each other group."""
+    """Return (schema, grammar) of each group with a supported schema, and other groups' errors."""
     tokenizer, limits = open_tokenizer(vocabulary_of(TOKENIZER)), make_limits()
     usable, refused = {}, {}
     for group in GROUPS:

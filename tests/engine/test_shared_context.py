@@ -28,16 +28,16 @@ from tests.engine.prompt_steps import prompt_step
 from tests.engine.thread_ranks import ThreadRanks
 from tests.laws import examples
 
-HEADS, DIM = 4, 64  # HEADS of all ranks together; there is one KV head
+HEADS, DIM = 4, 64  # number of query heads on all ranks together; there is one KV head
 GARBAGE = 1000.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests, each given as (queries, tokens before them), on ``shards.count`` ranks.
+    """Requests on ``shards.count`` ranks; each is (number of queries, number of earlier tokens).
 
-    Unwritten places contain very large values, so that a visible key that should be hidden changes
-    the result. (NaN would change the result even with a weight of zero.)
+    Unwritten slots of the cache contain very large values, which change the result if a query
+    attends to them by mistake. (NaN would change the result even with a weight of zero.)
     """
 
     shards: Shards
@@ -49,7 +49,7 @@ class Case:
         return ThreadRanks.of(self.shards.count, share_prompts=self.share_prompts)
 
     def attend(self, npu: Npu, ranks: ThreadRanks, graph: BatchDescriptor | None = None) -> Tensor:
-        """Return [n, heads, dim] with the padding of a graph. Compares the results of all ranks.
+        """Check that all ranks agree; return their result [n, heads, dim], with a graph's padding.
 
         Args:
             graph: the graph whose padded lengths are used; None for an eager step.
@@ -133,7 +133,7 @@ class Case:
         return order.reshape(len(self.lens), width).astype(np.int32)
 
     def _slots(self, shard: int, index: int, positions: Any) -> tuple[Tensor, Tensor]:
-        """Return the slots of a request's positions, and whether the shard keeps each position."""
+        """Return the slot of each position of a request, and whether ``shard`` stores it."""
         slots = self.shards.slots(self._table(), np.full(len(positions), index), positions)
         return torch.from_numpy(slots).long(), torch.from_numpy(
             self.shards.owners(positions) == shard

@@ -1,4 +1,4 @@
-"""The stream of shared experts is always joined, even after an error on the main stream."""
+"""The main stream always waits for the shared experts' stream, even after an error."""
 
 from __future__ import annotations
 

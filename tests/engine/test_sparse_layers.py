@@ -1,4 +1,4 @@
-"""Sparse latent attention of single layers: operators in graphs, contents of the index cache."""
+"""Single layers of sparse latent attention: number of operators, contents of the index cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_metadata(npu: Npu) -> AttentionMetadata:
 
 @dataclass(frozen=True)
 class Layers:
-    """A layer with an indexer, and a layer that uses its choice, with the inputs of a step."""
+    """A layer with an indexer, a layer that uses the indexer's choice, and the inputs of a step."""
 
     decoder: Decoder
     metadata: AttentionMetadata
@@ -90,7 +90,7 @@ def test_the_stream_budget_counts_every_operator_of_a_layer(npu: Any, layers: La
         inputs = attention.project(layers.h, layers.rope)
         attend = partial(attention.attend, inputs, layers.rope, cache, layers.metadata, earlier)
         projected = count_operators(npu, partial(attention.project, layers.h, layers.rope))
-        counts.append((1 + projected, count_operators(npu, attend)))  # with the norm of the layer
+        counts.append((1 + projected, count_operators(npu, attend)))  # 1: the layer's norm
         earlier = attend()
 
     (before, attended), (before_chosen, attended_chosen) = counts
@@ -119,7 +119,7 @@ def test_padding_writes_index_keys_into_the_dummy_block_only(layers: Layers) -> 
     rows = layers.metadata.on_device
     assert rows is not None
     slots = rows.slots.clone()
-    slots[-1] = 0  # as AttentionSteps turns the slot -1
+    slots[-1] = 0  # AttentionSteps replaces the slot -1 by 0
     metadata = replace(layers.metadata, on_device=replace(rows, slots=slots))
 
     layers.attention(0).attend(inputs, layers.rope, cache, metadata, None)

@@ -1,5 +1,5 @@
-"""Arrays are sent from parts of pinned memory; a part is used again only after the device has read
-it.
+"""Arrays are copied to the device through pinned memory, a part of which is used again only after
+the device has read it.
 """
 
 from __future__ import annotations

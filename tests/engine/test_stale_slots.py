@@ -1,4 +1,4 @@
-"""A read of a slot of recurrent state that was not written for the request is detected."""
+"""``stale_slots`` detects reads of recurrent states that were not written for the request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_only_a_stored_checkpoint_can_be_read(npu: Any, hybrid: Path, source: st
     restored = {"checkpoint": [0, stored], "free checkpoint": [0, 1 - stored]}.get(source, [])
     sequences = Sequences(runner, make_prompts([37]))
 
-    # The row continues after 32 tokens, so it needs a state.
+    # The row continues after its first 32 tokens, so the step reads a state.
     result = sequences.step(
         None, [0, 32, 5, 1], started=(sequences.start(0),), restored=pack_ints(restored)
     )

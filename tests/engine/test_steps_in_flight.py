@@ -1,7 +1,8 @@
 """Law: a request gets the same results with two steps in flight as with one step.
 
-The law compares tokens, log-probabilities and finish reasons, in every mode, with arrivals, aborts
-and preemptions, greedy and random sampling, penalties, stop tokens, drafts, and changing graphs.
+The law compares tokens, log-probabilities and finish reasons in every graph mode. Requests arrive,
+are aborted and preempted; they have greedy or random sampling, penalties, stop tokens and drafts;
+graphs change meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.plans import make_plan
 from tests.unit.scheduler.requests import submit
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
-STOPS = tuple(range(0, 832, 9))  # enough stop tokens that requests end by them
+STOPS = tuple(range(0, 832, 9))  # so many stop tokens that some requests end with one
 SAMPLINGS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"temperature": 1.0, "seed": 3, "stop_token_ids": STOPS, "logprobs": 0},
@@ -74,8 +75,8 @@ def play(
 
     Args:
         sampling: the parameters of all requests, or a list with the parameters of each request.
-        deaths: steps before which the group is lost; the next group gets the requests with their
-            tokens.
+        deaths: numbers of steps; the group is lost just before such a step, and the next group gets
+            the requests with their tokens.
     """
     dispatcher = GraphDispatcher(plan)
     scheduler = make_scheduler(dispatcher, num_drafts, num_blocks)
@@ -106,7 +107,7 @@ def play(
             if request.abort_at == step:
                 scheduler.abort(str(index))
         if step in changes:
-            while runner.is_busy:  # like an engine before its graphs change
+            while runner.is_busy:  # an engine also waits before it changes graphs
                 note(got, scheduler.update([runner.finish()]))
             for index in changes[step]:
                 change(runner, dispatcher, index)
@@ -196,7 +197,7 @@ def test_two_steps_in_flight_bring_what_one_brings(
 
         for index, arrival in enumerate(arrivals):
             ours, wanted = two[str(index)], one[str(index)]
-            if arrival.abort_at is not None:  # the number of tokens at the abort differs
+            if arrival.abort_at is not None:  # runs differ in the number of tokens at an abort
                 length = min(len(ours.tokens), len(wanted.tokens))
                 assert ours.tokens[:length] == wanted.tokens[:length], mode
                 continue

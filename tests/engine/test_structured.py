@@ -1,6 +1,7 @@
 """Law: rows with grammars get valid outputs, which do not depend on drafts and steps in flight.
-Rows with grammars do not change the outputs of rows without grammars. This holds even if the
-group is lost, and the next group gets the requests with their tokens.
+
+They do not change the outputs of rows without grammars. The law also holds if the group is lost,
+and the next group gets the requests with their tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def is_object(text: str) -> bool:
 
 
 def thought(**fields: Any) -> Structure:
-    """Return a structure whose reasoning is between two tokens of the vocabulary."""
+    """Return a structure that allows reasoning between the tokens 300 and 301."""
     return Structure(think_begin=300, think_end=301, **fields)
 
 
@@ -194,7 +195,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(runners: Any) -> Non
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """An event; no grammar is compiled before it is set."""
+    """Return an event; the compilation of grammars waits until it is set."""
     gate, compile_now = threading.Event(), Grammars._compile
 
     def compile_late(grammars: Grammars, grammar: str) -> llguidance.LLMatcher:
@@ -212,8 +213,10 @@ def play_late(
     samplings: Sequence[dict[str, Any]],
     gate: threading.Event,
 ) -> dict[str, list[int]]:
-    """Return the tokens of each request. Grammars are compiled when the first request, which has no
-    grammar, has 20 tokens.
+    """Return the tokens of each request.
+
+    The compilation of grammars starts only when the first request, which has no grammar, has 20
+    tokens.
     """
     got: dict[str, list[int]] = {}
     for index, sampling in enumerate(samplings):
@@ -229,7 +232,7 @@ def play_late(
         if len(got["0"]) >= 20 and not gate.is_set():
             for index, sampling in enumerate(samplings):
                 structure = sampling.get("structure")
-                if structure is not None:  # At most the reasoning has run.
+                if structure is not None:  # without a grammar, a request can only reason
                     most = structure.max_thought + 1 if structure.is_thinking else 0
                     assert len(got[str(index)]) == most
             gate.set()
@@ -241,7 +244,7 @@ def test_free_requests_run_while_grammars_are_compiled(
     runners: Any, place: int, gate: threading.Event
 ) -> None:
     k, plan, runner = runners[place]
-    # Without a mask, the first token is a wrong token, which penalties must not count.
+    # Without a mask, the first token is wrong. It is discarded, and penalties must not count it.
     grammar = llguidance.LLMatcher.grammar_from_regex("%%[^%]{30}")
     (letter,) = TOKENIZER.encode("a", add_special_tokens=False)
     counted = STRUCTURED["regex"] | {
@@ -278,7 +281,7 @@ def test_a_request_alone_gets_its_answer_when_its_grammar_is_compiled(
     assert TOKENIZER.decode(tokens[:-1]) in CHOICES
 
 
-# Each of these rules can begin at any letter, and can contain any other rule.
+# At each letter, a matcher must try many of these rules, because the rules contain each other.
 MANY = "\n".join(
     f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
     for i in range(99)

@@ -1,5 +1,5 @@
-"""Whole models in int8: logits are compared with transformers in float32, and graphs with eager
-steps.
+"""Logits of whole models in int8 are compared with those of transformers in float32, and steps with
+graphs are compared with eager steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
     # Outputs are also reordered, names of matrices differ, and all layers have experts.
     ("MiniMaxM2ForCausalLM", {"num_hidden_layers": 2}),
-    ("GlmMoeDsaForCausalLM", {"index_topk": 64}),  # rounded scores would choose other keys
+    # The prompt has fewer keys than index_topk, because rounded scores would choose other keys.
+    ("GlmMoeDsaForCausalLM", {"index_topk": 64}),
 ]
 
 
@@ -139,8 +140,8 @@ def test_logits_are_near_those_of_floats(npu: Any, model: tuple[Path, Any]) -> N
         for q in (False, True)
     )
 
-    # About twenty products add an independent relative error of 0.01 each. bfloat16 and differently
-    # chosen experts add about the same error again.
+    # Each of about twenty products adds an independent relative error of 0.01. bfloat16 and other
+    # choices of experts add about as much.
     assert relative_error(in_int8, want) < 0.12
     assert relative_error(in_floats, want) < relative_error(in_int8, want)
 
@@ -182,7 +183,7 @@ def test_fp8_with_block_scales_is_served_and_may_be_quantised(
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors that an object of layers, tuples and mappings holds."""
+    """Return all tensors in an object, which can contain layers, tuples and mappings."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):

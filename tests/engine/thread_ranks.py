@@ -14,11 +14,11 @@ from torch import Tensor
 from dist_aclgraph.comm.groups import ALONE, CommGroup
 from dist_aclgraph.layers.context_parallel import ContextParallel
 
-MEETING_S = 20.0  # after this time without a member, the collective fails
+MEETING_S = 20.0  # seconds after which a collective fails if a member has not called
 
 
 class Meeting:
-    """Lets the members of a group exchange tensors. Counts the calls of each member."""
+    """Lets the members of a group exchange tensors; counts the calls of each member."""
 
     def __init__(self, size: int) -> None:
         self._barrier = Barrier(size, timeout=MEETING_S)
@@ -28,7 +28,7 @@ class Meeting:
     def exchange(
         self, rank: int, x: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]
     ) -> Tensor:
-        """Return the result of ``combine`` for the values of all members, in group order.
+        """Return ``combine`` of the values of all members, in the order of their ranks.
 
         Raises:
             BrokenBarrierError: a member did not call in time.
@@ -62,8 +62,8 @@ class ThreadRanks:
     """``count`` ranks that share a cache.
 
     Attributes:
-        share_prompts: if true, each rank has a different share of a prompt, and all heads; if
-            false, each rank has different heads.
+        share_prompts: if true, each rank computes all heads for a part of the prompt's tokens; if
+            false, each rank computes a part of the heads for all tokens.
     """
 
     count: int

@@ -1,4 +1,4 @@
-"""The demo of tools: the model's answers over HTTP are those that the README shows."""
+"""Over HTTP, the demo model for tools gives the answers that the README shows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SUM = {
 
 @pytest.fixture(scope="module")
 def url(npu: Any) -> Iterator[str]:
-    """A service whose engine is transformers: float32, greedy, without masks."""
+    """A service in which transformers generates tokens: in float32, greedily, without masks."""
     from transformers import Qwen3ForCausalLM  # imports torch_npu, which needs the emulator
 
     model = Qwen3ForCausalLM.from_pretrained(AGENT, dtype=torch.float32)
@@ -97,7 +97,7 @@ def calls_of(message: dict[str, Any]) -> list[str]:
 
 
 def assert_readme_is_true(url: str) -> None:
-    """The README quotes each answer in code spans."""
+    """Check that the README contains each answer in code spans."""
     first, second = bodies()
     (call,) = calls_of(ask(url, first))
     name, _, arguments = call.partition(" ")

@@ -39,7 +39,8 @@ def test_graphs_are_planned_without_a_device() -> None:
 
 
 def test_the_formulas_allow_the_published_number_of_buckets() -> None:
-    # 1800 streams less 40 for TP, over 49 graphs of 3 streams each: 11.97.
+    # A bucket has 49 graphs, which need 3 streams each. With 40 streams for TP, 1800 streams allow
+    # (1800 - 40) / (49 * 3) = 11.97 buckets.
     assert run("budget", "48", "8").startswith("v0.11: 11 buckets")
 
 

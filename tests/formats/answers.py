@@ -1,4 +1,4 @@
-"""Answers as model families write them, and the messages that a reader must return."""
+"""Answers in the formats of model families, and the messages that a reader must return."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ ANSWERS: dict[str, tuple[str, Message]] = {
 
 
 def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None = None):
-    """Return a format; either all markers are tokens, or no marker is a token."""
+    """Return a format. Either each marker is a single token, or no marker is."""
     markers = {*(() if name is None else FORMATS[name].MARKERS)}
     markers |= set() if thought is None else {thought.begin, thought.end}
     ids = {marker: 1000 + i for i, marker in enumerate(sorted(markers))}
@@ -121,9 +121,7 @@ def make_format(name: str | None, *, has_tokens: bool, thought: Thought | None =
 
 
 def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[tuple[int, str]]:
-    """Divide a text into tokens: markers with their ids, and pieces of the given sizes without
-    ids.
-    """
+    """Divide a text into tokens: markers with their ids, and other pieces of the given sizes."""
     pattern = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
     for part in re.split(f"({pattern})", text) if ids else [text]:
         if part in ids:
@@ -136,7 +134,7 @@ def as_tokens(text: str, ids: dict[str, int], sizes: Iterator[int]) -> Iterable[
 
 
 def folded(events: Iterable[Event]) -> Message:
-    """Return the message that consists of the events."""
+    """Return the message that the events together make."""
     message = Message()
     for event in events:
         if isinstance(event, Content):

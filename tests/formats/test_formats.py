@@ -1,4 +1,4 @@
-"""Each format reads the answers of its family for any division of the text, and loses no text."""
+"""Each format reads the answers of its family, however the text is divided, and loses no text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said(name, has_tokens, data):
 
     found = folded(events_of(form, text, sizes, num_tokens=num_tokens))
 
-    # Content is the content of the whole answer, and text that has not become a call.
+    # The content is that of the whole answer, and perhaps the beginning of an incomplete call.
     said = "".join(piece for _, piece in itertools.islice(tokens_of(form, text, sizes), num_tokens))
     assert said.rstrip().endswith(found.content.removeprefix(expected.content).rstrip())
     assert [call[0] for call in found.calls] == [c[0] for c in expected.calls[: len(found.calls)]]
@@ -385,7 +385,8 @@ def test_strings_without_an_end_are_searched_only_once(monkeypatch):
         Scanner, "unread", lambda scanner, text: (searches.append(text), unread(scanner, text))
     )
     tools = {"f": {"type": "object", "properties": {'a"': {"type": "object"}}}}
-    values = '<parameter=a">\n"\n</parameter>\n' * 40  # another string begins before each end
+    # A quote begins a string before the end of each parameter.
+    values = '<parameter=a">\n"\n</parameter>\n' * 40
     form = make_format("qwen3_coder", has_tokens=False)
 
     read(form, f"<tool_call>\n<function=f>\n{values}", tools=tools)

@@ -55,7 +55,7 @@ def test_branches_that_may_both_match_are_not(schema):
 
 
 def test_the_time_does_not_grow_with_the_number_of_paths():
-    """The ingress checks schemas of tools in its own process, so a slow check would stop all other
+    """The process that serves HTTP checks the schemas of tools, so a slow check would delay all
     requests.
     """
     paths = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 999} for i in range(9)}

@@ -1,5 +1,5 @@
-"""In every answer that the grammar allows, arguments of strict tools are whole and match their
-schemas, for any text in the arguments.
+"""In every answer that the grammar allows, arguments of strict tools are complete and match their
+schemas, whatever text they contain.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def walk_of(name: str, has_tokens: bool, kind: str) -> Walk:
 
 @cache
 def call_of(name: str, has_tokens: bool, kind: str) -> tuple[str, str]:
-    """Return the parts of a call before and after ``PLACE``, a text in the call's argument."""
+    """Make a call whose argument is ``PLACE``; return its texts before and after the argument."""
     walk = walk_of(name, has_tokens, kind)
     tools = tools_of({"const": PLACE if kind == "string" else [PLACE]})
     form = walk.form.structured(None, tools, {"find"}, is_required=True, is_parallel=False)
@@ -72,7 +72,7 @@ def form_of(name: str, has_tokens: bool, kind: str, is_required: bool) -> Struct
 
 
 def read(walk: Walk, tokens: list[int]) -> Message:
-    """Return the message of an answer. In gpt-oss, the end of a call is the end of the answer."""
+    """Return the message of an answer. In gpt-oss, the token that ends a call ends the answer."""
     return walk.read(tokens + (walk.tokens("<|call|>") if walk.form.has_channels else []))
 
 
@@ -87,7 +87,7 @@ def test_an_allowed_argument_is_read_as_it_was_written(
     tokens = walk.tokens(before) + walk.spelled(written) + walk.tokens(after)
     is_allowed = walk.allows(form_of(name, has_tokens, kind, is_required), tokens)
 
-    # A text without quotes cannot contain the tags that end it.
+    # If a text stands between tags, without quotes, it cannot contain the closing tag.
     assert is_allowed or (not is_quoted and "<" in value)
     if is_allowed:
         ((_, arguments, is_whole),) = read(walk, tokens).calls
@@ -111,6 +111,6 @@ def test_text_before_a_call_does_not_free_its_arguments(
             assert is_whole
             jsonschema.validate(json.loads(arguments), tools_of(KINDS[kind])["find"])
     elif has_marker and kind == written and prefix in ("", "I look. "):
-        # Only an answer whose first character begins a call has calls in these formats.
+        # In these formats, an answer that begins with other text contains no calls.
         assert prefix
         assert name in ("llama3_json", "pythonic", "gpt_oss")

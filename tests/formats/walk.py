@@ -1,4 +1,4 @@
-"""Answers that a grammar allows, with a vocabulary of single bytes and markers."""
+"""Makes answers that a grammar allows, from a vocabulary of single bytes and markers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Walk:
     """Makes random answers that a grammar allows, and reads answers.
 
     Args:
-        has_tokens: whether the format's markers are tokens.
+        has_tokens: whether each marker of the format is a single token.
         tools: schemas of the tools that the reader knows.
     """
 
@@ -58,7 +58,7 @@ class Walk:
         return is_read and matcher.is_accepting()
 
     def answer(self, form: StructuredOutputs, seed: int, most: int = 600) -> list[int] | None:
-        """Return the tokens of a random answer; None if it does not end within ``most``."""
+        """Return the tokens of a random answer; None if it does not end within ``most`` tokens."""
         rng, matcher, tokens = random.Random(seed), self.matcher(form), []
         words = llguidance.numpy.allocate_token_bitmask(1, self._ll.vocab_size)
         while len(tokens) < most:
@@ -90,7 +90,7 @@ class Walk:
         assert reader is not None
         events: list[Event] = []
         held: list[int] = []
-        for token in tokens:  # bytes are read when they form whole characters
+        for token in tokens:  # the reader gets bytes as soon as they form whole characters
             held.append(token)
             text = self.text(held)
             if not text.endswith("\ufffd"):

@@ -51,10 +51,10 @@ def make_buffers(npu: Npu, max_tokens: int = 8, *, steps_in_flight: int = 1) -> 
 
 
 class AttentionDecoder:
-    """Captures and replays graphs of attention; token ids select q, k and v from a table.
+    """Captures and replays graphs of attention. A token's id selects its q, k and v from a table.
 
-    All layers are equal, and the output is their mean. So a layer with wrong lengths changes the
-    output.
+    All layers compute the same, and the output is the mean over the layers. So wrong lengths in one
+    layer change the output.
     """
 
     def __init__(self, npu: Npu, max_tokens: int = 8, layers: int = 1) -> None:
@@ -158,7 +158,7 @@ class AttentionDecoder:
 
     @staticmethod
     def lens(graph: CapturedGraph, rows: list[Row], longer: int = 0) -> Lens:
-        """Return the padded lengths for a replay of these rows with ``longer`` more tokens each."""
+        """Return the padded lengths for a replay in which each row has ``longer`` more tokens."""
         bucket = graph.descriptor.num_tokens
         live = [len(row.tokens) + longer for row in rows]
         padding = [PADDING_KV_LEN] * (bucket - len(rows))

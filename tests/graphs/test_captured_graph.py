@@ -16,7 +16,7 @@ def test_replay_equals_plain_attention_across_block_boundaries(
 ) -> None:
     graph, rows = decoder.capture(BUCKET), make_rows(num_rows)
 
-    for step in range(70):  # rows cross two boundaries of 32 tokens
+    for step in range(70):  # so many steps that rows get longer than two multiples of 32
         out = decoder.replay(graph, rows)
 
         torch.testing.assert_close(out, decoder.expected(rows), rtol=1e-4, atol=1e-5)
@@ -71,10 +71,10 @@ def test_a_refused_replay_leaves_the_graph_usable(decoder: AttentionDecoder) -> 
 
 def test_padding_rows_write_nowhere(decoder: AttentionDecoder) -> None:
     graph, rows = decoder.capture(8), make_rows(8)
-    decoder.replay(graph, rows)  # in this step, the padding rows of the next step are live
+    decoder.replay(graph, rows)  # all rows are live; in the next step, some are padding
     live = rows[2:5]
     grow(live, 0)
-    decoder.cache.keys.fill_(7.0)  # so that each write changes the value
+    decoder.cache.keys.fill_(7.0)  # a value that no row writes
     decoder.cache.values.fill_(7.0)
     before = decoder.cache.keys.cpu().clone(), decoder.cache.values.cpu().clone()
 

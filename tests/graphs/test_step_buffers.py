@@ -1,4 +1,4 @@
-"""Law of the inputs of graphs: after any earlier writes, the device has the inputs of the last
+"""Law: whatever was written earlier, the input buffers of graphs contain the inputs of the last
 step.
 """
 
@@ -31,7 +31,7 @@ def draw_array(data: st.DataObject, *shape: int) -> IntArray:
 
 
 def draw_step(data: st.DataObject, most: int, last: HostStep) -> HostStep:
-    """Return a step of at most ``most`` requests. It may share arrays with the previous step."""
+    """Draw a step of at most ``most`` requests. It can have some arrays of the previous step."""
     goes_on = data.draw(st.booleans()) and 0 < len(last.token_ids) <= most
     n = len(last.token_ids) if goes_on else data.draw(st.integers(1, most))
     fresh: dict[str, Any] = {name: draw_array(data, n) for name in COLUMNS}
@@ -64,7 +64,7 @@ def test_the_device_has_the_last_step_whatever_was_written_before(
         bucket = data.draw(st.sampled_from(BUCKETS))
         graph = decode_graph(bucket)
         step = draw_step(data, bucket, step)
-        if data.draw(st.integers(0, 5)) == 0:  # an abort: contents of the device are undefined
+        if data.draw(st.integers(0, 5)) == 0:  # after an abort, device memory is undefined
             view = buffers.inputs(decode_graph(BUCKETS[-1]))
             for tensor in (view.block_table, view.token_ids, view.slots):
                 tensor.fill_(77)
@@ -81,7 +81,7 @@ def test_the_device_has_the_last_step_whatever_was_written_before(
 def test_each_of_two_steps_in_flight_has_its_own_inputs(npu: Any, data: st.DataObject) -> None:
     buffers, step = make_buffers(npu, BUCKETS[-1], steps_in_flight=2), NO_STEP
     device, opener = runtime().current_stream(), runtime().Stream()
-    gates: list[Any] = []  # one event before each step; the device waits for it
+    gates: list[Any] = []  # events; before each step, the device waits for one of them
     queued: list[tuple[DeviceStep, HostStep, int]] = []
     try:
         for _ in range(data.draw(st.integers(1, 8))):

@@ -1,4 +1,4 @@
-"""A captured task gets lengths if they have changed."""
+"""A captured task gets new lengths only if the lengths have changed."""
 
 from __future__ import annotations
 

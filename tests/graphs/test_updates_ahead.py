@@ -1,4 +1,6 @@
-"""Lengths sent before a replay: right or wrong, complete or partial, with other work between."""
+"""Updates of lengths are sent before the replay that needs them. They can be right or wrong, and be
+sent for all tasks or for some; the device can have other work between.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def decoder(npu: Any) -> AttentionDecoder:
 
 
 class Device:
-    """A device that is slow (behind the host in every step) or fast (without unfinished work)."""
+    """A slow device still works when the host continues; a fast device has finished all work."""
 
     def __init__(self, decoder: AttentionDecoder, is_slow: bool) -> None:
         self._decoder, self._is_slow = decoder, is_slow
@@ -37,7 +39,7 @@ class Device:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """On a slow device, work from this context starts only after the context."""
+        """On a slow device, work that is queued in this context starts only after the context."""
         if not self._is_slow:
             yield
             return
@@ -58,7 +60,7 @@ def device(decoder: AttentionDecoder, request: pytest.FixtureRequest) -> Device:
 
 
 def after(count: int) -> Callable[[], bool]:
-    """Return a function that returns true after ``count`` calls: ``count`` tasks are opened."""
+    """Return a function that returns true after ``count`` calls: so many tasks are opened."""
     asked = iter(range(count))
     return lambda: next(asked, None) is None
 
@@ -73,7 +75,11 @@ def run(
     longer: int = 1,
     num_ahead: int = LAYERS,
 ) -> int:
-    """Run a step, check its result, and send updates ahead; return the number of other updates."""
+    """Run a step, check its result, and send the next updates ahead.
+
+    Returns:
+        The number of updates of this step that were not sent ahead.
+    """
     with device.step():
         num_behind = decoder.queue(graph, rows)
         device.settle()
@@ -134,7 +140,7 @@ def test_a_wrong_guess_is_taken_back(
 
 
 def wait_for_first_task(decoder: AttentionDecoder, graph: CapturedGraph, rows: list[Row]) -> None:
-    """Replay without updates for some time; the replay must stop at its first task."""
+    """Replay, but delay the updates; until then, the replay must wait at its first task."""
     decoder.write(graph.descriptor.num_tokens, rows)
     addresses, lens = decoder.buffers.addresses, decoder.lens(graph, rows)
     graph.replay(decoder.main, decoder.side, addresses, lens)
@@ -204,7 +210,7 @@ def test_captures_and_releases_keep_no_device_memory(
 
     for _ in range(100):
         graph = decoder.capture(4)
-        run(decoder, device, graph, rows)  # tasks stay open after this run
+        run(decoder, device, graph, rows)  # after this run, tasks are open for the next step
         decoder.npu.synchronize()
         graph.release()
         decoder.npu.give_back()
@@ -244,8 +250,8 @@ def test_the_wait_for_updates_is_measured(decoder: AttentionDecoder, is_counted:
         return wait.take_us(span)
 
     behind = step(0.05)
-    assert behind > 45e3  # the device waited while the host slept
-    assert step(0.05) < behind / 2  # updates were sent ahead
+    assert behind > 45e3  # the device waited for updates while the host slept
+    assert step(0.05) < behind / 2  # the updates were sent ahead
     assert wait.take_us(ReplaySpan()) == 0.0
 
 

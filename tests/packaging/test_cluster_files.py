@@ -44,9 +44,9 @@ def read_text(name: str) -> str:
 
 
 def check_ray_up(config: dict[str, Any]) -> None:
-    """Apply Ray's validation, and check the keys that Ray does not check.
+    """Apply Ray's validation, and check other keys that Ray does not check.
 
-    With a typo in such a key, only a part of the cluster would start.
+    If such a key were misspelt, only a part of the cluster would start.
     """
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -95,7 +95,7 @@ def test_commands_are_scripts_that_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
-    """Ray's monitor runs in the head's container, and reaches the other hosts from there."""
+    """Ray's monitor runs in the head's container, and needs the programs to reach other hosts."""
     text = (CLUSTER / name).read_text().replace("\\\n", "")
 
     (line,) = re.findall(r"apt-get install -y --no-install-recommends ([\w+ -]+)", text)
@@ -105,7 +105,7 @@ def test_an_image_has_what_a_head_starts_its_workers_with(name: str) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """Return the schema without other keys, because Kubernetes drops unknown keys silently."""
+    """Return the schema so that it refuses unknown keys, which Kubernetes would drop silently."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -163,7 +163,7 @@ def test_workers_ask_for_all_npus_of_a_host_and_tell_ray_of_them() -> None:
 
 @pytest.mark.parametrize("num_npus", [0, 8, 16])
 def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) -> None:
-    """Ray joins the options, and a shell on the host expands them."""
+    """Ray joins the options to one command, and a shell on the host expands it."""
     from ray.autoscaler._private.docker import docker_start_cmds
 
     docker = read("cluster-docker.yaml")["docker"]
@@ -186,7 +186,8 @@ def test_a_container_gets_all_npus_of_its_host(tmp_path: Path, num_npus: int) ->
 @pytest.mark.parametrize("name", ["cluster-docker.yaml", "raycluster.yaml", "rayservice.yaml"])
 def test_a_container_has_the_files_that_doctor_reads(name: str) -> None:
     for folder in (DRIVER.parent, HostFiles().firmware.parent, HostFiles().etc / "hccn.conf"):
-        assert read_text(name).count(str(folder)) >= 2, folder  # on the host, and in the container
+        # The file contains the path on the host and the path in the container.
+        assert read_text(name).count(str(folder)) >= 2, folder
 
 
 def test_images_are_of_the_cann_and_the_chips_that_are_supported() -> None:
@@ -209,7 +210,7 @@ def test_shells_that_kuberay_starts_have_canns_variables(
     )
     script = tmp_path / "Ascend" / "cann" / "set_env.sh"
     script.parent.mkdir(parents=True)
-    # Like CANN's own script, this script starts a shell.
+    # CANN's own script also starts a shell, which reads BASH_ENV again.
     script.write_text("export ASCEND_HOME_PATH=$(bash -c 'echo found')$#\n")
     environment = {"PATH": os.environ["PATH"], "BASH_ENV": str(ROOT / name)}
     if is_in_home:
@@ -291,7 +292,7 @@ def test_a_worker_wants_to_know_its_head() -> None:
 def test_no_script_names_an_array_that_may_be_empty_as_old_shells_refuse(script: str) -> None:
     text = (CLUSTER / script).read_text()
 
-    # Some hosts have bash before 4.4, in which an empty array is an unset variable.
+    # Some hosts have a bash older than 4.4, where an empty array counts as an unset variable.
     bare = text.replace('${resources[@]+"${resources[@]}"}', "")
     assert "resources[@]" in text and "resources[@]" not in bare
 
@@ -347,7 +348,7 @@ def test_pods_have_the_environment_of_the_scripts() -> None:
     defaults = dict(
         re.findall(r'^export (\w+)="\$\{\1:-(.*)\}"', read_text("environment.sh"), re.M)
     )
-    of_the_scripts = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}  # KubeRay sets them by itself
+    of_the_scripts = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}  # KubeRay sets these variables
 
     for pod in pods():
         (container,) = pod["containers"]

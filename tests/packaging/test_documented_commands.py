@@ -1,4 +1,4 @@
-"""The keys and configurations of the commands in comments and documents are valid."""
+"""In the commands of comments and documents, all keys and configuration files are valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_WEIGHTS = ROOT / "configs" / "shapes"
 
 
 def texts() -> list[str]:
-    """Return the texts that contain commands, with continued lines (backslash) joined."""
+    """Return the texts of files that can contain commands, with continued lines joined."""
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     paths = [path for path in below if path.suffix in KINDS or path.name.startswith("Dockerfile")]
     return [re.sub(r" *\\\n#? *", " ", path.read_text()) for path in [ROOT / "README.md", *paths]]

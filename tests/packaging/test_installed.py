@@ -32,7 +32,7 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Installation:
-    """The contents of a wheel, and an empty folder to work in."""
+    """A wheel, its unpacked packages, and an empty folder in which commands run."""
 
     wheel: Path
     packages: Path
@@ -154,8 +154,8 @@ def test_the_demo_model_answers(installation: Installation) -> None:
     code = "from dist_aclgraph.device import emulator; print(emulator.BUILD)"
     folder = Path(installation.python("-c", code).stdout.strip())
     assert folder.is_relative_to(installation.cache)
-    # Equal sources give equal builds, so this test reuses a build; another build would take a
-    # minute.
+    # Another build would take a minute. The sources are equal, so this test copies the existing
+    # build.
     shutil.copytree(emulator.build(), folder, ignore=shutil.ignore_patterns("*.gch"))
 
     done = installation.command(

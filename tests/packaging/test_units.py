@@ -28,7 +28,7 @@ def test_a_unit_restarts_for_ever_and_starts_a_program_of_ours(unit: Path) -> No
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_a_unit(tmp_path: Path, unit: Path) -> None:
     for other in UNITS:
-        # The programs are not installed here.
+        # The programs of the units are not installed on this machine.
         text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", other.read_text(), flags=re.M)
         (tmp_path / other.name).write_text(text.replace("User=dist-aclgraph", "User=root"))
 

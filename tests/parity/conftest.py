@@ -58,11 +58,11 @@ def remember(
 
 @pytest.fixture(scope="session")
 def references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """References with prompts that fit into one step."""
+    """Return references whose prompts each fit into one step."""
     return remember(tmp_path_factory, LENGTHS, "short")
 
 
 @pytest.fixture(scope="session")
 def long_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """References with prompts that need up to several steps, for a model with a long context."""
+    """Return references of models with a long context; some prompts need several steps."""
     return remember(tmp_path_factory, LONG_LENGTHS, "long", max_position_embeddings=LONG_CONTEXT)

@@ -1,5 +1,4 @@
-"""64 checkpoints with random weights, made from one seed, in the forms in which other projects
-publish checkpoints.
+"""Makes 64 checkpoints with random weights from one seed, in the forms that other projects publish.
 
 The values of each axis (heads, rope, windows, shards, types, ...) are shuffled, so that every value
 occurs, in random combinations with other values. Every eighth checkpoint has a property that is
@@ -39,16 +38,16 @@ CONTEXT, ORIGINAL, LONGER = 256, 64, 300
 NUM_TOKENS = 6
 # Suffixes of the names of layers' matrices; MiniMax numbers the matrices of an expert.
 MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-BLOCK = 128  # rows and columns of a matrix that share an FP8 scale
+BLOCK = 128  # an FP8 scale is for a block of BLOCK rows and BLOCK columns of a matrix
 Keys = dict[str, Any]
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Keys of config.json, the lengths of prompts, and the deployment's ``max_model_len``."""
+    """A rotary embedding, the lengths of test prompts, and the deployment's ``max_model_len``."""
 
-    keys: Callable[[int], Keys]  # from the number of rotated elements of a head
+    keys: Callable[[int], Keys]  # returns keys of config.json for a number of rotated elements
     lengths: tuple[int, ...] = (3, 30, 100)
     max_len: int | None = None
 
@@ -59,12 +58,11 @@ class Made:
 
     Attributes:
         sizes: settings of the model in transformers, which determine the shapes of its weights.
-        keys: keys of config.json, which replace the keys that transformers writes.
-            rope_parameters is removed.
-        quantised: type of the scales of FP8 weights, or INT4; None means float weights.
+        keys: keys that replace those of transformers in config.json; rope_parameters is removed.
+        quantised: INT4, or the type of the scales of FP8 weights; None means float weights.
         deployment: keys of the deployment's configuration.
-        refusal: a part of the error's message; None means that the tokens must equal those of
-            transformers.
+        refusal: a part of the expected error's message; None means that the tokens must equal those
+            of transformers.
     """
 
     name: str
@@ -117,15 +115,15 @@ ROPES = {
     "yarn, mscale": Rope(lambda dim: yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=16)),
     "yarn, not truncated": Rope(lambda dim: yarn(truncate=False)),
     "dynamic": Rope(lambda dim: DYNAMIC, max_len=CONTEXT),
-    # transformers computes the embedding for the length of a request, and the service for max_len,
-    # so the prompt and NUM_TOKENS tokens have this length.
+    # transformers computes the embedding for the length of the request, and the service computes it
+    # for max_len. So the request, with its prompt and NUM_TOKENS tokens, has the length max_len.
     "dynamic, beyond the context": Rope(
         lambda dim: DYNAMIC, lengths=(LONGER - NUM_TOKENS,), max_len=LONGER
     ),
     "longrope, short": Rope(longrope, lengths=(3, 20, 41)),
     "longrope, long": Rope(longrope, lengths=(70, 90, 120), max_len=CONTEXT),
 }
-# Attention heads, KV heads, and head_dim.
+# Number of attention heads, number of KV heads, and head_dim.
 HEADS = (
     (4, 2, 32), (4, 4, 64), (8, 2, 48), (6, 3, 64),
     (2, 1, 128), (4, 1, 80), (3, 3, 64), (2, 2, 256),
@@ -157,7 +155,7 @@ EXPERTS: tuple[Keys, ...] = (
 )
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INT4 = "int4"  # attention in groups of four bits, as compressed-tensors stores them
+INT4 = "int4"  # weights of attention in four bits, in groups, as compressed-tensors stores them
 QUANTISED = (None, None, torch.float8_e8m0fnu, torch.float32, INT4, torch.bfloat16, None)
 GROUP = 32
 
@@ -286,7 +284,7 @@ def _make(
 
 
 def write(made: Made, directory: Path) -> tuple[Path, Path]:
-    """Write a checkpoint; return its directory, and that of the same model for transformers."""
+    """Write a checkpoint twice; return our directory, and the directory for transformers."""
     model = make_reference(made.architecture, **made.sizes).to(made.dtype)
     shard_size = "1GB" if made.quantised else made.shard_size
     model.save_pretrained(directory, max_shard_size=shard_size)
@@ -319,7 +317,7 @@ def write(made: Made, directory: Path) -> tuple[Path, Path]:
 
 
 def write_fp8(directory: Path, reference: Path, scales: torch.dtype) -> None:
-    """Store the layers' matrices in FP8, and the represented values in the reference."""
+    """Store the layers' matrices in FP8; store the rounded values as floats in the reference."""
     stored = load_file(directory / "model.safetensors")
     plain = dict(stored)
     for name in [name for name in stored if name.endswith(MATRICES)]:

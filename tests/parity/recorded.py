@@ -19,7 +19,7 @@ LONG_LENGTHS = (1, 2, 15, 16, 17, 40, 129, 255, 300, 511, 640, 900)
 LONG_CONTEXT = 1024
 NUM_TOKENS = 64
 FILE = Path(__file__).parents[1] / "data" / "transformers_tokens.json"
-# The lengths of prompts, and the unusual settings of the model.
+# For each part of the file: the lengths of prompts, and settings that replace the models' settings.
 PARTS = {
     "short": (LENGTHS, {}),
     "long": (LONG_LENGTHS, {"max_position_embeddings": LONG_CONTEXT}),

@@ -1,4 +1,4 @@
-"""Checks answers in bfloat16: each token is the most probable token, except for rounding."""
+"""Checks that tokens of answers in bfloat16 are the most probable ones, except for rounding."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.slow import slow
 
 TP_OF = {architecture: 1 + index % 2 for index, architecture in enumerate(ARCHITECTURES)}
-# Graphs with one number of ranks, eager steps with the other. Eager steps give the same tokens;
-# another test checks this.
+# Each architecture runs with graphs on one rank or on two, and eagerly on the other number of
+# ranks. Another test checks that graphs and eager steps give the same tokens.
 CROSS = [
     *((architecture, tp, "FULL_DECODE_ONLY") for architecture, tp in TP_OF.items()),
     ("Qwen3ForCausalLM", TP_OF["Qwen3ForCausalLM"], "NONE"),
@@ -93,7 +93,7 @@ def test_batches_shrink_and_grow_through_every_bucket_edge(references: Any) -> N
         reference.directory, parallel={"tp": 2}, graph={"sizes": (1, 2, 4, 8, 12)}
     )
 
-    # Request i ends after 2 i tokens: the batch has every size from 12 down to 1.
+    # Request i ends after 2 + 2 i tokens, so the batch has every size from 12 down to 1.
     with lockstep(config) as group:
         for wave in range(2):
             answers = [
@@ -127,8 +127,8 @@ def test_replay_goes_far_beyond_the_captured_kv_length(references: Any, architec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "forms_agree"),
-    # With latent attention, the form of attention of a request, and so the rounding, depends on the
-    # other requests.
+    # Latent attention has two forms, which round differently. The form that a request gets depends
+    # on the other requests of the step.
     [
         ("Qwen3ForCausalLM", True),
         ("DeepseekV3ForCausalLM", False),
@@ -174,10 +174,13 @@ def assert_logprobs_near(reference: Reference, rows: list[RowLogprobs]) -> None:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: its prompt, its number of tokens, and the number of steps before the next request.
+    """A request.
 
     Attributes:
-        aborts: index of an earlier request that is aborted after this request was submitted.
+        prompt: index of the prompt.
+        count: number of tokens.
+        steps: number of steps until the next request arrives.
+        aborts: index of an earlier request that is aborted when this request has been submitted.
     """
 
     prompt: int

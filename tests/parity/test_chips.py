@@ -1,4 +1,4 @@
-"""Every architecture under the rules of each chip and release series of CANN, in strict mode.
+"""In strict mode, every architecture keeps the rules of each chip and release series of CANN.
 
 Each architecture uses all of its features: full graphs and pieces, experts on other ranks, a draft.
 """
@@ -54,14 +54,14 @@ FEW = [
 ]
 
 
-# Contexts that ranks share: sharded caches, split prompts, and both. CANN 8.5.0 supports none of
-# these.
+# Ways in which ranks share contexts: sharded caches, split prompts, and both. CANN 8.5.0 supports
+# none of these.
 SHARED: dict[str, dict[str, Any]] = {
     "keys": {**DENSE, "parallel": {"tp": 4, "dcp": 2}},
     "prompts": {**DENSE, "parallel": {"pcp": 2}},
     "latents": {**DRAFTED, "parallel": {"tp": 2, "pcp": 2, "dcp": 4, "cp_interleave": 16}},
 }
-SUMS = ("latents", "Ascend910_9391", "8.5.1")  # first with log-sum-exps of latents
+SUMS = ("latents", "Ascend910_9391", "8.5.1")  # the first release with log-sum-exps of latents
 ALL_SHARED = [SUMS, *((which, *chip) for which in SHARED for chip in CHIPS[1:])]
 FEW_SHARED = [slow("keys", *A3), slow("prompts", *A2), slow("latents", *A3), slow(*SUMS)]
 

@@ -1,9 +1,9 @@
 """With layouts that share the context of requests between ranks, tokens equal those of
 transformers.
 
-Each pair of values of two axes occurs in some layout. ``make test`` tries two of them: shards and
-split prompts of keys, and of latents with drafts and experts. The full profile adds every graph
-mode with every number of drafts, for shards and for split prompts.
+Each pair of values of two axes occurs in some layout. ``make test`` tries two layouts with shards
+and split prompts: a model with keys, and a model with latents, drafts and experts. The full profile
+adds every graph mode with every number of drafts, for shards and for split prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOTH, FULL = "FULL_AND_PIECEWISE", "FULL"
 
 
 class Layout(NamedTuple):
-    """A deployment: ranks, shards, interleave of shards, experts, drafts of a step, graph mode."""
+    """The layout of a deployment: its ranks, shards, experts, number of drafts, and graph mode."""
 
     architecture: str
     tp: int
@@ -75,7 +75,7 @@ def name(layout: Layout) -> str:
 
 
 def sizes(layout: Layout) -> dict[str, Any]:
-    """Return the graph sizes of a mode; the sizes of decode batches include drafts."""
+    """Return the graph sizes of a layout's mode; the sizes of decode batches count drafts."""
     decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
     mixed = (16, 64, 256)
     return {

@@ -1,5 +1,5 @@
-"""Embeddings equal the last hidden states of transformers: in chunks, beside other requests, and
-when the same input is repeated.
+"""Embeddings equal the last hidden states of transformers, even if a prompt runs in chunks, beside
+other requests, or several times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def assert_equal(reference: Reference, index: int, answer: Answer) -> None:
 
 
 def answers(group: Lockstep, reference: Reference, name: str) -> list[Answer]:
-    """Request the embedding of every prompt, and the text after every third prompt."""
+    """Request the embedding of every prompt, and generated text for every third prompt."""
     params = greedy_params(1, returns_embedding=True)
     asked = []
     for i, prompt in enumerate(reference.prompts):

@@ -1,4 +1,4 @@
-"""Further families of models: layouts, chunked prompts, drafts and names of weights.
+"""Tests further families of models with layouts, chunked prompts, drafts and names of weights.
 
 ``test_against_transformers.py`` compares each family with one and two ranks, eagerly and in graphs.
 """
@@ -31,7 +31,7 @@ KIMI_LINEAR = "KimiLinearForCausalLM"
     ("architecture", "parallel"),
     [
         (GLM, {"tp": 2, "ep": 2}),
-        (MINIMAX, {"tp": 4}),  # there are copies of KV heads, which norms over all heads count
+        (MINIMAX, {"tp": 4}),  # ranks have copies of KV heads, and its norms are over all heads
         (GPT_OSS, {"dp": 2, "ep": 2}),
         slow(GLM, {"dp": 2, "ep": 2}),
         slow(GLM, {"tp": 4}),
@@ -120,8 +120,8 @@ def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     if num_drafts:
         add_next_token_module(tmp_path)
     prompts, found = make_prompts((1, 3, 40, 65)), []
-    # Graphs of decode batches only: they need no padding here, and padded batches may round in
-    # another way.
+    # Only decode batches have graphs. They need no padding here; padded batches could be rounded
+    # differently.
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         config = make_deployment_config(
             tmp_path,

@@ -1,5 +1,5 @@
-"""CANN 8.5 counts a shared block once for each request, and refuses a call that counts more blocks
-than the cache has.
+"""CANN 8.5 counts a shared block once for each request that uses it. It refuses a call if the sum
+is larger than the number of blocks in the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import lockstep
 from tests.parity.rounding import assert_best_but_for_rounding
 
-NUM_BLOCKS = 8  # one of them is the dummy
+NUM_BLOCKS = 8  # including the dummy block
 
 
 def test_requests_share_a_prefix_in_a_cache_that_is_nearly_full(references: Any) -> None:

@@ -25,7 +25,7 @@ def test_frequent_shapes_are_captured_while_serving(references: Any, tp: int) ->
 
     with serving(config) as service:
         for wave in range(4):
-            for count in (3, 6):  # replays size 12 until graphs of the sizes 4 and 8 exist
+            for count in (3, 6):  # these batches use size 12 until graphs of sizes 4 and 8 exist
                 answers = service.generate(
                     reference.prompts[:count], greedy_params(NUM_TOKENS), f"{wave}-{count}-"
                 )
@@ -60,7 +60,9 @@ def test_shapes_of_drafts_over_ranks_that_share_something_are_captured_while_ser
     count = 3 * parallel.get("dp", 1)
 
     with serving(config) as service:
-        for wave in range(4):  # three on each rank: 6 tokens use size 24 until 8 exists
+        # Each rank has three requests, so 6 tokens; they use size 24 until a graph of size 8
+        # exists.
+        for wave in range(4):
             prompts = reference.prompts[:count]
             answers = service.generate(prompts, greedy_params(NUM_TOKENS), f"{wave}-")
             assert [a.tokens for a in answers] == reference.tokens[:count]

@@ -1,4 +1,4 @@
-"""Each made checkpoint gives the tokens of transformers, or is refused with one sentence."""
+"""With each made checkpoint, tokens equal those of transformers, or a sentence refuses it."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def read_model(directory: Path) -> Any:
 
 
 def assert_greedy(model: Any, prompts: list[list[int]], answers: list[Answer]) -> None:
-    """Assert that each token is the most probable token after the previous tokens, according to
-    transformers.
-    """
+    """Assert that each token is the one that transformers finds most probable at its position."""
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = logprobs(model, prompt, answer.tokens)
         assert answer.tokens == expected.argmax(-1).tolist()

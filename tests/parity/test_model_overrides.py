@@ -1,4 +1,4 @@
-"""Ranks read the values of config.json that the configuration replaces."""
+"""If the configuration replaces values of config.json, ranks use the new values."""
 
 from __future__ import annotations
 

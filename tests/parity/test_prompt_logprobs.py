@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts equal those of transformers: in chunks, beside other requests, and
-when the same prompt is repeated.
+"""Log-probabilities of prompts equal those of transformers, even if a prompt runs in chunks, beside
+other requests, or several times.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NUM_TOKENS = 4
 
 
 def assert_equal(reference: Reference, index: int, answer: Answer, num_best: int) -> None:
-    """Compare the log-probability of each token of a prompt, and of the best tokens at its
-    position.
+    """Compare the log-probability of each token of a prompt, and those of the most probable tokens
+    at each position.
     """
     prompt, rows = reference.prompts[index], answer.prompt_logprobs
     with torch.no_grad():
@@ -39,7 +39,7 @@ def assert_equal(reference: Reference, index: int, answer: Answer, num_best: int
 
 
 def answers(group: Lockstep, reference: Reference, name: str) -> list[Answer]:
-    """Answer all prompts. Every second answer has the log-probabilities of its prompt."""
+    """Answer all prompts; every second answer contains its prompt's log-probabilities."""
     asked = [
         group.submit(
             f"{name}{i}",

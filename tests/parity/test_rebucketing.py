@@ -17,13 +17,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_STREAMS = 64
 PHASE_S = 200.0  # time limit until the plan fits the new traffic
-# The number of requests at the same time, and the buckets that may be chosen for this number.
+# Number of simultaneous requests in each phase, and the buckets that can be chosen for them.
 PHASES = ((20, {20, 24}), (44, {44, 48}), (NUM_STREAMS, {NUM_STREAMS}))
 
 
 @pytest.fixture(scope="module")
 def wide_references(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """References of models whose steps take longer with more tokens, even if other programs run."""
+    """Return references of wide models, whose larger steps take longer even on a busy machine."""
     return remember(tmp_path_factory, LENGTHS, intermediate_size=4096)
 
 
@@ -63,8 +63,9 @@ def test_three_plan_versions_under_load_change_no_token(
         scheduler={"max_num_seqs": NUM_STREAMS, "max_num_batched_tokens": 512},
         graph={
             "rebucket_s": 0.3,
-            # A busy machine runs few steps in a second, with inaccurate times, so that a plan seems
-            # to save little. The test is about changes of the plan, not about the gain.
+            # On a busy machine, there are few steps per second, and their measured times are
+            # inaccurate, so a new plan seems to save little time. So this test accepts few steps
+            # and any gain.
             "rebucket_min_steps": 8,
             "rebucket_gain": 0.001,
             "traffic_half_life_s": 30.0,

@@ -1,7 +1,7 @@
 """Sparse latent attention: DeepSeek V3.2 and GLM-5 answer with the tokens of transformers.
 
-In one pass of transformers over prompt and answer, each token of the answer must be the most
-probable token. The indexer chooses 24 keys, so most queries attend to a part of their keys.
+transformers runs one pass over prompt and answer; each token of the answer must be its most
+probable token. The indexer chooses 24 keys, so most queries attend to only some of their keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Model:
     prompts: list[list[int]]
 
     def best_tokens(self, prompt: list[int], answer: list[int]) -> list[int]:
-        """Return the most probable token at each position of an answer."""
+        """Return the token that is most probable at each position of an answer."""
         best: list[int] = logprobs(self.model, prompt, answer).argmax(-1).tolist()
         return best
 
@@ -138,7 +138,7 @@ def test_a_cached_prefix_has_its_index_keys(models: Any) -> None:
         answers = group.generate(prompts, greedy_params(NUM_TOKENS))
         num_cached = group.scheduler.num_cached_tokens
 
-    assert num_cached >= len(prompts) * 288  # 18 blocks of the first prompt
+    assert num_cached >= len(prompts) * 288  # the 18 blocks that all prompts share
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == model.best_tokens(prompt, answer.tokens)
 
@@ -161,7 +161,7 @@ def test_layers_without_an_indexer_use_an_earlier_choice(models: Any, mode: str)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"indexer_rope_interleave": True},  # the rotation of GLM-5's indexer
+        {"indexer_rope_interleave": True},  # as in GLM-5
         slow({"index_topk": 25}),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_choice_of_all_keys_is_latent_attention(models: Any, tmp_path: Path) -
 
 def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
     model = models(V32)
-    # The prompts fit into one step, so all later steps have the size of the graph.
+    # All prompts fit into one step, so each later step has as many tokens as the graph.
     prompts = model.prompts[2:6]
     found = {}
     for mode in ("NONE", "FULL_DECODE_ONLY"):
@@ -209,7 +209,7 @@ def test_replayed_steps_equal_eager_steps_bit_by_bit(models: Any) -> None:
 
 @pytest.mark.parametrize(("architecture", "dtype"), [(V32, "bfloat16"), slow(GLM, "float16")])
 def test_a_strict_device_takes_every_call(models: Any, architecture: str, dtype: str) -> None:
-    # The indexer chooses all keys, because rounded scores would choose other keys.
+    # index_topk is so large that the indexer chooses all keys; rounded scores would choose others.
     model = models(architecture, index_topk=512)
     config = config_of(
         model,

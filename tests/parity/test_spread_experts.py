@@ -18,7 +18,7 @@ from tests.slow import slow_unless
 
 
 class Layout(NamedTuple):
-    """A deployment: ranks, exchange, graph mode, drafts of a step, copies of the eight experts."""
+    """A deployment's ranks, exchange, graph mode, number of drafts, and copies of its 8 experts."""
 
     architecture: str
     tp: int
@@ -55,7 +55,7 @@ LAYOUTS = [
 ]
 # Two independent groups, which serve as one deployment.
 INDEPENDENT = Layout(V3, 1, 2, 1, "auto", BOTH, 2)
-# By their documents, MC2's operators accept only types of 16 bits.
+# These layouts run in 16 bits, because the documents of MC2's operators allow no other types.
 MC2_LAYOUTS = [
     Layout(V3, 1, 2, 2, "mc2", DECODE, 1),
     Layout(V3, 2, 2, 4, "mc2", BOTH, 2),
@@ -66,7 +66,7 @@ MC2_LAYOUTS = [
 
 
 def sizes(layout: Layout) -> dict[str, Any]:
-    """Return the graph sizes of a mode; the sizes of decode batches include drafts."""
+    """Return the graph sizes of a layout's mode; the sizes of decode batches count drafts."""
     decode = {"sizes": tuple(count * (layout.drafts + 1) for count in (1, 4, 12))}
     return {EAGER: {}, DECODE: decode, BOTH: {**decode, "mixed_sizes": (16, 64)}}[layout.mode]
 
@@ -96,7 +96,7 @@ def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[in
     return [answer.tokens for answer in answers]
 
 
-# Each exchange, each mode, and drafts; the other layouts take minutes.
+# These layouts have each exchange, each mode, and drafts. All layouts together take minutes.
 QUICK = (LAYOUTS[8], LAYOUTS[10], LAYOUTS[15], MC2_LAYOUTS[1])
 
 

@@ -1,4 +1,4 @@
-"""The child process of a probe on a fake device: the emulator with artificial differences."""
+"""The child process of a probe whose device is fake: the emulator, but with other answers."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import time
 
 from dist_aclgraph.probe import child
 
-# The answer of each question with an artificial difference; the configuration sets STREAMS.
+# The artificial answers, by question. STREAMS is set in the configuration.
 STREAMS = 512
 PLANTED = {
     "facts.streams": f"{STREAMS - 2} streams",  # opening a device uses two streams
@@ -18,7 +18,7 @@ PLANTED = {
     "operators.int32_wraps": "does not wrap",
     "memory.nan_behind_last_key": "does not reach the result",
     "rules.attention.dim_272": "accepted",
-    "graphs.update_us": None,  # the answer is a time
+    "graphs.update_us": None,  # the answer is a time, which the tests do not check
     "graphs.query_inside": "accepted, graph valid",
     "collectives.all_gather": "rank 0: equal; rank 1: different",
 }

@@ -1,4 +1,4 @@
-"""The answer of one question: values, numbers, and the names of errors."""
+"""The child process answers one question: with a value, with a number, or with an error's name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A probe of the emulator, and of a fake device: the emulator with artificial differences."""
+"""Probes of the emulator, and of a fake device: the emulator with artificial answers."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def probe(probes, main=child.main, **emulated):
 
 
 def asked():
-    """Return the quick questions and those with artificial differences; with "full", all."""
+    """Return quick questions, and those with artificial answers; all with the profile "full"."""
     quick = {probe.name for probe in probes_of("quick")}
     return [p for p in PROBES if laws.is_full() or p.name in quick or p.name in PLANTED]
 

@@ -1,4 +1,4 @@
-"""The file of a report, its page, and the rules that are made from the report."""
+"""A report is stored as a file and shown as a page; rules for the emulator are made from it."""
 
 import re
 import tomllib
@@ -114,7 +114,8 @@ def test_the_page_shows_the_machine_then_the_differences_then_the_rest():
     ]
     assert places == sorted(places)
     assert page.count("operators.swiglu") == 1
-    assert not re.search(r"<script|src=|href=\"(?!data:)|url\(", page)  # loads no file
+    # the page loads no other file
+    assert not re.search(r"<script|src=|href=\"(?!data:)|url\(", page)
 
 
 def test_a_strangers_text_is_text_on_the_page():

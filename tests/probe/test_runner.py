@@ -1,4 +1,4 @@
-"""Each question has a separate process, which may answer, hang or die; a run may be cut off."""
+"""Each question has a separate process, which can answer, hang or die. A run can be interrupted."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ from tests.actors.leftovers import is_alive, wait_until
 
 
 def answering(task, parent):
-    """Replace the child process: answer "yes", unless the question's name requests more."""
+    """Do the work of the child process: answer "yes", or behave as the question's name says."""
     os.setsid()
     name = task.name
     task.output.write_text("a line of a library")
@@ -64,13 +64,15 @@ def no_emulator(monkeypatch):
 
 
 def make_probe(name, says="yes", **options):
-    """Make a question. Only questions that hang have a short limit: a busy machine answers late."""
+    """Make a question. Only questions that hang have a short time limit, because a busy machine
+    answers late.
+    """
     limit_s = 1.0 if name in ("hang", "half", "fork") else 60.0
     return Probe(name, f"{name}?", lambda bench: "", says, limit_s=limit_s, **options)
 
 
 def run(*probes, report=None, rules=None):
-    """Return the report, and for each save the question that was running."""
+    """Return the report, and which question was running each time the report was saved."""
     report = report or Report("0", "emulated", "quick")
     saved = []
     runner = Runner(

@@ -17,7 +17,7 @@ GRAFANA = Path(__file__).parents[2] / "cluster" / "grafana"
 
 
 BOARDS = ("dashboard.json", "operators.json")
-# Metrics of Prometheus itself, and of npu-exporter with the label that prometheus.yml adds.
+# Labels of metrics of Prometheus itself, and of npu-exporter, to which prometheus.yml adds "node".
 OTHERS = {
     "up": {"job", "instance"},
     "npu_chip_info_health_status": {"id", "node"},
@@ -36,7 +36,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
-    """Return the labels of every sample name in a response of /metrics."""
+    """Return the label names of each sample in a response of /metrics, by the sample's name."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -133,7 +133,7 @@ def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
         case "BinaryExpr":
             left = labels_after(expression.lhs, known)
             right = labels_after(expression.rhs, known)
-            if not (left and right):  # one side is a number
+            if not (left and right):  # one side is a number, which has no labels
                 return left | right
             matching = expression.modifier and expression.modifier.matching
             for label in matching.labels if matching else left | right:

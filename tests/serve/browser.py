@@ -67,7 +67,7 @@ def open_browser() -> Iterator[Any]:
 
 
 class StatusPage:
-    """The status page in a new tab, and the requests of this tab."""
+    """The status page in a new tab; it records the tab's requests and complaints."""
 
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self._context = browser.new_context(**context)
@@ -84,7 +84,7 @@ class StatusPage:
             self.complaints.append(message.text)
 
     def wait_for_numbers(self, polls: int = 1) -> None:
-        """Wait until the page has shown the numbers of ``polls`` more polls."""
+        """Wait until the page has polled ``polls`` more times, and has shown the numbers."""
         shown = int(self.tab.evaluate("document.body.dataset.shown || 0"))
         self.wait_for(f"Number(document.body.dataset.shown || 0) >= {shown + polls}")
 
@@ -96,7 +96,7 @@ class StatusPage:
             self.tab.wait_for_timeout(50)
 
     def samples(self) -> dict[Path, tuple[str, str]]:
-        """Return unit and text of every number on the page, by its sample in /metrics."""
+        """Return (unit, text) of every number on the page; the key is its sample in /metrics."""
         return {tuple(path): (unit, text) for path, unit, text in self.tab.evaluate(SAMPLES)}
 
     def faint_texts(self) -> dict[str, Any]:
@@ -119,5 +119,5 @@ def value_of(unit: str, text: str) -> float:
 
 
 def rounding_of(unit: str) -> float:
-    """Return the largest difference between a text and its value, because of rounding."""
+    """Return the largest rounding error of a text in this unit, in the unit of /metrics."""
     return {"count": 1e-9, "percent": 0.00051, "mebibytes": 0.051 * (1 << 20)}[unit]

@@ -41,9 +41,9 @@ class Service:
         self.engine.reply = lambda submit: ids
 
 
-WAIT_S = 60.0  # a generous limit; on an idle machine, nothing takes this long
-# Limit of silence in services whose engines become silent. It is longer than the time for which the
-# thread of a fake engine may get no CPU time on a busy machine, which is more than a second.
+WAIT_S = 60.0  # a time limit that tests never reach on an idle machine
+# Time limit of silence in services whose engines become silent. On a busy machine, the thread of a
+# fake engine can get no CPU time for more than a second; the limit is longer than this.
 SILENT_S = 2.0
 
 

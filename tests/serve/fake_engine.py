@@ -86,7 +86,7 @@ METRICS: dict[str, Any] = {
 
 
 def echo(submit: Submit) -> list[int]:
-    """Return the prompt, repeated up to ``max_tokens``."""
+    """Return the prompt's tokens, repeated until there are ``max_tokens`` tokens."""
     ids = [int(i) for i in unpack_ints(submit.prompt)]
     return (ids * (submit.max_tokens // max(1, len(ids)) + 1))[: submit.max_tokens]
 
@@ -100,30 +100,31 @@ class _Running:
 
 
 class FakeEngine:
-    """Runs a step every ``step_s``, in which each request gets a token.
+    """Runs a step every ``step_s`` seconds, in which each request gets a token.
 
     Attributes:
-        reply: output of a request, cut at ``max_tokens`` and after the first stop token.
+        reply: returns the output of a request; it is cut at ``max_tokens`` and after the first stop
+            token.
         frames: all received frames, unchanged.
         submitted, aborted: the received requests and aborts, in order.
         fail_after: the number of tokens after which requests fail, and the kind of the error.
-        reports_late: whether requests with prompt log-probabilities wait for the end of all other
-            requests.
-        skipped: number of messages that will be lost, from the next message on.
-        token_limit: at this number of generated tokens in ``metrics``, no more tokens are made;
-            heartbeats continue.
-        metrics: the answer to queries for metrics; generated tokens are counted in it.
+        reports_late: whether requests with prompt log-probabilities wait until all other requests
+            have ended.
+        skipped: number of messages that will be lost, beginning with the next message.
+        token_limit: the engine generates no more tokens when ``metrics`` has this number of
+            generated tokens; heartbeats continue.
+        metrics: the answer to queries for metrics; the engine counts generated tokens in it.
         groups: the list of groups that is sent to clients.
-        others_tokens: the waiting tokens of other clients, as reported to each client.
-        last_beat: the last heartbeat of any client.
-        embedding: the hidden state of a prompt, for requests that ask for it.
-        share: the probability of the first of two allowed tokens after a prompt; None if requests
-            do not allow two tokens.
+        others_tokens: number of waiting tokens that each client is told about other clients.
+        last_beat: the last heartbeat that any client has sent.
+        embedding: returns the hidden state of a prompt, for requests that ask for it.
+        share: returns the probability of the first of two allowed tokens after a prompt; None if
+            requests do not allow two tokens.
         answers_queries: whether queries are answered; heartbeats are always sent.
-        refusal: the reason of a refusal that is sent to all clients, and ends their links.
+        refusal: if not empty, this refusal is sent to all clients, and their links end.
         poison: id of a request that ends the engine when it runs; the engine then serves again.
-        num_deaths: how often the poison ended the engine.
-        is_proving: whether requests by which clients prove the engine get their token at once.
+        num_deaths: number of times that the request ``poison`` has ended the engine.
+        is_proving: whether the requests with which clients test the engine get their token at once.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class FakeEngine:
         self._told: GroupList | None = None
         self.others_tokens = 0
         self.last_beat = Beat()
-        self._numbers: dict[bytes, int] = {}  # of the last ``Deltas``, by client
+        self._numbers: dict[bytes, int] = {}  # serial number of the last ``Deltas``, by client
         self._names: dict[bytes, str] = {}
         self._running: dict[str, _Running] = {}
         self._context = zmq.Context()
@@ -171,7 +172,7 @@ class FakeEngine:
 
     @property
     def requests(self) -> list[Submit]:
-        """The requests of clients, in order, without the probes that test the engine."""
+        """The received requests, in order, except probes with which clients test the engine."""
         return [each for each in self.submitted if not each.request_id.startswith("probe-")]
 
     @property
@@ -183,7 +184,7 @@ class FakeEngine:
         return self._stopping.is_set()
 
     def close(self) -> None:
-        """End like a process that dies, which clients notice at once."""
+        """End the engine. Clients notice this at once, like the death of a process."""
         if self.is_closed:
             return
         self._stopping.set()
@@ -320,7 +321,7 @@ class FakeEngine:
 def _shared(
     submit: Submit, share: Callable[[list[int]], float]
 ) -> tuple[list[int], tuple[float, ...]]:
-    """Return the tokens and log-probabilities of a report about two allowed tokens."""
+    """Return the tokens and log-probabilities that are reported if two tokens are allowed."""
     assert submit.sampling.structure is not None
     first, second = map(int, re.findall(r"<\[(\d+)\]>", submit.sampling.structure.grammar))
     found = share(unpack_ints(submit.prompt).tolist())
@@ -331,7 +332,10 @@ def _shared(
 
 
 def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
-    """Return log-probabilities in two parts: -i for prompt token i, -0.5 for the best tokens."""
+    """Return a prompt's log-probabilities in two parts.
+
+    Token i has the log-probability -i; the most probable tokens have -0.5.
+    """
     ids, num_best = unpack_ints(submit.prompt), submit.sampling.prompt_logprobs
     if num_best < 0:
         return ()
@@ -354,7 +358,7 @@ def _prompt_logprobs(submit: Submit) -> tuple[PromptLogprobs, ...]:
 
 
 def _joined(deltas: list[StepDeltas]) -> StepDeltas:
-    """Return one object with the deltas of several objects, which have one request each."""
+    """Join objects with the deltas of one request each into one object."""
     counts = [len(unpack_ints(delta.token_ids)) for delta in deltas]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     reports = [delta.logprobs or (None,) * n for delta, n in zip(deltas, counts, strict=True)]

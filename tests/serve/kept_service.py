@@ -1,4 +1,4 @@
-"""Runs a supervisor and an ingress, which uses an engine in another process; prints the port."""
+"""Runs a supervisor and an ingress, and prints the port. The engine is in another process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def main(engine_url: str, limit: str, trap: str, overrides: str) -> int:
     """Run the service.
 
     Args:
-        limit: a file with the maximum context length. Nothing is served without this file.
-        trap: a file. If it exists when an ingress has read bytes, the ingress removes it and dies.
-        overrides: dotted keys of the configuration, as JSON.
+        limit: path of a file that contains the maximum context length; without this file, the
+            ingress serves nothing.
+        trap: path of a file. If it exists when an ingress has read bytes, the ingress removes it
+            and dies.
+        overrides: dotted keys of the configuration with their values, as JSON.
     """
     config = load_config(CONFIG, json.loads(overrides))
     tokenizer = Tokenizer(config.model)

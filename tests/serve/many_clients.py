@@ -48,7 +48,7 @@ def _ask(port: int, count: int, status: int, request: bytes) -> None:
 
 
 def _wait_until_served(client: socket.socket, request: bytes) -> None:
-    """Send a request on the last connection; after its response, all others were accepted."""
+    """Send a request on the last connection; its response shows that all others were accepted."""
     client.settimeout(WAIT_S)
     client.sendall(request)
     assert client.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""The demo model with a vocabulary that contains a reranker's two answers as tokens."""
+"""Writes the demo model with a vocabulary that contains a reranker's two answers as tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ TINY = CONFIG.parents[1] / "models" / "tiny-qwen3"
 
 
 def make_reranker(directory: Path) -> Path:
-    """Write the demo model's files, without weights; two tokens of its vocabulary are answers.
-
-    The two answers are added tokens, with the next free ids.
-    """
+    """Write the demo model's files without weights, and add the two answers to its vocabulary."""
     for file in TINY.glob("*.json"):
         shutil.copy(file, directory)
     path = directory / "tokenizer.json"

@@ -13,11 +13,11 @@ Path = tuple[str, ...]
 
 
 def scrape(service: Any, **asked: Any) -> dict[Path, float]:
-    """Return all samples except creation times. Parts of histograms have ``/le=`` in the name.
+    """Return all samples except creation times. Names of histogram buckets contain ``/le=``.
 
     Args:
-        service: has ``http``, a client of the service.
-        asked: further arguments of the request.
+        service: an object whose ``http`` is a client of the service.
+        asked: further arguments for the request.
     """
     http: httpx.Client = service.http
     text = http.get("/metrics", **asked).text
@@ -30,7 +30,7 @@ def scrape(service: Any, **asked: Any) -> dict[Path, float]:
                 name = f"{name}/le={labels.pop('le', '')}"
             elif name.endswith("_created"):
                 continue
-            # Sort labels by name, but engine first and rank second.
+            # The label "engine" comes first, "rank" second, and other labels by name.
             ordered = sorted(labels, key=lambda k: (k != "engine", k != "rank", k))
             found[name.removesuffix("_total"), *(labels[k] for k in ordered)] = sample.value
     return found

@@ -1,4 +1,4 @@
-"""The access log: one line for each request, with its tokens, its times and its outcome."""
+"""The access log has one line for each request, with its tokens, its times and its outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BODY = {"model": "tiny-qwen3", "prompt": "a b c", "max_tokens": 5}
 
 
 class Lines(logging.Handler):
-    """Collects the values of the written lines."""
+    """Collects the fields of the lines that are written to the access log."""
 
     def __init__(self) -> None:
         super().__init__()

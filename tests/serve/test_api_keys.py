@@ -1,4 +1,4 @@
-"""The keys file: its lines, its changes while the service runs, and the limits of each key."""
+"""Tests of the keys file: its lines, changes while the service runs, and the limits of each key."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_repaired_mode_is_noticed(tmp_path):
 
 
 def test_a_copy_for_another_machine_reads_the_file_too(tmp_path):
-    """Ray Serve pickles the keys for its replicas, whose clocks may show any time."""
+    """Ray Serve pickles the keys for its replicas. A replica's machine can have another clock."""
     path = write_keys(tmp_path / "keys", FIRST)
     copy = pickle.loads(pickle.dumps(opened(path)))
     write_keys(path, SECOND)

@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_the_error_that_serve_shows(key, value):
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", slow(str(CONFIG.parent))])
 def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
-    """The error must come before a connection to Ray, which would fail with another error."""
+    """The error must be raised before the connection to Ray, which would raise another error."""
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "dist_aclgraph:app"]
 
     found = subprocess.run(
@@ -64,7 +64,7 @@ def test_serve_run_ends_with_one_sentence_about_a_wrong_model(model):
 
 
 def test_serve_status_has_the_sentence_alone():
-    """Serve shows the text of its own errors, and a traceback of all other errors."""
+    """Ray Serve shows only the text of its own errors, but a traceback of all other errors."""
     with pytest.raises(RayServeException) as raised:
         app(AppArgs.model_validate({"config": str(CONFIG), "model": "/nowhere"}))
 
@@ -79,12 +79,13 @@ def test_the_application_is_named_after_its_ingress():
 
 
 def test_groups_of_another_version_wait_for_the_npus_of_those_that_drain():
-    """Serve first waits for the streams of the previous version, and then ends its groups."""
+    """Ray Serve first waits for the previous version's streams, and then ends its groups."""
     config = load_config(CONFIG, {"serve.drain_s": 500.0})
     started = []
     GroupsReplica.func_or_class.__init__(Mock(), config, started.append)
 
     [found] = started
-    ends_s = config.serve.drain_s + config.timeouts.stop_s  # time for an ingress; groups end later
+    # The time in which an ingress ends; the groups end after it.
+    ends_s = config.serve.drain_s + config.timeouts.stop_s
     assert found.timeouts.place_s >= config.timeouts.place_s + 2 * ends_s
     assert found.timeouts.join_s == config.timeouts.join_s

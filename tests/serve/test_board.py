@@ -40,7 +40,7 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def known(shared_service):
-    # A counter by reason or status exists only after it has counted something.
+    # A counter with a label for the reason or status exists only after it has counted an event.
     shared_service.http.get("/no-such-path")
     shared_service.openai.completions.create(model="tiny-qwen3", prompt="abc", max_tokens=4)
     return labels_of(shared_service.http.get("/metrics").text)

@@ -74,7 +74,8 @@ def test_a_draining_group_is_counted_and_gets_nothing(service, other):
 
 def test_slots_follow_the_number_of_groups(service, other):
     """The configuration has one group; the other group was added by scaling."""
-    slots, of_a_group = service.state.slots, 1024 + 16  # scheduler.max_waiting, max_num_seqs
+    # A group has scheduler.max_waiting + scheduler.max_num_seqs slots.
+    slots, of_a_group = service.state.slots, 1024 + 16
     slots.acquire(2 * of_a_group - 1)
     assert ask(service) == 200
     until(lambda: slots.taken == 2 * of_a_group - 1)
@@ -93,13 +94,14 @@ def test_slots_follow_the_number_of_groups(service, other):
 
     service.engine.silent = True
     until(lambda: len(service.state.client.losses()) == 2)
-    assert slots.is_full  # slots for the configured groups stay while requests wait for a group
+    # Requests wait for a group, so the slots of the one configured group stay.
+    assert slots.is_full
     slots.release(1)
     assert not slots.is_full
 
 
 def test_a_group_that_drains_keeps_its_slots(service, other):
-    """Requests of the draining group still use slots. So its slots must still be counted."""
+    """The draining group's requests still use slots, so its slots must still be counted."""
     entries = (
         GroupEntry("0", service.engine.address, 100, 16),
         GroupEntry("1", other.address, 100, 16, is_draining=True),
@@ -130,7 +132,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values, by those labels that not every metric has."""
+    """Return a metric's values; the key is the labels that only some metrics have."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

@@ -50,7 +50,7 @@ def test_every_form_of_input_has_its_embedding_in_order(embedder, given, count, 
     assert [each.index for each in reply.data] == list(range(count))
     for each, ids in zip(reply.data, prompts, strict=True):
         value = each.embedding
-        if isinstance(value, str):  # the client decodes base64 only by default
+        if isinstance(value, str):  # the client decodes base64 only if the format was not requested
             value = np.frombuffer(base64.b64decode(value), "<f4")
         assert np.asarray(value) == pytest.approx(expected(embedder, ids), abs=1e-6)
     num_tokens = sum(map(len, prompts))

@@ -86,7 +86,7 @@ def other():
 
 
 def until_all_have_answered(client: EngineClient) -> None:
-    """Wait, because requests go only to groups that have answered."""
+    """Wait until all groups have answered, because requests go only to such groups."""
     until(lambda: all(engine.link.is_welcome for engine in client._known()))
 
 
@@ -130,7 +130,8 @@ def test_a_client_hears_what_waits_for_others(both, engine, other):
     both.submit("a", [1], LONG, (), lambda delta: None)
     until(lambda: engine.last_beat.waiting_tokens or other.last_beat.waiting_tokens)
     seen = len(engine.frames)
-    until(lambda: len(engine.frames) > seen + 3)  # each heartbeat is answered before the next
+    # The engine answers each heartbeat before it reads the next one.
+    until(lambda: len(engine.frames) > seen + 3)
 
     for i in range(4):
         both.submit(str(i), [1], LONG, (), lambda delta: None)
@@ -163,8 +164,8 @@ def test_an_engine_that_drains_keeps_its_requests_and_gets_no_others(both, engin
 
     engine.groups = other.groups = list_groups(1, engine, other, draining="0")
 
-    # The client confirms the list after its requests on the same link, so the engine has these
-    # requests.
+    # The client confirms the list on the same link as its earlier requests, so the engine has these
+    # requests now.
     until(lambda: engine.last_beat.groups_version == 1)
     assert both.capacity().by_state() == {"serving": 1, "draining": 1, "lost": 0}
     for i in range(4):
@@ -218,7 +219,7 @@ def test_a_dead_engine_gets_nothing_and_capacity_says_what_is_left(both, engine,
 def test_requests_go_to_engines_that_have_answered_while_there_are_any(engine, tmp_path):
     nobody = Address(NODE, Endpoint(f"ipc://{tmp_path}/nobody"))
     client = EngineClient([nobody, engine.address], TOKEN, node_id=NODE, link_s=30.0)
-    until(lambda: len(engine.frames) > 1)  # a heartbeat shows that the engine has answered
+    until(lambda: len(engine.frames) > 1)  # the client sends its first heartbeat after an answer
 
     for i in range(4):
         client.submit(str(i), [i], LONG, (), lambda delta: None)
@@ -309,7 +310,7 @@ def test_nobody_waits_for_a_client_that_cannot_go_on(both, engine, other, monkey
     def refuse(*_):
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(Endpoint, "connect", refuse)  # used by the link that replaces a lost link
+    monkeypatch.setattr(Endpoint, "connect", refuse)  # fails when a new link replaces a lost link
     engine.silent = True
 
     errors = [collect(deltas)[1].error for deltas in answers]
@@ -361,7 +362,7 @@ def test_a_wrong_token_is_refused_with_the_reason(engine):
     try:
         client.submit("a", [1], PARAMS, (), deltas.put)
         assert "wrong token" in str(error_of(collect(deltas)[1]))
-    except EngineDeadError as e:  # the refusal arrived before the submission
+    except EngineDeadError as e:  # the refusal arrived before ``submit`` was called
         assert "wrong token" in str(e)
     assert engine.submitted == []
     client.close()

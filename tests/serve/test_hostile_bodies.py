@@ -81,7 +81,7 @@ BODIES = {
 
 @contextlib.contextmanager
 def watched(loop: asyncio.AbstractEventLoop):
-    """Yield a list to which the CPU seconds of each turn of the loop are added."""
+    """Yield a list; for each turn of the event loop, the turn's CPU seconds are appended to it."""
     turns: list[float] = []
 
     async def tick() -> None:
@@ -100,7 +100,7 @@ def watched(loop: asyncio.AbstractEventLoop):
 
 
 def scan_s(body: bytes) -> float:
-    """Return the CPU seconds of a scan of a body, which builds no objects."""
+    """Return the CPU seconds in which a body is scanned without building objects."""
     found = []
     for _ in range(5):
         before = time.process_time()
@@ -114,7 +114,7 @@ def test_a_hostile_body_is_refused_while_the_event_loop_turns(service, name):
     path, body = BODIES[name]
 
     longest = []
-    for _ in range(3):  # the CPU time of a turn includes other threads
+    for _ in range(3):  # the best of three counts, because other threads' CPU time is included
         with watched(service.loop) as turns:
             reply = service.http.post(path, content=body)
         assert_error(reply)

@@ -53,7 +53,7 @@ def test_a_client_of_http_1_0_needs_no_host(service):
 def test_a_service_at_a_unix_socket(service, tmp_path):
     config = ServeConfig(uds=str(tmp_path / "api"))
     service.answer("a")
-    listen_at(config).close()  # leaves the socket file, like a killed service
+    listen_at(config).close()  # the socket's file stays, as after a service was killed
     listener = listen_at(config)
     server = HttpServer(service.state.config.serve, listener, link=HolderLink())
     server.start(make_api(service.state, read_access(config, checks_host=True)))

@@ -72,7 +72,7 @@ def state_of(descriptor: int) -> Any:
 
 
 class DyingWords:
-    """The words of a journal, whose writer dies after ``num_stores`` stores."""
+    """The memory words of a journal; the writing process dies after ``num_stores`` stores."""
 
     def __init__(self, words: Any, num_stores: int) -> None:
         self._words, self._num_stores = words, num_stores
@@ -209,7 +209,7 @@ def test_what_exceeds_its_room_is_kept_no_more() -> None:
 
 
 class Connection:
-    """A connection, the process that answers on it, and the process that holds it."""
+    """A connection, the record of the process that answers, and the holder of the connection."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -222,7 +222,7 @@ class Connection:
         self.holder.take_in()
 
     def read(self, data: bytes, *, is_noted: bool = True) -> None:
-        """Let the process read the client's bytes, and count these bytes if ``is_noted``."""
+        """Let the process read bytes of the client; if ``is_noted``, it also notes their number."""
         self.client.sendall(data)
         self.server.recv_into(self.record.read_buffer(), len(data), socket.MSG_WAITALL)
         if is_noted:
@@ -261,7 +261,7 @@ def connection() -> Iterator[Connection]:
     num_losses=st.integers(1, MAX_LOSSES - 1),
 )
 def test_all_that_was_read_is_known(parts: list[bytes], is_noted: bool, num_losses: int) -> None:
-    """The next process knows all bytes, even if the last part was not counted before the death."""
+    """The next process gets all bytes, even if the last part was not noted before the death."""
     connection, others = Connection(), Connection()
     for i, part in enumerate(parts):
         connection.read(part, is_noted=is_noted or i < len(parts) - 1)
@@ -325,7 +325,7 @@ def test_a_client_that_was_told_to_send_its_body_is_not_told_again(connection: C
 
 def test_a_request_at_which_processes_die_in_a_row_is_given_up(connection: Connection) -> None:
     for _ in range(MAX_LOSSES + 1):
-        connection.die()  # no request is in progress
+        connection.die()  # this death does not count, because no request is in progress
     connection.read(b"POST")
 
     for _ in range(MAX_LOSSES - 1):
@@ -472,7 +472,7 @@ def descriptors() -> int:
     st.data(),
 )
 def test_a_holder_has_what_has_begun_and_not_ended(turns: list[str], data: st.DataObject) -> None:
-    """Connections whose journal was void when their process ended are not held."""
+    """If the journal of a connection is void when its process ends, the connection is closed."""
     before = descriptors()
     holder = ConnectionHolder()
     end = holder.open()
@@ -505,7 +505,7 @@ def test_a_holder_has_what_has_begun_and_not_ended(turns: list[str], data: st.Da
     holder.close()
     for journal in journals.values():
         close(*journal)
-    # Objects of earlier tests may have been closed meanwhile.
+    # The comparison is <=, because objects of earlier tests can be closed meanwhile.
     assert descriptors() <= before
 
 

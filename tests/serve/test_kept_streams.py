@@ -34,7 +34,7 @@ from tests.slow import slow
 
 INGRESS = "serve:ingress"
 WAIT_S = 60.0
-MANY_BYTES = 64 << 20  # more than the kernel's buffers of a connection
+MANY_BYTES = 64 << 20  # more than the kernel buffers for a connection
 BY_CHANCE = re.compile(rb'"(id|item_id|created|created_at)":("[^"]*"|[0-9]+),')
 HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 
@@ -47,7 +47,7 @@ def by_position(submit: Submit) -> list[int]:
 
 @dataclass
 class Answer:
-    """The bytes received over one connection."""
+    """The bodies that a client has received over one connection."""
 
     error: str = ""
     bodies: list[bytes] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Service:
 
     @contextmanager
     def stopped_after(self, count: int) -> Iterator[None]:
-        """Stop the engine after ``count`` more tokens; it continues at the end of this context."""
+        """Stop the engine after ``count`` more tokens; at the end of this context, it continues."""
         self.engine.token_limit = self.engine.metrics["generation_tokens"] + count
         try:
             until(
@@ -151,7 +151,7 @@ class Service:
 
     @contextmanager
     def killed_after(self, *counts: int) -> Iterator[None]:
-        """While this context runs, kill the ingress after each number of further tokens."""
+        """In this context, kill the ingress once for each count, after so many more tokens."""
 
         def strike() -> None:
             for count in counts:
@@ -182,7 +182,7 @@ class Service:
         return num_descriptors_of(self.process.pid)
 
     def num_descriptors_at_rest(self) -> int:
-        """Return the supervisor's number of descriptors when it no longer changes."""
+        """Wait until the supervisor's number of descriptors no longer changes; return it."""
         found = [self.num_descriptors]
 
         def is_at_rest() -> bool:
@@ -309,7 +309,7 @@ def test_nothing_is_kept_of_what_has_ended(service: Service) -> None:
     before = service.num_descriptors_at_rest()
 
     service.ask_all(list(KINDS.values()), count=1)
-    with service.connect() as client:  # also a client that disconnects early
+    with service.connect() as client:  # this client disconnects before its answer is complete
         client.sendall(KINDS["chat"])
         until(lambda: service.num_descriptors > before, WAIT_S)
 
@@ -407,7 +407,9 @@ def stop(pid: int) -> None:
 
 @pytest.mark.slow
 def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service: Service) -> None:
-    """The request is unread, half read, on a used connection, or not accepted yet."""
+    """When the ingress dies, the request is unread, half read, or not yet accepted; or an earlier
+    request used the same connection.
+    """
     request = KINDS["chat"]
     half = len(request) // 2
     plain = service.ask(request, count=2)
@@ -560,7 +562,7 @@ def test_what_comes_before_anything_can_be_answered_waits_at_the_client(tmp_path
 
 
 def test_of_an_answer_that_is_not_written_down_nothing_comes_twice(service: Service) -> None:
-    """A response that has begun and has no journal ends with its process."""
+    """If a response has begun without a journal, it ends when its process ends."""
     get = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     pid = service.ingress()
     with ExitStack() as stack:
@@ -704,7 +706,8 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        for num_before in range(MAX_LOSSES):  # deaths of a process without the request do not count
+        # Only deaths of a process that has the request count.
+        for num_before in range(MAX_LOSSES):
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()
 

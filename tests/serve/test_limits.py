@@ -81,7 +81,7 @@ EARLY = "POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
         ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r\n"),
         ("GET /version HTTP/1.1\r\nHost: x\r\n\r\n", 200, b"\r"),
         (head("/tokenize", 1).decode() + "{", 400, b"\r\n"),
-        (EARLY, 404, b"{"),  # the rest of a body that was already answered
+        (EARLY, 404, b"{"),  # the rest of a body whose request was already answered
     ],
 )
 def test_bytes_that_begin_no_request_end_a_used_connection(limited, request_head, status, behind):
@@ -176,7 +176,7 @@ def test_trailers_and_extensions_of_chunks_without_an_end_are_cut_off(service, b
     with connect(service) as client:
         client.sendall(CHUNKED + b"1\r\n{\r\n" + begun)
 
-        with pytest.raises(OSError):  # a reset; until then, the kernel buffers a few MB
+        with pytest.raises(OSError):  # a reset, after the kernel has buffered a few MB
             for _ in range(500):
                 client.sendall(piece)
 
@@ -220,15 +220,15 @@ def test_bodies_have_a_limit_all_together():
         service.engine.step_s = 1.0
         large, small, answered, waiting = (stack.enter_context(connect(service)) for _ in range(4))
         bodies = service.state.bodies
-        large.sendall(CHUNKED + chunk(2 << 20))  # stored twice, so it uses the whole budget
+        large.sendall(CHUNKED + chunk(2 << 20))  # 2 MiB are stored twice, so they fill the budget
         until(lambda: bodies.num_bytes == 4 << 20)
 
         small.sendall(CHUNKED + chunk(1000))
         assert_full(small.recv(65536))
         until(lambda: bodies.num_bytes == 4 << 20)
 
-        # A body counts until its request is answered. Beyond the limit, the service tells no client
-        # to send its body.
+        # The budget counts a body until its request is answered. While the budget is used up, the
+        # service does not send "100 Continue", so clients do not send their bodies.
         answered.sendall(head(CHAT, len(asked), JSON) + asked)
         until(lambda: service.engine.num_running == 1)
         waiting.sendall(head("/tokenize", 100, "Expect: 100-continue", JSON))
@@ -251,7 +251,7 @@ def test_of_bodies_that_end_anyhow_nothing_stays_counted(limited, seed):
         for client in clients:
             request = CHUNKED + chunk(random_.randrange(1, 3 << 20)) + b"0\r\n\r\n"
             num_sent = random_.choice([len(request), random_.randrange(len(request))])
-            with suppress(OSError):  # the request may have been refused
+            with suppress(OSError):  # the service can refuse a request before all of it was sent
                 client.sendall(request[:num_sent])
         for client in clients:
             if random_.random() < 0.4:

@@ -432,7 +432,7 @@ def test_errors_of_all_layers_have_anthropics_form(tooled):
     assert assert_error(tooled.http.post(PATH, json=other), 404)["type"] == "not_found_error"
     total = tooled.state.slots.total
     tooled.state.slots.acquire(total)
-    for path in (PATH, f"{PATH}?beta=true"):  # refused before and after the head is read
+    for path in (PATH, f"{PATH}?beta=true"):  # the second path is refused after its head was read
         full = tooled.http.post(path, json=other)
         assert assert_error(full, 503)["type"] == "overloaded_error"
         assert full.headers["retry-after"]

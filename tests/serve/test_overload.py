@@ -12,7 +12,7 @@ from tests.serve.conftest import serving, until
 from tests.serve.many_clients import ask_all
 from tests.serve.test_errors import CHAT, HI, MODEL, TEXT, assert_error
 
-NUM_PLACES = 4 + 16  # scheduler.max_waiting and max_num_seqs
+NUM_PLACES = 4 + 16  # scheduler.max_waiting + scheduler.max_num_seqs
 NUM_CLIENTS = 1000
 HANGING = {"model": MODEL, "prompt": [70], "max_tokens": 2000, "stream": True}
 
@@ -41,7 +41,7 @@ def test_a_full_service_refuses_and_says_when_to_come_back(full):
 
 
 def test_a_refusal_reads_nothing(full):
-    """A body that is not JSON is refused because all slots are used, not because of its content."""
+    """Although the body is not JSON, the reason of the refusal is that all slots are used."""
     assert_error(full.http.post(CHAT, content=b"{" * 1000), 503)
 
 
@@ -67,7 +67,7 @@ def test_more_choices_than_slots_are_refused(own_service):
     until(lambda: service.state.slots.taken == total - 2)  # slots are released after the answer
 
 
-@pytest.mark.slow  # compares times; the best of three tries counts
+@pytest.mark.slow  # the test compares times; one of three tries must succeed
 def test_a_thousand_clients_are_refused_faster_than_anybody_can_be_answered(full):
     """A refusal is made before the request is read, so it is faster than the fastest answer."""
     port = full.http.base_url.port

@@ -225,7 +225,7 @@ def replica_of(url: str) -> str:
 
 @pytest.fixture
 def cluster():
-    """Yield a Ray cluster with two of our applications: process, address, URL of the proxy."""
+    """Run a Ray cluster with two of our applications; yield its process, address and proxy URL."""
     port = free_port()
     process = launch(CLUSTER, port)
     try:
@@ -244,7 +244,8 @@ def test_deployments_on_one_cluster_leave_each_other_alone(cluster):
     process, address, proxy = cluster
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    # Two replicas share only the groups. The proxy chooses a replica for each request.
+    # The application has two replicas, which share only the groups. For each request, the proxy
+    # chooses a replica.
     names = {replica_of(f"{proxy}/a") for _ in range(40)}
     assert len(names) == 2
     for name in "ab":

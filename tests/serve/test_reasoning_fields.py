@@ -1,4 +1,6 @@
-"""Fields that limit the reasoning, or turn it off, have their effect, are refused, or are named."""
+"""Fields that limit reasoning or turn it off have an effect; otherwise, the service refuses them,
+or names them in ``x-ignored-parameters``.
+"""
 
 from __future__ import annotations
 

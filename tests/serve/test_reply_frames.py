@@ -17,7 +17,7 @@ REPORT = (PromptLogprobs(0, 1, b"", b"", b""),)
 
 
 class Texts(Shape):
-    """Uses the text of a piece as its frame. A frame with a report waits for ``is_free``."""
+    """Makes a frame of the text of each piece. A frame with a report waits for ``is_free``."""
 
     shows_usage_so_far = True
 
@@ -45,7 +45,7 @@ def piece(text, report=()):
 
 
 async def sent(pieces, error=None):
-    """Return a client's bytes for these pieces, and the threads that made the frames."""
+    """Return the bytes that a client gets for the pieces, and the thread that made each frame."""
     shape, generation, parts = Texts(), SimpleNamespace(usage=0), []
     frames = _Frames(shape, generation)
     for each in pieces:
@@ -53,7 +53,7 @@ async def sent(pieces, error=None):
         generation.usage += 1
     await asyncio.sleep(0)
     frames.finish(error)
-    shape.is_free.set()  # until now, the event loop was not blocked
+    shape.is_free.set()  # a frame waits for this, but the event loop was not blocked
 
     async def send(message):
         parts.append(message["body"])

@@ -22,7 +22,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 
-LINK_S = 10.0  # no engine counts as silent, even on a busy machine
+LINK_S = 10.0  # so long that no engine counts as silent, even on a busy machine
 PROMPT = [7, 8, 9]
 END_ID = 5000
 
@@ -184,7 +184,9 @@ def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) 
 
 
 def test_its_neighbours_go_on(three: Engines) -> None:
-    """Other requests lose their engine twice; then they run again one after the other."""
+    """Other requests lose their engine twice. Then they run again, one after the other, as any of
+    them could be the cause.
+    """
     names = [f"n{i}" for i in range(8)]
     deltas = {name: queue.Queue() for name in names}
     for name in names:
@@ -222,7 +224,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
 def test_what_is_asked_for_again_is_what_is_missing(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """For any number of tokens before each loss, prompt and output together stay the same."""
+    """After any number of losses, at any tokens, prompt and output have the same total length."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

@@ -1,4 +1,4 @@
-"""Under a route prefix, Ray Serve's proxy passes the unchanged path, and also the prefix."""
+"""With a route prefix, the API works: Ray Serve's proxy passes the whole path, and the prefix."""
 
 from __future__ import annotations
 

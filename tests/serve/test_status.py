@@ -1,4 +1,4 @@
-"""Tests of the status page's file and numbers: their access rules, their cost, and their values."""
+"""Tests of the status page and of its numbers: who may read them, their cost, and their values."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def test_the_numbers_are_those_of_the_metrics(own_service):
     shown = leaves(numbers(own_service)["metrics"])
 
     scraped = scrape(own_service)
-    changing = {path for path in shown if path[0].startswith("ingress_")}  # memory and files
-    # Only the history contains histograms.
+    # The memory and open files of the ingress change meanwhile.
+    changing = {path for path in shown if path[0].startswith("ingress_")}
+    # The page's numbers contain no histograms, except in the history.
     assert {path: shown[path] for path in shown.keys() - changing} == {
         path: scraped[path] for path in shown.keys() - changing
     }
@@ -92,12 +93,12 @@ def test_the_page_is_one_file_that_asks_no_other_host(service):
 
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
-    assert policy.count("sha256-") == 2  # for its script and its style
+    assert policy.count("sha256-") == 2  # hashes of the page's script and style
     links = re.findall(r"""(?:src|href|action)=["']([^"']*)""", page.text)
     assert links == ["data:,"]
     assert "@import" not in page.text and "url(" not in page.text
     assert re.findall(r"https?://[^\"]*", page.text) == [
-        "http://www.w3.org/2000/svg"  # a name that is never resolved
+        "http://www.w3.org/2000/svg"  # the name of a namespace; no browser loads it
     ]
 
 
@@ -125,7 +126,7 @@ def test_many_pages_ask_the_engine_as_often_as_one(own_service):
 
 
 class CountedMetrics:
-    """Metrics that call a test's function when they are collected."""
+    """Metrics whose ``collect`` is a function of the test."""
 
     def __init__(self, metrics, collect):
         self.replica = metrics.replica

@@ -83,7 +83,7 @@ def test_the_board_asks_for_what_a_deployment_has(service):
     service.http.get("/no-such-path")
 
     known = labels_of(service.http.get("/metrics").text)
-    # Without a fault of a device, this metric has no sample.
+    # This metric has no sample before a device has a fault.
     known["dist_aclgraph_resumptions_total"] = {"model_name", "replica", "engine", "fault"}
     assert [unknown(name, known) for name in BOARDS] == [[]] * len(BOARDS)
 
@@ -95,5 +95,5 @@ def test_the_engine_of_other_tests_answers_as_a_real_one_does(service):
 
     not_metrics = {"graph", "steps", "ranks", "capture_seconds", "pool_bytes"}
     streams = {"streams_offered", "streams_predicted", "streams_measured"}
-    until_it_happens = {"resumptions"}  # kinds without an event are not reported
+    until_it_happens = {"resumptions"}  # reported only after the first resumption
     assert METRICS.keys() - known == not_metrics | streams | until_it_happens

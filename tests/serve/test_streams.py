@@ -1,4 +1,4 @@
-"""A step's deltas need one wake-up on their way to sockets; frames stay complete and in order."""
+"""All deltas of a step wake the event loop once; frames stay complete and in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for a form of the answer send a grammar to the engine, or are refused."""
+"""If a request demands an output format, its grammar is sent to the engine, or it is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.serve.test_tools import HI, WEATHER, ask
 from tests.serve.tooled import MODEL
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
-LETTERS = "abcdefghijklmnopqrstu"  # 21 ** 3 texts of three letters
+LETTERS = "abcdefghijklmnopqrstu"  # there are 21 ** 3 texts of three letters
 AMBIGUOUS = "start: r0\n" + "\n".join(
     f'r{i}: (r{(7 * i + 1) % 99} | "") (r{(11 * i + 3) % 99} | "x") r{5 * i % 99} | /[a-z]/'
     for i in range(99)
@@ -210,7 +210,8 @@ def test_a_limit_of_reasoning_that_the_format_does_not_have_is_refused(service, 
 
     assert error["param"] == "thinking_tokens"
     assert "gpt_oss has no limit" in error["message"]
-    body = {"model": MODEL, "messages": HI, "max_tokens": 5}  # clients of this API send a limit
+    # Clients of /v1/messages always send a limit, so the service ignores it for this format.
+    body = {"model": MODEL, "messages": HI, "max_tokens": 5}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     assert service.http.post("/v1/messages", json={**body, "thinking": thinking}).is_success
 
@@ -248,7 +249,7 @@ def test_a_process_that_died_is_replaced(service):
 
 
 def test_requests_that_wait_for_a_grammar_take_no_threads_from_others(service):
-    """More grammars wait than the event loop has threads; a request for plain text still ends."""
+    """More requests wait for grammars than the event loop has threads, but plain text is served."""
     compiler, go = service.state.grammars, threading.Event()
     compile_source = compiler.compile
     compiler.compile = lambda *args: (go.wait(60), compile_source(*args))[1]

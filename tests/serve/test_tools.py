@@ -74,7 +74,7 @@ def test_a_stream_has_the_same_calls_in_pieces(tooled):
     ]
     assert message["reason"] == "tool_calls"
     sent = [call for c in chunks for call in (c.choices[0].delta.tool_calls or [])]
-    assert len(sent) > 4  # arguments arrive piece by piece
+    assert len(sent) > 4  # arguments arrive in several pieces
     assert all("content" not in c.choices[0].delta.model_fields_set for c in chunks[5:])
 
 

@@ -1,4 +1,4 @@
-"""Texts with tokens of the tokenizer for which the model has no row are refused."""
+"""A text is refused if the tokenizer has a token for it, but the model has no embedding row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MODEL = CONFIG.parents[1] / "models" / "tiny-qwen3"
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Yield a service of each task. Its tokenizer has one more token than the model has rows."""
+    """Yield a function that returns a service for each task.
+
+    The service's tokenizer has one token more than the model has embedding rows.
+    """
     with ExitStack() as stack:
 
         def serve(task: str) -> Any:

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dist_aclgraph.serve.observe.vllm_names import ALIASES
 from tests.serve.conftest import serving
 
-# Samples that vLLM's dashboards use (vLLM's examples/observability).
+# Names of samples that vLLM's dashboards use (vLLM's examples/observability).
 ASKED = [
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",

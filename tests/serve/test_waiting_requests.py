@@ -20,13 +20,16 @@ from tests.serve.conftest import WAIT_S, until
 from tests.serve.fake_engine import NODE, TOKEN, FakeEngine
 from tests.serve.test_resumed_requests import PROMPT, by_position, wanted
 
-LINK_S = 10.0  # no engine counts as silent, even on a busy machine
+LINK_S = 10.0  # so long that no engine counts as silent, even on a busy machine
 LOADING = "LOADING 3 of 9"
 
 
 @dataclass
 class Deployment:
-    """A deployment's engines. Clients know only the first; the controller tells the others."""
+    """The engines of a deployment, and a client, which starts with the address of the first engine.
+
+    The client learns the other addresses from the controller, which ``ask`` replaces.
+    """
 
     wait_s: float = 60.0
     outlook: Outlook = field(default_factory=lambda: Outlook(progress=LOADING))
@@ -231,7 +234,7 @@ def test_a_request_that_waits_can_be_aborted(one: Deployment) -> None:
 
 
 def test_requests_go_on_in_another_deployment(one: Deployment) -> None:
-    for _ in range(3):  # makes the version higher than in the next deployment
+    for _ in range(3):  # so the list's version gets higher than that of the next deployment's list
         one.lose()
         one.replace()
         until(lambda: not one.client.outage())
@@ -263,7 +266,7 @@ def test_a_request_of_which_groups_die_does_not_wait_for_a_third(one: Deployment
 
 
 def test_a_request_whose_groups_die_together_is_not_the_cause(one: Deployment) -> None:
-    """Both groups had run steps. The second group dies while the request has its first turn."""
+    """Both groups had run steps. The second group dies during the request's first turn there."""
     first, second = one.engines[0], one.new_engine()
     entries = [GroupEntry(str(i), e.address, 100, 16) for i, e in enumerate((first, second))]
     first.groups = GroupList(1, tuple(entries))
@@ -293,7 +296,7 @@ def test_a_new_request_that_kills_the_engine_in_anothers_turn_is_the_cause(
     one.collect("a", 5)
     one.lose()
     second = one.new_engine()
-    second.step_s = 3600.0  # "a" gets no token here
+    second.step_s = 3600.0  # so long that "a" gets no token from this engine
     second.is_proving = True
     one.outlook = Outlook(GroupList(1, (GroupEntry("1", second.address, 100, 16),)))
     until(lambda: any(submit.request_id == "a" for submit in second.requests))
@@ -313,7 +316,7 @@ def test_what_waits_for_its_turn_waits_for_the_next_group(one: Deployment) -> No
         one.collect(name, 5)
     one.lose()
     second = one.new_engine()
-    second.step_s = 3600.0  # so that this engine does not answer its probe
+    second.step_s = 3600.0  # so long that this engine does not answer its probe
     one.outlook = Outlook(GroupList(1, (GroupEntry("1", second.address, 100, 16),)))
     until(lambda: second.num_running == 1)
     assert one.client.num_held == 4

@@ -1,4 +1,4 @@
-"""A model whose template and vocabulary support tools and reasoning, for services of tests."""
+"""Writes a model whose template and vocabulary support tools and reasoning, for test services."""
 
 from __future__ import annotations
 

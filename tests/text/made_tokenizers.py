@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds in published checkpoints, trained on a few words."""
+"""Makes small tokenizers, trained on a few words, of the kinds that published checkpoints have."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def split_byte_level() -> Tokenizer:
 
 
 def byte_fallback(*, strips: bool = True) -> Tokenizer:
-    """Return a converted BPE of SentencePiece: Llama 2 strips the first space, Gemma does not."""
+    """Return a BPE converted from SentencePiece, like that of Llama 2, which strips the first
+    space, or like that of Gemma, which does not strip it.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     steps: list[Any] = [normalizers.Prepend(SPACES)] if strips else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACES)])
@@ -58,13 +60,14 @@ def byte_fallback(*, strips: bool = True) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(SPACES, "merged_with_next")
     controls = [*CONTROLS, *BYTES]
     _trained(tokenizer, trainers.BpeTrainer, special_tokens=controls, limit_alphabet=24)
-    written = json.loads(tokenizer.to_str())  # the trainer makes all controls special
+    # The trainer makes all of ``controls`` special tokens, but byte tokens must not be special.
+    written = json.loads(tokenizer.to_str())
     written["added_tokens"] = written["added_tokens"][: len(CONTROLS)]
     return Tokenizer.from_str(json.dumps(written))
 
 
 def unigram(*, has_bytes: bool = False) -> Tokenizer:
-    """Return a tokenizer like T5's and XLNet's; with bytes, like SentencePiece's for LLMs."""
+    """Return a unigram tokenizer like those of T5 and XLNet, or like LLMs' if ``has_bytes``."""
     pieces = [(token, 0.0) for token in CONTROLS]
     pieces += [(byte, 0.0) for byte in BYTES] if has_bytes else []
     words = sorted({word for text in TEXTS for word in text.split()})
@@ -80,7 +83,7 @@ def unigram(*, has_bytes: bool = False) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Return a BPE over words that begin with a space, without bytes."""
+    """Return a BPE tokenizer without byte tokens, for words that begin with a space."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -118,7 +121,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def write_checkpoint(directory: Path, kind: str, described: dict[str, Any]) -> Path:
-    """Write a tokenizer of a kind, and a config.json with a larger vocabulary.
+    """Write a tokenizer of a kind, and a config.json whose vocabulary is larger than the
+    tokenizer's.
 
     Args:
         described: the content of tokenizer_config.json.

@@ -1,4 +1,4 @@
-"""A template gets the calls of earlier messages in the form that it reads."""
+"""A template gets the calls of earlier messages in the form that the template expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool that reads calls back from templates finds templates whose calls are not read."""
+"""``tools/calls_of_templates.py`` finds templates whose calls the chosen format cannot read."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_text_that_is_not_unicode_comes_back():
     ids=lambda value: value[:40],
 )  # fmt: skip
 def test_a_template_without_bounds_is_refused(source, words):
-    # On a busy machine, filling the memory needs more processor time.
+    # On a busy machine, a template needs more processor time to fill the memory.
     limits = replace(TESTED, cpu_s=20) if words is MEMORY else TESTED
     template = ChatTemplate({"default": source}, {}, limits)
     begun_s = time.monotonic()

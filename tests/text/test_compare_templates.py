@@ -1,4 +1,4 @@
-"""The comparison of templates with transformers finds differences, and counts equal results."""
+"""``tools/compare_templates.py`` finds differences from transformers, and counts equal results."""
 
 from __future__ import annotations
 

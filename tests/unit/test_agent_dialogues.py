@@ -1,5 +1,5 @@
-"""The texts of models/tiny-agent: which dialogues are excluded from training, and which answer is
-right.
+"""Tests of the dialogues of models/tiny-agent: which are excluded from training, and which answers
+are right.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading an NPU's properties in a child process: its reply, and its end."""
+"""A child process reads an NPU's properties; the tests are about its reply and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faulty memory in CANN's list: which tensors it affects, and whether a repair succeeded."""
+"""CANN lists faulty memory; tests which tensors it affects, and whether a repair succeeded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Acl:
     """A fake of the runtime's functions that list and repair bad memory.
 
     Args:
-        code: result of the query.
-        left: addresses that stay bad after a repair.
+        code: error code that the query returns.
+        left: addresses that are still faulty after a repair.
     """
 
     def __init__(self, *addresses: int, code: int = 0, left: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""If CANN is installed but cannot be loaded, an error of one sentence comes before any start."""
+"""If CANN is installed but cannot be loaded, one sentence says so before anything is started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests may start Ray
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests can have started Ray
     return tmp_path
 
 

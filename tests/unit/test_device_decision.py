@@ -1,4 +1,4 @@
-"""The device of a deployment is decided once, before anything is planned."""
+"""A deployment's kind of device is decided once, before anything is planned."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MAX_COLUMNS = 120
 
 
 def links(page: Path) -> set[str]:
-    """Return the relative links of a page, without anchors; code blocks have none."""
+    """Return the relative links of a page without their anchors; code blocks are ignored."""
     targets = LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8")))
     return {target.partition("#")[0] for target in targets if "://" not in target} - {""}
 
@@ -47,7 +47,7 @@ def test_every_page_that_is_named_in_the_tree_exists() -> None:
         f"{path.relative_to(ROOT)}: {mention}"
         for path in [*ROOT.glob("*.md"), *sources]
         for mention in MENTION.findall(path.read_text(encoding="utf-8"))
-        # This name is a page of CANN's documentation.
+        # Names that begin with docs/zh/ are pages of CANN's documentation.
         if not mention.startswith("docs/zh/") and not (ROOT / mention).exists()
     }
 

@@ -1,4 +1,4 @@
-"""Cores of each rank: laws of the shares, the reading of the host's files, and the binding."""
+"""Each rank gets cores: laws of their division, reading of the host's files, and binding."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_a2_with_npus_at_every_second_node() -> None:
     shares = share_cores(node_of_core, [6, 6, 4, 4, 0, 0, 2, 2])
 
     texts = [format_cores(share) for share in shares]
-    assert texts[:2] == ["144-151", "152-159"]  # cores 160-167 stay free
+    assert texts[:2] == ["144-151", "152-159"]  # no rank gets cores 160-167
     assert texts[2:] == ["96-103", "104-111", "0-7", "8-15", "48-55", "56-63"]
 
 
@@ -119,7 +119,7 @@ def make_library(folder: Path, result: int) -> Path:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host with four NPUs, two at each of two NUMA nodes of 24 cores."""
+    """A host with two NUMA nodes, which have 24 cores and two NPUs each."""
     pci, numa, tasks = (tmp_path / name for name in ("pci", "node", "task"))
     for node, cores in (("node0", "0-23"), ("node1", "24-47")):
         (numa / node).mkdir(parents=True)
@@ -131,7 +131,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (pci / address / "device").write_text("0xd803\n")
     (pci / "0000:75:00.0").mkdir()
     (pci / "0000:75:00.0" / "vendor").write_text("0x19e5\n")
-    (pci / "0000:75:00.0" / "device").write_text("0xa250\n")  # an engine for compression
+    (pci / "0000:75:00.0" / "device").write_text("0xa250\n")  # a compression engine, not an NPU
     for number in range(len(ADDRESSES)):
         (tmp_path / f"davinci{number}").touch()
     for task in ("7", "8"):
@@ -146,7 +146,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def set_cores(monkeypatch: pytest.MonkeyPatch, online: Path, cores: set[int]) -> None:
-    """Let the host have these cores; the process may use all of them."""
+    """Give the host these cores, all of which the process may use."""
     online.write_text(f"{format_cores(frozenset(cores))}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
 

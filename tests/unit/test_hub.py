@@ -1,4 +1,4 @@
-"""Models by name, loaded from a local hub; no test uses the network outside this machine."""
+"""Models are loaded by name from a local hub; no test uses the network outside this machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def hub() -> Iterator[Hub]:
 
 
 def load(hub: Hub, home: Path, *asked: tuple[dict[str, Any], bool], **variables: str) -> list[Any]:
-    """Load models in a new process; return directory and name of each model, or the error."""
+    """Load models in a new process; return each model's directory and name, or its error."""
     environment = {
         **os.environ,
         "HF_HOME": str(home),

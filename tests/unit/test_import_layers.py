@@ -18,21 +18,23 @@ PACKAGE = Path(dist_aclgraph.__file__).parent
 NAME = "dist_aclgraph"
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
-TOP, CONFIG = "(top)", "config"  # the files beside the folders, and the configuration
+TOP, CONFIG = "(top)", "config"  # names in the layer table: files outside folders, configuration
 ROOT = PACKAGE.parent
-BESIDE = ("benchmarks", "tools")  # folders next to the package; they are not shipped with it
+BESIDE = ("benchmarks", "tools")  # folders outside the package, which are not shipped with it
 
 
 @dataclass(frozen=True)
 class Row:
-    """The imports that one folder may have: other folders, and libraries."""
+    """The folders and libraries that the modules of one folder may import."""
 
     folders: frozenset[str]
     libraries: frozenset[str]
 
 
 def read_layers() -> dict[str, Row]:
-    """Return the layer table of docs/architecture.md; rows without a folder continue a row."""
+    """Return the layer table of docs/architecture.md. A row without a folder continues the previous
+    row.
+    """
     text = ARCHITECTURE.read_text(encoding="utf-8").partition("### Who may import whom")[2]
     rows: dict[str, Row] = {}
     folder = ""
@@ -48,7 +50,7 @@ def read_layers() -> dict[str, Row]:
 
 
 def with_inner(folders: Iterable[str], rows: Iterable[str]) -> frozenset[str]:
-    """Return the rows of these folders and of their inner folders."""
+    """Return the names of the rows for these folders and their inner folders."""
     return frozenset(
         row for folder in folders for row in rows if row == folder or row.startswith(f"{folder}/")
     )
@@ -61,7 +63,7 @@ LAYERS = read_layers()
 class Module:
     name: str  # without the name of the package
     tree: ast.Module
-    is_face: bool = False  # an __init__.py
+    is_face: bool = False  # whether the module is an __init__.py
 
     @property
     def folder(self) -> str:
@@ -134,7 +136,7 @@ def names_called(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name for each assignment to an attribute reached from that name."""
+    """For each assignment to an attribute (``name.a.b = ...``), yield the line and ``name``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             root: ast.expr = node
@@ -148,19 +150,19 @@ def assigned_roots(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, target.id
 
 
-# ---- rules of one module; each rule yields the lines that break it, with the reason
+# ---- rules for one module; a rule yields each line that breaks it, with the reason
 
 Rule = Callable[[Module], Iterator[tuple[int, str]]]
 
-# Modules that may read the environment; some are run by their path and import nothing of the
+# Modules that may read the environment. Some of them run as scripts, which import no module of the
 # package.
 READERS_OF_THE_ENVIRONMENT = {"environment", "actors.forks.worker_setup"}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 UNPICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 EVALUATORS = {"eval", "exec", "__import__"}
 LOADERS_THAT_UNPICKLE = {"torch.load", "np.load", "numpy.load"}
-# Only an assignment sets the program with which Ray starts workers. Also, Ray has no option that
-# keeps errors of its processes away from stdout.
+# Ray has no option for the program with which it starts workers, and none that keeps errors of its
+# processes away from stdout. So these modules assign Ray's attributes.
 ASSIGNED = {
     ("actors.forks.forking_starter", "ray_constants"),
     ("actors.cluster.local_ray", "ray_worker"),

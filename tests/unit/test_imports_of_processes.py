@@ -1,4 +1,4 @@
-"""The imports of processes; an unnecessary import costs seconds of a core in each process."""
+"""Tests what processes import; an unnecessary import costs seconds of CPU time in each process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_a_worker_is_placed_with_does_not_load_the_torch_of_its_rank() -> N
 
 
 def test_recording_operators_does_not_load_the_compiler() -> None:
-    """Otherwise a rank would load the compiler in its first capture."""
+    """If it did, a rank would load torch's compiler in its first capture."""
     code = (
         "import torch\n"
         "from dist_aclgraph.graphs.digest import OperatorDigest\n"

@@ -1,4 +1,4 @@
-"""A device is stopped while no thread launches, and no thread launches before it works again."""
+"""A device is stopped only while no thread launches; then threads wait until it works again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT_S, MOMENT_S = 20.0, 0.2
 
 
 class Beside:
-    """A call in a separate thread."""
+    """Makes a call in a separate thread, and keeps its error."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.error: DeviceError | None = None

@@ -1,4 +1,4 @@
-"""The lines of logs, and the folder of their files."""
+"""Tests of the lines of logs, and of the folder with the log files."""
 
 from __future__ import annotations
 

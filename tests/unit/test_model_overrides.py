@@ -1,4 +1,4 @@
-"""Values of config.json that the configuration replaces."""
+"""The configuration can replace values of config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor"
 
 
 def read(config: Config) -> dict[str, Any]:
-    """Return values as each process of a deployment reads them."""
+    """Return values of the model, read as by each process of a deployment."""
     spec = read_servable_spec(config)
     return {
         "plan": Planner.from_config(config).max_model_len,

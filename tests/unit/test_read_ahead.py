@@ -1,4 +1,4 @@
-"""The ranks of a node together read all files ahead."""
+"""Each rank of a node reads a part of the files ahead; together they read all files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: limits, spellings, and derived values."""
+"""Tests of sampling parameters: their limits, their spellings, and derived values."""
 
 from __future__ import annotations
 

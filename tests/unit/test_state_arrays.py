@@ -1,4 +1,4 @@
-"""The index arrays of linear attention's convolution, compared with a loop over tokens."""
+"""The index arrays for linear attention's convolution are compared with a loop over tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
 def walk(lengths: list[int]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the inputs of each token, and the last inputs of each request, by name."""
+    """Return names: those of each token's inputs, and those of each request's last inputs."""
     inputs, last, token = [], [], 0
     for request, length in enumerate(lengths):
         seen = [f"state {request} {i}" for i in range(WIDTH - 1)]
@@ -26,7 +26,7 @@ def walk(lengths: list[int]) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def row_names(lengths: list[int]) -> np.ndarray:
-    """Return the names of the rows of [all tokens | rows of states]."""
+    """Return the name of each row of the array [all tokens | states]."""
     tokens = [f"token {i}" for i in range(sum(lengths))]
     states = [f"state {i} {j}" for i in range(len(lengths)) for j in range(WIDTH - 1)]
     return np.array(tokens + states)

@@ -1,4 +1,4 @@
-"""The owners of a rank's streams."""
+"""A ledger records how many of a rank's streams each owner has taken."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def test_decode_context_groups_span_prefill_ranks_first() -> None:
 
 
 def test_each_domain_of_shared_contexts_is_counted_once() -> None:
-    # In ``spread``, TP, PCP, DCP and EP have different ranks. In ``same``, DCP and PCP have the
-    # same ranks, so they are one domain.
+    # In ``spread``, the TP, PCP, DCP and EP groups have different ranks. In ``same``, the DCP and
+    # PCP groups have the same ranks, so they are one domain.
     spread = ParallelLayout(tp=2, pcp=2, dp=2, dcp=4, ep=8)
     same = ParallelLayout(tp=8, pcp=2, dp=4, dcp=2, ep=64)
 

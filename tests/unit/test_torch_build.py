@@ -1,4 +1,4 @@
-"""A torch that is built for CUDA is refused before torch_npu can end the process."""
+"""If torch is built for CUDA, an error is raised before torch_npu can end the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The release series of torch_npu: their table, their extras, and the report of their tests."""
+"""Tests of the table of torch_npu's release series, their extras, and the report of their tests."""
 
 from __future__ import annotations
 

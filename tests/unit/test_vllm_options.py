@@ -12,7 +12,7 @@ MODEL = "models/tiny-qwen3"
 
 
 class TorchType:
-    """Has the text of an object of torch, which is not imported here."""
+    """Stands for an object of torch, which is not imported here, and has the same text."""
 
     def __str__(self) -> str:
         return "torch.bfloat16"

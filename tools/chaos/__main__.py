@@ -25,15 +25,15 @@ from tools.chaos.report import COLUMNS, lines_of, sentence_of
 from tools.chaos.rig import Rig
 from tools.chaos.shapes import SHAPES, Shape
 
-SHARE = 0.05  # a fault is injected before this share of all deltas has arrived
+SHARE = 0.05  # a fault is injected before this fraction of all deltas has arrived
 
 
 def run_plan(
     shape: Shape, plan: list[Strike], room: Path | None, console: Console
 ) -> Iterator[Outcome]:
-    """Inject the faults of a plan; after each fault, print a line and yield the result.
+    """Inject the faults of a plan; after each fault, print a line and yield its outcome.
 
-    If the iterator is closed, it ends all processes that it has started.
+    When the iterator is closed, it ends all processes that it has started.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
@@ -70,7 +70,7 @@ def main(
     """Inject faults into a service, and print a table with the effect of each fault."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; there are: {', '.join(SHAPES)}")
-    # At its end, this also ends all processes that were started.
+    # sys.exit closes the iterators, which end all processes that they have started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=200 if not os.isatty(1) else None)
     found = SHAPES[shape]

@@ -14,11 +14,11 @@ class Answer:
     """The received answer of one request. Only one thread writes to it.
 
     Attributes:
-        body: number of the answered request; equal requests must get equal texts.
+        body: index of the request's body; requests with equal bodies must get equal texts.
         status: HTTP status; 0 if there is none.
-        retry_after: whether the refusal has a Retry-After header.
-        num_tokens: number of tokens, as the service reports it at the end.
-        times_s: time of each delta.
+        retry_after: whether the response has a Retry-After header.
+        num_tokens: number of tokens that the service reports at the end of the answer.
+        times_s: time of arrival of each delta.
         given_up: whether the client disconnected on purpose.
     """
 
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the service refused the request, because it had no free place."""
+        """Whether the service refused the request because all its slots were used."""
         return self.status in BUSY and self.retry_after
 
     @property

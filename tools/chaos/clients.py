@@ -15,7 +15,7 @@ import httpx
 from tools.chaos.answers import OK, Answer
 
 PATH = "/v1/completions"
-TIMEOUT_S = 400.0  # limit for a time without a byte; longer than a request waits for a group
+TIMEOUT_S = 400.0  # limit of the time between two bytes; longer than requests wait for a group
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # each client of httpx needs a context
 SMALL_BUFFER = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
 
@@ -23,16 +23,16 @@ BeforeDelta = Callable[[Answer], None]
 
 
 class Hangup(Exception):
-    """The client disconnects."""
+    """Raised to let a client disconnect."""
 
 
 class Clients:
-    """Sends all requests at the same time. Owns the answers, and the number of deltas.
+    """Sends all requests at the same time. Owns the answers, and counts the deltas.
 
     Args:
-        bodies: the requests; ``Answer.body`` is the index.
-        before_delta: called on the client's thread before each delta of an answer is read; may
-            wait, or raise Hangup.
+        bodies: bodies of the requests, by ``Answer.body``.
+        before_delta: called on the client's thread before it reads each delta; it may wait, or
+            raise Hangup.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Clients:
             thread.start()
 
     def wait_for_deltas(self, count: int, timeout_s: float) -> bool:
-        """Return whether this number of deltas arrived before all answers ended."""
+        """Wait for ``count`` deltas; return whether they arrived before all answers ended."""
         with self._seen:
             self._seen.wait_for(
                 lambda: self._num_deltas >= count or not self._num_running, timeout_s

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from statistics import linear_regression, median
 
 HOUR_S = 3600.0
-WARM_UP = 0.2  # the slope does not include this share of the samples, at the beginning
-FLAT_SHARE = 0.05  # a value is flat if it grows by less than this share of its median over the run
-# A value is also flat if it grows by less than this amount: one process more is no leak.
+WARM_UP = 0.2  # the slope does not include this fraction of the samples at the beginning
+FLAT_SHARE = 0.05  # a value is flat if its growth over the run is below this fraction of its median
+# A value is also flat if it grows by less than this amount over the run.
 FLAT_AMOUNTS = {"MiB": 16.0, "files": 16.0, "threads": 8.0, "processes": 1.0}
 COLUMNS = ("resource", "unit", "first", "median", "last", "growth per hour", "flat")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The resources at one time, when no request runs.
+    """The resources of a service at one time, at which no request runs.
 
     Attributes:
         values: value by (resource, unit), such as ("ray::Engine", "MiB").
@@ -71,7 +71,7 @@ def growths(samples: Sequence[Sample]) -> Iterator[Growth]:
 
 
 def sums_over_time(samples: Sequence[Sample], count: int) -> Iterator[list[str]]:
-    """Yield up to ``count`` lines: minutes since the first sample, and the sum of each unit."""
+    """Yield at most ``count`` lines: minutes since the first sample, and the sum for each unit."""
     step = max(1, -(-len(samples) // count))
     for sample in samples[::step]:
         minutes = (sample.at_s - samples[0].at_s) / 60

@@ -19,7 +19,8 @@ class Sight:
     """One poll of ``/ready``.
 
     Attributes:
-        serving: groups that accept requests; 0 also if the service does not answer.
+        at_s: time of the poll.
+        serving: number of groups that accept requests; 0 if the service does not answer.
     """
 
     at_s: float
@@ -28,21 +29,20 @@ class Sight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one strike. Times are in seconds after the strike; None without such an event.
+    """The result of one strike. Times are in seconds since the strike; None without such an event.
 
     Attributes:
         tried: number of requests that were sent.
         lost: number of accepted requests without an answer.
         refused: number of requests refused with 429 or 503 and Retry-After.
         unready_s: time until ``/ready`` reported fewer groups.
-        new_tokens_s: time until each stream had received a delta that arrived after the fault was
-            known.
+        new_tokens_s: time until each stream had received a delta again, after the fault was known.
         pause_s: the longest time without a delta in one stream.
         recovered_s: time until all groups served again.
         exit_code: exit code of the service, if it ended.
         left: files and processes that were left behind.
         error: error of the first lost request.
-        said: the last output line of a service that ended.
+        said: if the service has ended, its last output line.
     """
 
     strike: Strike
@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether no request was lost, all answers are right, nothing is left, the service runs."""
+        """Whether all answers are right, none is lost, nothing is left, and the service runs."""
         return not (self.lost or self.different or self.left) and self.exit_code is None
 
 

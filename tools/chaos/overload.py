@@ -1,8 +1,8 @@
-"""``make bench-overload``: the effect of overload, and of stalled clients, on readers.
+"""``make bench-overload``: how overload and stalled clients affect clients that read their answers.
 
 The bench starts one service on the emulated NPU, as a user would. First it measures the peak rate,
-with as many clients as the service has places. Then requests arrive at ten times the peak rate,
-even if the service refuses requests. Then eight clients read while 64 other clients read nothing.
+with as many clients as the service has slots. Then requests arrive at ten times the peak rate, even
+if the service refuses requests. Then eight clients read while 64 other clients read nothing.
 Finally eight clients read while other clients send huge bodies. Clients and service share this
 machine's cores, so only ratios within one run are meaningful.
 """
@@ -32,7 +32,8 @@ from tools.chaos.service import Service, new_folder
 from tools.chaos.shapes import SHAPES
 
 PATH = "/v1/completions"
-# Length of an answer in tokens: to a usual request, to a client that stalls, and to a reader.
+# Number of tokens of an answer: for a usual request, for a stalled client, and for a client that
+# reads while other clients stall or send huge bodies.
 TOKENS, LONG_TOKENS, READ_TOKENS = 100, 1500, 600
 NUM_PLACES, NUM_WAITING = 72, 8
 NUM_READERS, NUM_STALLED = 8, 64
@@ -56,7 +57,10 @@ SHAPE = replace(
 
 @dataclass
 class Reply:
-    """What a client observed, in seconds of the monotonic clock. Status 0 means no answer."""
+    """A client's observations of one request; times are seconds of the monotonic clock.
+
+    The status is 0 if there is no answer.
+    """
 
     asked_s: float
     status: int = 0
@@ -145,7 +149,7 @@ class Pings:
 
 
 def _ping(port: int, told: Connection) -> None:
-    """Report the start, poll until the parent sends a message, and report all polls' durations."""
+    """Report the start to the parent, poll until it sends a message, and report the durations."""
     found: list[float] = []
     told.send(None)
     while not told.poll(PING_S):
@@ -166,7 +170,7 @@ def body_of(count: int, prompt: Any = None) -> bytes:
 
 
 async def at_the_peak(visitor: Visitor, seconds: float) -> list[Reply]:
-    """Keep all places busy for the given time."""
+    """Keep all slots busy for the given time."""
     until_s = time.monotonic() + seconds
     replies: list[Reply] = []
 
@@ -190,7 +194,7 @@ async def at_a_rate(visitor: Visitor, per_second: float, seconds: float) -> list
 
 
 async def readers(visitor: Visitor) -> list[Reply]:
-    """Let a few readers read one answer each, at the same time."""
+    """Let ``NUM_READERS`` clients each read one answer, at the same time."""
     return list(
         await asyncio.gather(*(visitor.ask(body_of(READ_TOKENS)) for _ in range(NUM_READERS)))
     )
@@ -209,7 +213,7 @@ async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[No
 
 
 async def send_huge_bodies(visitor: Visitor) -> None:
-    """Repeatedly send data that is too large: a body, a prompt, a word."""
+    """Repeatedly send too large data: a body, a prompt of many tokens, and a long word."""
     bodies = [b" " * (32 << 20), body_of(1, [70] * 200_000), body_of(1, "a" * (1 << 20))]
     while True:
         for body in bodies:
@@ -289,7 +293,7 @@ def goodput(replies: Iterable[Reply]) -> float:
 
 
 def gaps(replies: Iterable[Reply]) -> dict[str, float]:
-    """Return the spread of the pauses between two tokens of an answer, in seconds."""
+    """Return the spread of the times between two tokens of an answer, in seconds."""
     return spread([gap for reply in replies for gap in reply.gaps_s])
 
 

@@ -59,8 +59,8 @@ class Fault:
     """A fault, or a pair of faults.
 
     Attributes:
-        second: the second fault, which is injected during the recovery from the first fault: when
-            the first fault was noticed, or in the capture that ``second`` names.
+        second: a second fault, which is injected during the recovery from the first fault: when the
+            first fault was noticed or, if ``second`` is a fault in a capture, in that capture.
     """
 
     kind: Kind
@@ -94,8 +94,8 @@ def make_plan(
     """Return ``count`` strikes: rounds of all faults, each round in a random order.
 
     Args:
-        max_deltas: upper limit of the deltas before a fault.
-        kinds: kinds that may be the first fault; other kinds are left out.
+        max_deltas: largest number of deltas before a fault.
+        kinds: the kinds of first faults; the plan has no other kinds.
     """
     chance = random.Random(seed)
     strikes: list[Strike] = []

@@ -24,9 +24,9 @@ TOTAL = "all"
 
 
 def lines_of(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
-    """Yield a line for each kind of fault, in the order of first strikes, and a line for all.
+    """Yield a line for each kind of fault, in the order of their first strikes, and a line for all.
 
-    A time is the longest time of all strikes.
+    A time in a line is the longest time of the line's strikes.
     """
     names = list(dict.fromkeys(str(outcome.strike.fault) for outcome in outcomes))
     for name in names:

@@ -25,11 +25,11 @@ from tools.chaos.plan import Kind, Strike
 from tools.chaos.service import LOOK_S, ChaosError, Service, new_folder, wait_for
 from tools.chaos.shapes import STALL_S, Shape
 
-ANSWERS_S = 300.0  # limit of all answers together, after a strike
+ANSWERS_S = 300.0  # time limit in which all answers must end after a strike
 RECOVERY_S = 240.0
-KNOWN_S = 90.0  # limit until a fault is noticed, and until an armed fault has happened
+KNOWN_S = 90.0  # time limit in which a fault is noticed, and in which an armed fault happens
 SETTLE_S = 30.0
-FULL_S = 20.0  # how long the disk stays full
+FULL_S = 20.0  # time for which the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
 WORKER, ENGINE, CONTROLLER, RAYLET = "ray::Worker", "ray::Engine", "ray::Controller", "raylet"
 OWNER, INGRESS = "serve:owner", "serve:ingress"
@@ -98,7 +98,7 @@ class Rig:
     def __init__(self, shape: Shape, room: Path | None, say: Say) -> None:
         self._shape = shape
         self._room = room
-        self._full: threading.Timer | None = None  # exists while the disk is full
+        self._full: threading.Timer | None = None  # frees the disk; None while the disk is not full
         self._say = say
         self._service: Service | None = None
         self._wanted: list[Answer] = []
@@ -150,8 +150,8 @@ class Rig:
         kind = strike.fault.kind
         normal = self._clients(service, self._shape.num_streams)
         others = self._other_clients(service, kind, normal)
-        # Find the target before the load begins, because finding it takes time on a busy machine.
-        if self._full is not None:  # the file that arms faults is on this disk
+        # The target is searched before the load begins, because this takes time on a busy machine.
+        if self._full is not None:  # the disk must have space for the file that arms faults
             self._full.join()
         victim = self._victim(service, kind, strike.target)
         if kind is Kind.PREFILL_DEATH:
@@ -167,7 +167,8 @@ class Rig:
             if others is not None:
                 others.start()
             stopped += self._strike(service, kind, victim)
-            if kind is Kind.STOP_OWNER:  # requests are not affected until the kill
+            # the fault has no effect on requests until the owner is killed
+            if kind is Kind.STOP_OWNER:
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
@@ -200,7 +201,7 @@ class Rig:
         return Clients(service.url, {i: bodies[i] for i in range(count)}, **options)
 
     def _other_clients(self, service: Service, kind: Kind, normal: Clients) -> Clients | None:
-        """Return the misbehaving clients, if the fault consists of such clients."""
+        """If the fault consists of misbehaving clients, return these clients."""
         bodies = self._shape.bodies()
         few = range(self._shape.num_streams)
         long = range(self._shape.num_streams, len(bodies))
@@ -268,7 +269,8 @@ class Rig:
             wait_for(lambda: not service.fault_file.exists(), KNOWN_S)
         if victim is None:
             return []
-        with contextlib.suppress(ProcessLookupError):  # the whole group has already ended
+        # it has already ended with its lockstep group
+        with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGSTOP if kind in STOPS else signal.SIGKILL)
         return [victim] if kind in STOPS else []
 
@@ -319,7 +321,7 @@ class Rig:
         return {name: found[name] for name in BUSY if found.get(name, 0.0)}
 
     def _things(self) -> dict[str, int]:
-        """Return the number of objects of each kind that a strike may leave behind."""
+        """Return how many objects exist of each kind that a strike can leave behind."""
         assert self._service is not None
         names = (WORKER, ENGINE, CONTROLLER, RAYLET, OWNER, INGRESS)
         counts = {name: len(self._service.pids(name)) for name in names}

@@ -43,7 +43,7 @@ class Service:
     """Owns the processes of a service, and the folder of their temporary files.
 
     Args:
-        folder: must exist and be empty. Its path must be short, because it contains sockets.
+        folder: an empty folder; its path must be short, because it will contain sockets.
     """
 
     def __init__(self, shape: Shape, folder: Path) -> None:
@@ -99,7 +99,7 @@ class Service:
         return Sight(at_s, self.serving())
 
     def metrics(self) -> dict[str, float]:
-        """Return gauges and counters, each summed over its labels; empty without an answer."""
+        """Return gauges and counters, summed over their labels; empty without an answer."""
         try:
             lines = self._http.get("/metrics").text.splitlines()
         except httpx.HTTPError:
@@ -136,7 +136,7 @@ class Service:
         return sorted(p for p in self._all() if processes.name_of(p).startswith(name))
 
     def by_name(self) -> dict[str, list[int]]:
-        """Return the service's living processes by name. A script has the name of its file."""
+        """Return the service's living processes by name; a script has the name of its file."""
         found: dict[str, list[int]] = {}
         for pid in self._all():
             name = processes.name_of(pid)
@@ -155,7 +155,7 @@ class Service:
 
     def dead_segments(self) -> list[str]:
         """Return HCCL's segments that were made since the start by processes that have exited."""
-        # Other services may also make segments, but the processes of those segments are alive.
+        # Other services can also make segments, but their processes are alive.
         return sorted(name for name in _segments() - self._segments if _is_dead(name))
 
     def segments(self) -> set[str]:
@@ -233,7 +233,7 @@ class Service:
     def _left_behind(self) -> list[str]:
         """Return the files and processes that the ended service has left behind.
 
-        Wait a moment first, because some of them may still disappear.
+        The function first waits a moment, because some of them can still disappear.
         """
         wait_for(lambda: not self._all(), END_S)
         left = [f"process {processes.name_of(pid)}" for pid in sorted(self._all())]

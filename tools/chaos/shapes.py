@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S, LINK_S = 20.0, 5.0
-# Answers to slow readers have LONG times the usual tokens, so that no buffer can hold an answer.
+# NUM_LONG slow readers get answers with LONG times the usual number of tokens, so that no buffer
+# can hold a whole answer.
 LONG, NUM_LONG = 2, 2
 STALL_S = 600.0  # longer than any limit, so that only a limit can end the stall
 COMMON = (
@@ -15,14 +16,14 @@ COMMON = (
     "device.kind=emulated",
     "device.emulator.strict=false",
     "kv.num_blocks=64",
-    # If graphs were captured later, the number of captures in a replacement group would vary.
+    # With graphs that are captured later, the number of captures in a replacement group would vary.
     "graph.lazy='off'",
     "graph.rebucket_s=0",
     "recovery.restarts_per_hour=10000",
     f"timeouts.step_s={LIMIT_S:g}",
     f"timeouts.link_s={LINK_S:g}",
 )
-EIGHT = ("scheduler.max_num_seqs=8", "scheduler.max_waiting=8")  # requests at once
+EIGHT = ("scheduler.max_num_seqs=8", "scheduler.max_waiting=8")  # 8 requests run, 8 wait
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Shape:
         config: name of a file in ``configs/``.
         operator, collective: the operators for faults that let an operator or a collective fail or
             stall.
-        attention, linear: operators whose second operand (keys, or a weight) is in the memory that
-            turns bad.
+        attention, linear: operators for faults of memory; the memory of their second operand (keys,
+            or a weight) becomes faulty.
         num_streams: number of requests that are sent at once. All bodies are different.
     """
 
@@ -51,7 +52,7 @@ class Shape:
     linear: str = "aclnnMm"
 
     def bodies(self) -> list[dict[str, Any]]:
-        """Return the usual requests, then those of slow readers; every second one is greedy."""
+        """Return the usual requests, then the slow readers' requests; every second is greedy."""
         chance = random.Random(self.config)
         counts = [self.num_tokens] * self.num_streams + [LONG * self.num_tokens] * NUM_LONG
         return [self._body(i, count, chance) for i, count in enumerate(counts)]
@@ -110,7 +111,7 @@ SHAPES = {
             "graph.sizes=[16,64]",
             "scheduler.max_num_seqs=64",
             "scheduler.max_waiting=64",
-            "kv.num_blocks=130",  # two blocks per stream: the cache is full
+            "kv.num_blocks=130",  # two blocks per stream, so that the cache is full
         ),
         operator="aclnnSwiGlu",
         collective="HcclAllReduce",

@@ -41,7 +41,7 @@ KINDS = (
 )
 FAULT_COLUMNS = ("fault", "tried", "requests", "lost", "differ", "longest pause, s")
 MAX_FAULTS = 100_000
-SHARE = 0.05  # a fault is injected before this share of all deltas has arrived
+SHARE = 0.05  # a fault is injected before this fraction of all deltas has arrived
 SAMPLES_SHOWN = 12
 MIB = 1 << 20
 INTRODUCTION = """\
@@ -79,7 +79,7 @@ def take_sample(service: Service) -> Sample:
 def soak(
     shape: Shape, seconds: float, seed: int, console: Console
 ) -> tuple[list[Sample], list[Outcome], list[str]]:
-    """Run a service; return samples, the outcome of each fault, and objects left at the end."""
+    """Run a service; return samples, outcomes of faults, and what the service has left behind."""
     max_deltas = int(SHARE * shape.num_streams * shape.num_tokens)
     plan = make_plan(seed, MAX_FAULTS, max_deltas=max_deltas, kinds=KINDS)
     samples: list[Sample] = []

@@ -1,9 +1,9 @@
-"""Every rank runs this script. It captures two layers of attention, with a cache that ranks share
-and with a whole cache.
+"""Every rank runs this script. It captures two layers of attention, with a sharded cache and with a
+whole cache.
 
-It prints a list. An entry contains the kind of attention, the number of tokens, whether the cache
-is sharded, and three counts of a layer: operators, collectives, and unaligned views among inputs of
-launches. Arguments: tp pcp dcp.
+It prints a list. Each entry contains the kind of attention, the number of tokens, whether the cache
+is sharded, and three numbers per layer: operators, collectives, and unaligned views among the
+inputs of launches. Arguments: tp pcp dcp.
 """
 
 import json

@@ -1,7 +1,11 @@
-"""Every rank runs this script. It computes a layer of experts in all ways, and compares with a
-computation of every expert for every token in float32 on the CPU. It prints one JSON object: the
-errors of each check, and digests of captures. A failed check raises no exception, so that all ranks
-run the same collectives. Arguments: tp dp [MC2's algorithm, alone].
+"""Every rank runs this script. It computes a layer of experts with each kind of exchange.
+
+The script compares the results with a float32 computation on the CPU, in which every expert
+computes every token.
+
+It prints one JSON object: the errors of each check, and digests of captures. A failed check raises
+no exception, so that all ranks run the same collectives. Arguments: tp dp [algorithm of MC2]; with
+an algorithm, the script tests only the exchange by MC2.
 """
 
 import json
@@ -33,8 +37,8 @@ HIDDEN, WIDTH, EXPERTS, K = 64, 32, 8, 3
 ALGORITHM = sys.argv[3] if len(sys.argv) > 3 else "fullmesh"
 MC2 = next(p for p in MC2_OPERATORS if p.name == "A2" and p.algorithm == ALGORITHM)
 KINDS = ("all_gather", "all_to_all", "mc2") if len(sys.argv) == 3 else ("mc2",)
-# Live tokens by data parallel rank: all, some, none. Some numbers of rows are multiples of tp,
-# others are not.
+# For each batch: the number of rows, and the number of live tokens on each data-parallel rank (all
+# rows, some, or none). Some numbers of rows are multiples of tp, others are not.
 BATCHES = [(6, (6, 4)), (5, (1, 5)), (7, (3, 0)), (1, (1, 0))]
 
 dist.init_process_group("hccl")
@@ -62,7 +66,7 @@ def place(t):
 
 
 def int8(weights):
-    """Return an int8 product from weights [experts, out, in] or [out, in]."""
+    """Return int8 layers for float weights [experts, out, in] or [out, in]."""
     pairs = [quantise(w.float()) for w in weights.reshape(-1, *weights.shape[-2:])]
     values, scales = (torch.stack(parts).transpose(1, 2) for parts in zip(*pairs, strict=True))
     if weights.dim() == 2:
@@ -100,7 +104,7 @@ def make_layer(factor=4.0, with_shared=True, side=None, product=floats):
 
 
 def batch(seed, n, live, dp_rank=None):
-    """Return x [n, hidden] and slots [n] of a data parallel rank. Padding rows contain junk."""
+    """Return x [n, hidden] and slots [n] of a data-parallel rank. Padding rows contain junk."""
     x = random(100 * seed + (groups.dp_rank if dp_rank is None else dp_rank), n, HIDDEN).half()
     slots = torch.arange(n, dtype=torch.int32)
     x[live:], slots[live:] = 100.0, -1
@@ -140,7 +144,7 @@ def expect_dense(what, out, x, live, with_shared=True, tolerance=1e-2):
 
 
 def expect_load(what, tally, total):
-    """Without a mask, padding tokens also count as load."""
+    """Check the counted load, unless the exchange takes no mask and so counts padding tokens."""
     if MC2.takes_mask:
         expect(what, tally.tolist() == [total, 0], f"{tally.tolist()} not {total}")
 
@@ -150,7 +154,7 @@ def new_tally():
 
 
 def load(seed, n, lives):
-    """Return how many tokens of all data parallel ranks this rank's experts compute."""
+    """Return how many tokens of all data-parallel ranks this rank's experts compute."""
     counts = np.zeros(EXPERTS, np.int64)
     for dp_rank in range(DP):
         chosen = choices(batch(seed, n, lives[dp_rank], dp_rank)[0][: lives[dp_rank]])[1]
@@ -198,7 +202,7 @@ def run_captured(kind):
 
 
 def count_entries(graph):
-    """Return the operators of two layers by lane; the main lane comes first."""
+    """Return the number of operators of two layers on each lane; the main lane comes first."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         graph.debug_dump(file.name)
         nodes = json.loads(Path(file.name).read_text())
@@ -234,8 +238,8 @@ def run_in_int8(kind):
         x.copy_(given[0])
         slots.copy_(given[1])
         graph.replay()
-        # Each of three quantised inputs and weights adds noise of about 1 %. Sums have a standard
-        # deviation of 0.8. The tolerance is for the largest error of some hundreds of sums.
+        # Each of three quantised inputs and weights adds noise of about 1 %. The results have a
+        # standard deviation of 0.8. The tolerance covers the largest error of hundreds of results.
         expect_dense(f"int8 {kind}", out, given[0], live, tolerance=0.1)
         eager = alone(x, slots, ExpertStep(kind))
         expect(f"int8 {kind}", torch.equal(out[:live].cpu(), eager[:live].cpu()), "other bits")
@@ -249,7 +253,8 @@ def run_overflow():
     tally, m = new_tally(), n // TP
     out = layer(x.npu(), slots.npu(), ExpertStep("all_to_all", tally))
     capacity = expert_capacity(m, EP, K, 1.0)
-    sent = [min(m, max(0, live - r * m)) for r in range(TP)]  # live tokens of each slice
+    # Number of live tokens in each rank's slice.
+    sent = [min(m, max(0, live - r * m)) for r in range(TP)]
     num_ranks = len(set((choices(x[:1])[1] // (EXPERTS // EP)).flatten().tolist()))
     lost = num_ranks * max(0, sent[tp.rank] - capacity)
     expect("overflow", tally[1].item() == lost, f"{tally[1].item()} not {lost} of {capacity}")

@@ -2,9 +2,9 @@
 per line.
 
 Arguments: the maximum number of samples of each operator and type, then names of operators. A line
-is "VERDICT" and a JSON list: name, type, number of equal samples, whether CANN or torch_npu refused
-the other samples, errors. An operator that stops the device ends the process; the caller continues
-with the next operator in another process.
+is "VERDICT" and a JSON list: name, type, number of equal samples, who refused samples (operators of
+CANN, or torch_npu), errors. If an operator stops the device, the script ends; its caller starts it
+again with the next operator.
 """
 
 import json
@@ -27,7 +27,7 @@ REFUSALS = (
     r"GE operator (\w+)",
     r"(acl\w+) or \w+ not in libopapi.so",
 )
-# Raised by torch or torch_npu before any operator is launched.
+# Words of errors that torch or torch_npu raises before any operator is launched.
 FRONT = (
     "not supported|[Uu]nsupported|[Ee]xpected|[Nn]ot [Ii]mplemented|[Cc]ould not run|"
     "does not support|must be|should be|only support|don't|doesn't"

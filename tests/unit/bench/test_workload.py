@@ -1,4 +1,4 @@
-"""Workloads of benches, and the calculations on their results."""
+"""Tests of the workloads of benches, and of the calculations with their results."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_the_first_request_of_a_batch_ends_first() -> None:
 def test_every_request_counts_once_in_every_whole_step(
     places: list[int], num_steps: int, num_tokens: int
 ) -> None:
-    # In every step, each of four requests gets one delivery. The deliveries of a step follow each
-    # other after 1/1000 of a step.
+    # In every step, each of four requests gets one delivery. Successive deliveries of a step are
+    # 1/1000 of a step apart.
     deliveries = [
         [Delivery(step + place / 1000, num_tokens) for step in range(num_steps)] for place in places
     ]

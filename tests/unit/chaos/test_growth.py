@@ -1,4 +1,4 @@
-"""Growth is distinguished from noise, and from growth only at the beginning of a run."""
+"""Lasting growth of memory is distinguished from noise, and from growth when a run begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINE = ("ray::Engine", "MiB")
 
 
 def samples(value: Callable[[int], float], count: int = 50) -> list[Sample]:
-    """Return samples of one value, one a minute."""
+    """Return samples of one process's memory, one sample for each minute."""
     return [Sample(60.0 * i, {ENGINE: value(i)}) for i in range(count)]
 
 
@@ -21,8 +21,8 @@ def samples(value: Callable[[int], float], count: int = 50) -> list[Sample]:
     [
         (lambda i: 300.0, True),
         (lambda i: 300.0 + 10 * (i % 3), True),  # noise
-        (lambda i: 300.0 - i, True),  # memory is given back
-        (lambda i: min(300.0, 100.0 + 30 * i), True),  # grows at the beginning only
+        (lambda i: 300.0 - i, True),  # memory decreases
+        (lambda i: min(300.0, 100.0 + 30 * i), True),  # memory grows only at the beginning
         (lambda i: 300.0 + i, False),
         (lambda i: 300.0 + i + 10 * (i % 3), False),
     ],

@@ -1,4 +1,4 @@
-"""The result of a run with faults, computed from the responses that clients received."""
+"""Tests of the outcome of a run with faults, which is computed from the clients' responses."""
 
 from __future__ import annotations
 

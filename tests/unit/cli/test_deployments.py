@@ -45,7 +45,7 @@ def plan(name: str, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def kinds(report: dict[str, Any]) -> dict[str, int]:
-    """Return the maximum number of tokens of a batch for each kind of exchange."""
+    """Return, for each kind of exchange, the number of tokens of its largest batch."""
     return {entry["kind"]: entry["last"] for entry in report["exchanges"]}
 
 
@@ -91,11 +91,11 @@ def test_a_large_deployment_serves_many_requests_of_full_length(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "num_layers", "elements"),
     [
-        # One of the layers is the next-token module's. Layers with linear attention keep no keys. A
-        # rank has one KV head of 256 elements.
+        # Layers with linear attention keep no keys; one layer of the next-token module keeps keys.
+        # A rank has one KV head of 256 elements.
         (QWEN3_5, 60 // 4 + 1, 2 * 256),
         (NEXT, 48 // 4 + 1, 2 * 256),
-        # The latent, the rotated key, and the indexer's key.
+        # A token keeps the latent, the rotated key, and the indexer's key.
         (GLM5, 78 + 1, 512 + 64 + 128),
         (V32, 61 + 1, 512 + 64 + 128),
         (K2, 61, 512 + 64),
@@ -109,7 +109,8 @@ def test_a_token_takes_the_bytes_of_its_layers(name: str, num_layers: int, eleme
 
 @pytest.mark.parametrize(
     ("name", "num_layers", "heads", "channels"),
-    # Heads of values, and channels of the convolution, on one of 8 ranks and on one of 4 ranks.
+    # Number of value heads, and of channels of the convolution, on one rank. QWEN3_5 has 8 ranks,
+    # NEXT has 4 ranks.
     [
         (QWEN3_5, 45, 64 // 8, (2 * 16 + 64) * 128 // 8),
         (NEXT, 36, 32 // 4, (2 * 16 + 32) * 128 // 4),
@@ -123,7 +124,8 @@ def test_states_are_a_part_of_the_memory(
     rows = load_config(CONFIGS / f"{name}.yaml").scheduler.max_num_seqs
     parts = {part["name"]: part["bytes"] for part in report["memory"]["parts"]}
 
-    # A row has a slot for its last token and a slot for its draft. Each row has one checkpoint.
+    # There are slots for the states after each row's last token and after its draft, and a
+    # checkpoint for each row.
     assert states["num_slots"] == 1 + 2 * rows + rows
     assert states["bytes_per_slot"] == num_layers * (heads * 128 * 128 + 3 * channels) * 2
     assert parts["states"] == states["num_slots"] * states["bytes_per_slot"]
@@ -170,7 +172,7 @@ def test_shards_hold_longer_contexts_and_more_requests_on_the_same_npus(name: st
     assert ranks == [report["layout"]["world_size"]] * 2
     assert (whole["dcp"], whole["pcp"]) == (1, 1)
     assert shared["bytes_per_token"] * shared["dcp"] == whole["bytes_per_token"]
-    # Only the memory of eager steps and of buffers differs.
+    # The ratios are not exact, because the memory of eager steps and of buffers differs.
     assert 0.9 < shared["tokens"] / (whole["tokens"] * shared["dcp"]) < 1.2
     assert shared["requests"] >= 0.9 * whole["requests"] * shared["dcp"]
     # The configuration file and the page contain the numbers that the plan prints.
@@ -194,7 +196,8 @@ def test_ranks_of_spread_experts_have_a_domain_for_tp_and_one_for_ep(name: str) 
     layout, rank = report["layout"], report["ranks"][-1]
 
     assert [len(domain) for domain in rank["domains"]] == [layout["ep"], layout["tp"], layout["ep"]]
-    assert rank["taken"]["communication domains"] == 3 * 2  # FFTS: two per domain
+    # in FFTS mode, a domain uses two streams
+    assert rank["taken"]["communication domains"] == 3 * 2
     assert len(layout["lockstep_groups"]) == 1
 
 
@@ -241,7 +244,7 @@ def test_kimi_k2_does_not_fit_in_bfloat16() -> None:
 def test_experts_of_four_bits_need_half_of_the_npus() -> None:
     memory = plan(K2_THINKING)["memory"]
     parts = {part["name"]: part["bytes"] for part in memory["parts"]}
-    # 24 experts on each rank; half a byte and a scale of two bytes for 32 elements.
+    # A rank has 24 experts. An element has half a byte, and 32 elements share a scale of two bytes.
     elements = 60 * 24 * 3 * 7168 * 2048
 
     assert parts["experts"] == elements // 2 + elements // 16
@@ -321,7 +324,8 @@ def test_copies_of_experts_fill_as_many_npus_as_there_are(ep: int, copies: int) 
     assert kinds(report) == {"mc2": 128}
     console = Console(file=io.StringIO(), width=200)
     render_plan(report, console)
-    assert f"Experts: 256 and {copies} copies, 1 on each NPU" in console.file.getvalue()  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    assert f"Experts: 256 and {copies} copies, 1 on each NPU" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("chip", ["Ascend310P3", "Ascend950", "foo"])
@@ -358,7 +362,7 @@ def test_pieces_are_planned_on_an_a3_as_the_last_formula_plans_them() -> None:
     }
 
     assert buckets["legacy-last"] == 3
-    # In addition to the formula's two streams for a domain, each graph has a lane for HCCL.
+    # The calibrated model counts a lane for HCCL in each graph, which the formula does not count.
     assert buckets["calibrated"] == 2
 
 

@@ -1,4 +1,4 @@
-"""The findings of doctor on a machine without NPUs; this machine may be the head of a cluster."""
+"""Tests of doctor's findings on a machine without NPUs, such as the head of a cluster."""
 
 from __future__ import annotations
 

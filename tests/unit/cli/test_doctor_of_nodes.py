@@ -154,7 +154,7 @@ def test_a_probe_listens_and_says_what_it_does_not_reach() -> None:
     assert other.listen("127.0.0.1", [port]) == OpenPorts((), (port,))
     assert other.unreachable([("127.0.0.1", port)]) == {}
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # the socket does not listen
+        silent.bind(("127.0.0.1", 0))  # a bound socket that does not listen
         assert list(other.unreachable([silent.getsockname()])) == [silent.getsockname()]
     with pytest.raises(PlacementError, match=r"203\.0\.113\.1 is no address of this machine"):
         one.listen("203.0.113.1", [0])

@@ -1,4 +1,4 @@
-"""The page of all configuration keys."""
+"""Tests the page of all configuration keys."""
 
 from __future__ import annotations
 

@@ -91,6 +91,7 @@ def test_variables_that_the_configuration_goes_before_are_warned_of() -> None:
 def test_they_are_those_that_workers_are_always_given() -> None:
     given = child_environment(make_config({"model": "m"}))
 
-    # The buffer's size is an option of each group; only MC2's group uses the environment variable.
+    # HCCL_BUFFSIZE is missing here, because each group gets its buffer size as an option; only
+    # MC2's group uses the environment variable.
     always = set(CONFIGURED_HCCL) - {"HCCL_BUFFSIZE"}
     assert always == {name for name in given if name.startswith("HCCL_")}

@@ -63,7 +63,7 @@ def test_a_missing_device_node_is_named_with_the_option_of_the_container(host: H
 def test_a_device_that_the_user_may_not_open_is_named_with_its_group(
     host: HostFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tests may run as root, who may open files of any mode; so this test replaces os.access.
+    # The test replaces os.access, because root can open files of any mode.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "davinci1")
 
     finding = look(host)["device access"]

@@ -1,4 +1,4 @@
-"""Plans on a machine with NPUs, and refusals before anything starts on this machine."""
+"""On a machine with NPUs, commands make plans, and refuse bad settings before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `dist-aclgraph plan`: numbers, reasons, and refusals."""
+"""Tests of the report of `dist-aclgraph plan`: its numbers, its reasons, and refusals."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def make(checkpoint: Path, **sections: dict[str, Any]) -> Config:
-    # A documented formula whose prices are easy to compute; no lazy graphs unless requested.
+    # The budget model is a documented formula whose prices are easy to compute. There are no lazy
+    # graphs, unless a test requests them.
     graph = {"budget_model": "legacy-last", "lazy": "off", **sections.pop("graph", {})}
     raw = {"model": str(checkpoint), "parallel": {"tp": 2, "dp": 2}, "graph": graph, **sections}
     return make_config(raw)
 
 
 def buckets_of(report: dict[str, Any]) -> list[list[int]]:
-    """Return the buckets of the only family, for each group."""
+    """Return the buckets of each group's plan, which has one family."""
     return [plan["families"][0]["buckets"] for plan in report["plans"]]
 
 
@@ -52,7 +53,7 @@ def test_the_report_has_nodes_and_the_requests_that_fit(checkpoint: Path) -> Non
 
     report = plan_report(config)
 
-    # Each of five ranks has 33 blocks, of which requests can use 32.
+    # Each of five data-parallel ranks has 33 blocks, of which requests can use 32.
     assert report["kv"]["requests"] == [
         {"tokens": 1024, "requests": 5 * 4},
         {"tokens": 2048, "requests": 5 * 2},
@@ -76,12 +77,12 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
 
     assert report["layout"]["lockstep_groups"] == [[0, 1], [2, 3]]
     assert buckets_of(report) == [[1, 2, 4, 8, 16, 24, 32]] * 2
-    # With tp 2 and dp 2, a graph needs 1 + 2 x 2 streams. The fixed price is 40 streams for tp, and
-    # 40 streams for dp.
+    # With tp 2 and dp 2, a graph needs 1 + 2 x 2 streams. In addition, tp costs 40 streams once,
+    # and dp costs 40 streams once.
     assert report["graph"]["families"][0]["price_per_bucket"] == 5
     assert report["graph"]["fixed_price"] == 80
     rank = report["ranks"][3]
-    # the runtime uses 34 streams, the communication domain uses 2
+    # The runtime uses 34 streams, and the communication domain uses 2 streams.
     assert rank["usable"] == 2048 - sum(rank["taken"].values()) == 2048 - 36
     assert rank["planned_streams"] == 80 + 7 * 5
     assert rank["left_streams"] == rank["usable"] - rank["planned_streams"]
@@ -89,13 +90,14 @@ def test_the_report_prices_buckets_for_each_rank(checkpoint: Path) -> None:
 
 
 def test_kv_blocks_come_from_memory_or_from_the_configuration(checkpoint: Path) -> None:
-    # 4 layers x 2 x 128 tokens x 1 head x 64 x 2 bytes
+    # A block has 4 layers x 2 (keys and values) x 128 tokens x 1 head x 64 x 2 bytes.
     by_use = plan_report(make(checkpoint))["kv"]
     by_memory = plan_report(make(checkpoint, kv={"max_bytes": 5_000_000}))["kv"]
     by_number = plan_report(make(checkpoint, kv={"num_blocks": 10}))["kv"]
 
     assert by_memory["bytes_per_block"] == 131072
-    assert by_use["num_blocks"] == 32 * (2048 // 128) + 1  # all requests at full length
+    # for all requests at their maximum length
+    assert by_use["num_blocks"] == 32 * (2048 // 128) + 1
     assert by_memory["num_blocks"] == 5_000_000 // 131072
     assert by_number["bytes"] == 10 * 131072 and by_number["tokens"] == 9 * 128
 
@@ -173,7 +175,8 @@ def test_room_is_kept_for_lazy_graphs_and_shown(checkpoint: Path) -> None:
 
     report = plan_report(config)
 
-    # Each lazy graph needs 4 ids. At most a quarter of 40 ids is reserved, enough for two graphs.
+    # Each lazy graph needs 4 stream ids. At most a quarter of the 40 ids is reserved, which is
+    # enough for two graphs.
     assert report["graph"]["lazy_capacity"] == 2
     assert report["ranks"][0]["reserve"] == 8
     assert report["ranks"][0]["planned_streams"] <= 32
@@ -230,7 +233,7 @@ def test_thousands_of_equal_ranks_are_shown_in_a_few_lines_without_comparing_eac
     checkpoint: Path,
 ) -> None:
     def show(dp: int) -> tuple[str, int]:
-        """Return the report, and the number of calls that were necessary to make it."""
+        """Return the report, and how many function calls were needed to make it."""
         config = make(
             checkpoint,
             parallel={"tp": 2, "dp": dp},
@@ -270,8 +273,8 @@ def test_the_report_says_how_tokens_travel_to_their_experts_and_why(checkpoint: 
     out = io.StringIO()
     render_plan(report, Console(file=out, width=200))
 
-    # With 12 rows or more, MC2 saves 2 MiB. 171 rows of (64 + 4) x 8320 bytes plus 8 MB exceed 100
-    # MB.
+    # For at least 12 rows, MC2 saves at least 2 MiB. For 171 rows, MC2's buffer would need
+    # 171 x (64 + 4) x 8320 bytes + 8 MB, which is more than 100 MB.
     kinds = [(entry["first"], entry["last"], entry["kind"]) for entry in report["exchanges"]]
     assert kinds == [(1, 22, "all_gather"), (23, 340, "mc2"), (341, 512, "all_to_all")]
     assert "Experts for 341 to 512 tokens: all_to_all; it moves" in out.getvalue()
@@ -371,7 +374,7 @@ def test_the_report_has_the_states_of_linear_attention(
     report = plan_hybrid(checkpoint, tp, drafts, checkpoints=10)
 
     slots = 1 + 32 * (drafts + 1) + 10
-    # 8192 channels x 3 inputs and 32 matrices, in bfloat16
+    # A slot has 8192 channels x 3 inputs, and 32 matrices, in bfloat16, for 36 layers.
     slot = 36 * (8192 * 3 + 32 * 128 * 128) * 2 // tp
     assert report["states"] == {
         "num_slots": slots, "bytes_per_slot": slot, "bytes": slots * slot,

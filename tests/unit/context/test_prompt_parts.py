@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, 
 
 
 def seen_keys(part: Part, query_of: np.ndarray) -> Counter[tuple[int, int, int]]:
-    """Count how often each (query token, request, position of a key) occurs in launches."""
+    """Count how often launches compute each (query token, request, position of a key)."""
     seen: Counter[tuple[int, int, int]] = Counter()
     for chunk in part.chunks:
         for launch in chunk.launches:
@@ -80,7 +80,7 @@ def test_launches_find_the_keys_that_shards_read_together(
     width = -(-int(kv_lens.max()) // shards.tokens_per_block)
     table = np.random.default_rng(0).permutation(len(step) * width).reshape(-1, width) + 1
     split = PromptSplit.of(query_lens, 1)
-    # By shard and slot: request and position of the token.
+    # The token in each slot of each shard, as (request, position).
     held = {}
     for request, length in enumerate(kv_lens):
         positions = np.arange(length)
@@ -93,7 +93,8 @@ def test_launches_find_the_keys_that_shards_read_together(
             if count == 1:
                 read = None
             else:
-                read = [(s, int(slot)) for s, r in enumerate(reads) for slot in r.own]  # type: ignore[union-attr]
+                # type: ignore[union-attr]
+                read = [(s, int(slot)) for s, r in enumerate(reads) for slot in r.own]
             for launch, index in zip(chunk.launches, reads[-1].launches, strict=True):
                 places = [(0, int(i)) if read is None else read[i] for i in index]
                 wanted = zip(chunk.requests[launch.kv], chunk.positions[launch.kv], strict=True)

@@ -1,4 +1,4 @@
-"""Laws of the split of prompts: every token runs once; shares have equal tokens and equal work."""
+"""Laws: if ranks split prompts, every token runs once, and all ranks have about equal work."""
 
 import numpy as np
 from hypothesis import given
@@ -72,7 +72,8 @@ def test_shares_of_a_prompt_cost_the_same_under_causality(
     lens = np.array([context]), np.array([length])
     work = [share_of_work(pieces, *lens) for pieces in split.pieces]
     assert sum(work) == length * context + length * (length + 1) // 2
-    # Chunk lengths differ by at most one token, and a token sees at most length + context keys.
+    # The lengths of two chunks differ by at most one token, and a token attends to at most
+    # length + context keys.
     assert max(work) - min(work) <= 4 * (length + context)
 
 

@@ -21,7 +21,7 @@ def chain(*blocks: list[int]) -> list[bytes]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders allocate and free blocks; a simple model counts the references for comparison."""
+    """Holders allocate and free blocks; reference counts are compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,9 +107,9 @@ def test_a_prefix_survives_its_request_until_blocks_run_out() -> None:
     pool.free(blocks)
 
     assert pool.match(hashes) == blocks
-    pool.allocate(1)  # takes the block without cached contents
+    pool.allocate(1)  # this takes the block without cached contents
     assert pool.match(hashes) == blocks
-    pool.allocate(1)  # evicts the last block of the prefix
+    pool.allocate(1)  # this evicts the last block of the prefix
     assert pool.match(hashes) == blocks[:1]
 
 

@@ -21,7 +21,7 @@ def make_spec(num_layers: int = 64, width: int = 2 * 128, **changes) -> KVCacheS
 
 
 def test_a_block_holds_keys_and_values_of_every_layer() -> None:
-    # 2 x 128 tokens x 1 head x 128 x 2 bytes = 65536 for one layer
+    # One layer has 2 (keys and values) x 128 tokens x 1 head x 128 x 2 bytes = 65536 bytes.
     assert make_spec(num_layers=1).bytes_per_block == 65536
     assert make_spec().bytes_per_block == 64 * 65536
     assert make_spec(dtype="float32").total_bytes(3) == 3 * 2 * 64 * 65536
@@ -106,7 +106,7 @@ def test_the_next_token_module_has_a_cache_of_its_own() -> None:
         61,
         62,
         62,
-    ]  # one module, for any number of drafts
+    ]  # the next-token module adds one layer, for any number of drafts
 
 
 def test_the_last_token_of_the_longest_request_takes_no_slot() -> None:

@@ -22,7 +22,7 @@ def make(**keys: float) -> Autoscaler:
 
 
 def spread(open_requests: int, groups: int) -> Demand:
-    """Return a demand in which requests wait only if all rows are in use."""
+    """Return the demand of ``open_requests``; requests wait only if all rows are in use."""
     running = min(open_requests, ROWS * groups)
     return Demand(groups, running, open_requests - running, ROWS)
 

@@ -1,4 +1,4 @@
-"""Default sizes and padding."""
+"""Tests the default sizes of buckets, and padding to buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The historical formulas, compared line by line, and the budget models that use them."""
+"""The historical formulas give the recorded values, also in the budget models that use them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def piecewise_family(num_sizes: int = 7) -> GraphFamily:
 
 
 def most(model, families, workload, offer) -> int:
-    """Return the number of buckets that all limits allow if only the last family has buckets."""
+    """Return how many buckets all limits allow if only the last family has buckets."""
     alone = [limit.most(len(families) - 1) for limit in model(workload).limits(families, offer)]
     return min(n for n in alone if n is not None)
 

@@ -1,5 +1,5 @@
-"""CANN's accounting: the streams of the lanes of a bucket's graphs, by kind of graph and by
-domain.
+"""CANN's accounting: how many streams the lanes of a bucket's graphs need, depending on the kind of
+graph and on the domains.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lanes(family: GraphFamily, workload: Workload) -> list[tuple[int, ...]]:
 def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
     """The lengths were counted on the emulator with 4 layers of Qwen3.
 
-    A wait for parameters counts four entries, and the reset of the wait counts four entries.
+    A wait for parameters has four entries, and its reset has four entries.
     """
     alone, pair = Workload(num_layers=4), Workload(num_layers=4, tp=2)
 
@@ -57,7 +57,9 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
 
 def test_norms_over_the_heads_of_several_ranks_lengthen_what_comes_before_attention() -> None:
     pair, norms = (Workload(num_layers=4, tp=2, sums_norms=sums) for sums in (False, True))
-    main, side = 10 + 2, 4  # operators, with a record and a wait; the collective on HCCL's lane
+    # Additional entries of a layer: on the main lane, ten operators, a record and a wait; on HCCL's
+    # lane, four entries of the collective.
+    main, side = 10 + 2, 4
 
     [(length, hccl)] = lanes(DECODE, pair)
     assert lanes(DECODE, norms) == [(length + 4 * main, hccl + 4 * side)]
@@ -74,7 +76,7 @@ def test_buckets_take_what_they_took_on_the_emulator() -> None:
 
 @pytest.mark.parametrize(("layers", "queues"), [(91, 1), (92, 2), (182, 2), (183, 3)])
 def test_a_lane_longer_than_a_queue_takes_another(layers: int, queues: int) -> None:
-    # A graph has 22 entries for each layer, and 7 more entries.
+    # A graph has 22 entries for each layer, and 7 entries besides.
     assert price(DECODE, Workload(num_layers=layers)) == queues
 
 
@@ -143,8 +145,8 @@ def test_shards_of_caches_meet_inside_full_graphs_and_between_pieces() -> None:
 
 
 def test_lanes_grow_with_what_shards_exchange() -> None:
-    # DCP uses the domain of TP (with_tp), or a separate domain. If there are as many shards as PCP
-    # ranks (alone), all ranks of DCP have the same heads.
+    # The DCP group uses the domain of TP (with_tp) or a separate domain (both). If DCP has the
+    # ranks of PCP (alone), all its ranks have the same heads.
     with_tp = Workload(num_layers=4, tp=2, dcp=2)
     alone = Workload(num_layers=4, pcp=2, dcp=2)
     both = Workload(num_layers=4, tp=2, pcp=2, dcp=4)
@@ -173,12 +175,12 @@ def test_layers_of_experts_are_longer_lanes() -> None:
     dense = Workload(num_layers=61, tp=8, dp=4, ep=32)
     experts = replace(dense, moe=True)
 
-    # 61 layers of 12 + 10 + 4 entries, and 23 further entries, fit in one queue. With experts on
-    # other ranks, each layer has 54 more entries, and 4 more for exchanges. Then two more queues
-    # are needed.
+    # In the dense model, 61 layers have 12 + 10 + 4 entries each. With 23 further entries, they fit
+    # in one queue. Experts on other ranks add 54 entries to each layer, and 4 entries for
+    # exchanges. Then two more queues are needed.
     assert price(DECODE, experts) == price(DECODE, dense) + 2
-    # With all_gather, each layer has 25 more entries, and 4 for exchanges. Then one more queue is
-    # needed.
+    # With all_gather, experts add 25 entries to each layer, and 4 entries for exchanges. Then one
+    # more queue is needed.
     assert price(DECODE, replace(experts, exchange="all_gather")) == price(DECODE, dense) + 1
 
 

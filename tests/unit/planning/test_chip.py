@@ -1,4 +1,4 @@
-"""The refusals of chips. For each rule, a similar case passes."""
+"""A chip's rules refuse settings. For each rule, a similar setting passes."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def check(cann: str, model: dict[str, Any], **keys: Any) -> None:
         ("9.1.0", ALONE, {"parallel": {"pcp": 2}}, "parallel.pcp 2; .* set both to 1"),
         ("8.5.0", LATENT, SHARDED, "parallel.dcp is 2; latent attention gives no sums"),
         ("8.5.1", LATENT, {"kv": {"block_size": 64}}, "latent attention takes 16 and 128"),
-        # A chip without a known version of CANN has the stricter rules.
+        # If CANN's version is unknown, the stricter rules apply.
         ("", {}, {"kv": {"block_size": 64}}, "kv.block_size is 64; .* multiples of 128"),
-        # Each rank has one query head and one KV head, so several query heads never share keys.
+        # A rank has one query head and one KV head, so no query heads share keys.
         ("9.1.0", {}, {"kv": {"block_size": 64}, "parallel": {"tp": 8}}, "kv.block_size is 64"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.plans import choose
 
 
 def zero_or(lowest: float, highest: float) -> st.SearchStrategy[float]:
-    """Draw zero, or a number whose products stay exact: real times are never as small as 1e-320."""
+    """Draw zero or a number in the range; products of tiny numbers (1e-320) would not be exact."""
     return st.just(0.0) | st.floats(lowest, highest)
 
 
@@ -98,4 +98,4 @@ def test_four_times_as_many_sizes_take_at_most_the_square_as_long() -> None:
 
     few_s = min(processor_s(250) for _ in range(5))
     many_s = min(processor_s(1000) for _ in range(3))
-    assert many_s < 2.5 * 4**2 * few_s  # cubic time would give 64 instead of 16
+    assert many_s < 2.5 * 4**2 * few_s  # the time is quadratic; in cubic time, 4**2 would be 4**3

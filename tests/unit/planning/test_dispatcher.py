@@ -1,4 +1,4 @@
-"""Dispatch: bucket edges, misses and their reasons, counters."""
+"""Tests of the dispatcher: sizes at bucket edges, the reasons of eager steps, and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy graphs: which shapes get a lazy graph, and which graphs are then evicted or stay."""
+"""Tests which shapes get a lazy graph, and which lazy graphs are evicted for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_lazy(capacity: int = 2, min_tokens: int = 100, retry_steps: int = 50) -
 
 
 def run_until_captured(lazy: LazyGraphs, num_tokens: int, query_len: int = 1) -> int:
-    """Note eager steps of a batch until its shape is captured; return the number of these steps."""
+    """Note eager steps of a batch until its shape gets a graph; return the number of steps."""
     for step in range(1, 1000):
         lazy.note(num_tokens, query_len, None, step)
         if (change := lazy.next_change()) is not None:
@@ -50,7 +50,7 @@ def test_a_batch_that_replays_its_best_shape_asks_for_nothing() -> None:
     lazy = make_lazy(min_tokens=1)
 
     lazy.note(10, 1, decode_graph(16), 1)
-    lazy.note(99, 1, None, 2)  # larger than any shape
+    lazy.note(99, 1, None, 2)  # this batch is larger than any shape
 
     assert lazy.next_change() is None
 
@@ -67,7 +67,7 @@ def test_the_least_recently_used_graph_makes_room() -> None:
     lazy = make_lazy(capacity=2)
     run_until_captured(lazy, 8)
     run_until_captured(lazy, 16)
-    lazy.note(8, 1, decode_graph(8), 1)  # used after the graph of 16 tokens
+    lazy.note(8, 1, decode_graph(8), 1)  # so the graph of 16 tokens is the least recently used
 
     for _ in range(4):
         lazy.note(32, 1, None, 2)

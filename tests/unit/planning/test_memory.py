@@ -1,4 +1,6 @@
-"""The itemised memory of a rank: published sizes, documented buffers, and refusals."""
+"""The plan itemises the memory of a rank. Tests compare it with published sizes and documented
+buffers, and test refusals.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,15 @@ def weights(memory: RankMemory) -> int:
 def test_671_billion_parameters_are_divided_among_their_ranks() -> None:
     whole = account(make(parallel={"tp": 16, "ep": 16}))
 
-    # Only latents, routers and norms are not divided, so a rank has slightly more than a sixteenth.
+    # Each rank has all weights of latents, routers and norms, and a sixteenth of all other weights.
     assert 1.0 < weights(whole) / (671e9 * 2 / 16) < 1.05
 
 
 def test_hccl_has_two_buffers_for_each_domain() -> None:
     spread, alone = make(), make(parallel={"tp": 16, "ep": 16})
 
-    assert part(account(spread), "HCCL buffers") == 2 * 2 * 200 * MIB  # domains of 8 and 32
+    # domains of 8 and of 32 ranks
+    assert part(account(spread), "HCCL buffers") == 2 * 2 * 200 * MIB
     assert part(account(alone), "HCCL buffers") == 2 * 200 * MIB  # TP and EP have the same ranks
     assert part(account(make(device={"hccl_buffer_mb": 512})), "HCCL buffers") == 4 * 512 * MIB
     assert part(account(spread, hccl=False), "HCCL buffers") == 0
@@ -85,8 +88,8 @@ def test_decoding_over_shards_holds_the_queries_and_findings_of_all_their_heads(
     # The numbers are for 32 requests.
     queries, findings = 32 * 128 * (512 + 64) * 2, 32 * 128 * 512 * 4
 
-    # There are two copies of the queries: as gathered, and in order. There are three copies of the
-    # results in float32: by shard, as sent, and as received.
+    # A graph has two copies of the queries: as gathered, and in the order of heads. It has three
+    # copies of the float32 results: as computed, as sent, and as received.
     assert 2 * queries + 3 * findings < more < 4 * queries + 8 * findings
 
 
@@ -97,12 +100,12 @@ def test_long_queries_hold_the_keys_of_a_chunk() -> None:
         parallel={"tp": 8, "dp": 4, "ep": 32, "dcp": 8}, max_model_len=65536, scheduler=few
     )
 
-    # For 8192 tokens: keys and values of 16 heads (made), and the latents from which they are
-    # computed (read).
+    # Bytes for a chunk of 8192 tokens: keys and values of 16 heads (made), and the latents from
+    # which they are computed (read).
     made, read = 8192 * 16 * 320 * 2, 8192 * 576 * 2
     keys = account(long).eager_bytes - account(short).eager_bytes
     assert 0.99 < keys / (made + read) < 1.01
-    # With shards, there are also the gathered latents of all shards, and their copy in order.
+    # With shards, latents are gathered from all shards, and copied into the order of tokens.
     assert account(sharded).eager_bytes - account(long).eager_bytes > 2 * read
 
 
@@ -122,8 +125,8 @@ def test_drafts_cost_a_layer_and_their_buffers() -> None:
     with_drafts = make(max_model_len=1024, speculative={"num_tokens": 1})
     more = weights(account(with_drafts)) - weights(account(without))
 
-    # A layer with experts has 11.6 billion parameters. This rank has 1/32 of the experts, and some
-    # whole tensors.
+    # The module is a layer with experts, which has 11.6 billion parameters. A rank has 1/32 of the
+    # experts, but all of some other tensors.
     assert 1.0 < more / (11.6e9 * 2 / 32) < 1.7
     assert part(account(with_drafts), "step buffers") > 1.5 * part(account(without), "step buffers")
 
@@ -137,7 +140,7 @@ def test_logits_take_what_graphs_can_hold_and_not_what_can_run() -> None:
     more = part(account(many), "step buffers") - part(account(few), "step buffers")
     counts = part(account(many), "token counts")
 
-    assert abs(more) < 512 * vocab  # one byte for each logit of the largest graph
+    assert abs(more) < 512 * vocab  # less than one byte for each logit of the largest graph
     assert counts == 4096 * vocab * 4
 
 

@@ -25,7 +25,7 @@ from dist_aclgraph.planning.traffic import weights_of
 from tests.plans import choose
 
 MODEL = partial(make_budget_model, "legacy-last")
-WORKLOAD = Workload(num_layers=4, tp=2)  # fixed price 40; 3 streams per bucket
+WORKLOAD = Workload(num_layers=4, tp=2)  # 40 streams once, and 3 streams per bucket
 
 
 def decode_family(*sizes: int) -> GraphFamily:
@@ -151,7 +151,8 @@ def test_the_tightest_rank_decides_for_all() -> None:
 
 
 def test_where_both_families_do_not_fit_the_cheaper_one_stays() -> None:
-    workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")  # price of pieces: 5
+    # a bucket of pieces needs 5 streams
+    workload = Workload(num_layers=4, mode="FULL_AND_PIECEWISE")
     families = (decode_family(1, 2), piecewise_family(1, 2))
 
     plan = negotiate([StreamOffer(rank=0, available=4)], families, MODEL(workload))

@@ -1,4 +1,4 @@
-"""The plan after a failed capture."""
+"""Tests of the plan that remains after a failed capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan is adapted to the traffic by single actions. Each batch that had a graph still has one."""
+"""Single captures and releases adapt a plan to the traffic. Batches with a graph still have one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.plans import decode_graph
 from tests.plans import make_plan as plan_of
 
 MODEL = partial(make_budget_model, "cann-pinned")
-WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")  # a piecewise bucket needs 4 ids
+# a piecewise bucket needs 4 stream ids
+WORKLOAD = Workload(num_layers=3, mode="FULL_AND_PIECEWISE")
 SIZES = tuple(stepped_sizes(64))
 FAMILIES = (
     GraphFamily(run_mode="FULL", query_len=1, buckets=SIZES),
@@ -40,7 +41,7 @@ FAMILIES = (
 
 
 def apply(plan: GraphPlan, action: Action) -> GraphPlan:
-    """Return the next version of the plan, after an action."""
+    """Return the plan after an action."""
     graph = action.graph
     families = []
     for family in plan.families:
@@ -152,7 +153,7 @@ def test_traffic_that_moved_moves_the_buckets() -> None:
     assert cost[1] < cost[0]
     assert {48, 56, 64} <= set(new.families[0].buckets)
     actions = transition(old, new, offers, MODEL(workload))
-    assert isinstance(actions[0], Release)  # there is no free stream for the capture
+    assert isinstance(actions[0], Release)  # the capture needs the released graph's streams
 
 
 def test_a_little_traffic_or_a_little_gain_changes_nothing() -> None:

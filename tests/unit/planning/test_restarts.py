@@ -1,4 +1,4 @@
-"""Limits of the restarts within an hour."""
+"""Tests the limits of restarts within an hour."""
 
 from __future__ import annotations
 

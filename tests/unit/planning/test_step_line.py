@@ -1,4 +1,4 @@
-"""The line that is fitted to the times of steps without a graph."""
+"""A line is fitted to the times of eager steps, as a function of their number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of recovery of a group, chosen from the facts about its failure."""
+"""Facts about a group's failure decide how the group recovers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The recurrent state of a fake worker: a checksum of all tokens that ran, in order.
+"""The recurrent states of a fake worker. A state is a checksum of all tokens that ran, in order.
 
-A token that runs twice, or from the state of another request, gives a wrong checksum.
+If a token runs twice, or continues from the state of another request, the checksum is wrong.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class FakeStates:
         self._rows: dict[int, list[int]] = {}
         self._passed: dict[int, int] = {}
         self._checkpoints: dict[int, int] = {}
-        self._kept: list[list[int]] = []  # by step: the checkpoints that it wrote
-        self._spoilt: set[int] = set()  # rows that sampled without a mask
+        self._kept: list[list[int]] = []  # for each step, the checkpoints that it wrote
+        self._spoilt: set[int] = set()  # rows whose last tokens were sampled without a mask
 
     def begin(self, batch: RankBatch) -> None:
-        """Copy checkpoints to rows, before a step."""
+        """Before a step, copy checkpoints to rows."""
         self._spoilt -= {start.row for start in batch.started}
         for row, checkpoint in unpack_ints(batch.restored, 2).tolist():
             assert row in {start.row for start in batch.started}, "the row does not begin"
@@ -56,7 +56,7 @@ class FakeStates:
         self._rows[row], self._passed[row] = states, passed
 
     def end(self, batch: RankBatch) -> None:
-        """Copy rows to checkpoints, after a step."""
+        """After a step, copy states of rows to checkpoints."""
         kept = unpack_ints(batch.kept, 2).tolist()
         for row, checkpoint in kept:
             assert row not in self._spoilt
@@ -68,7 +68,7 @@ class FakeStates:
         self._spoilt.add(row)
 
     def resume(self, num_in_flight: int) -> None:
-        """Lose all rows, and the checkpoints that the last steps wrote."""
+        """Lose all rows, and the checkpoints that the steps in flight wrote."""
         for kept in self._kept[len(self._kept) - num_in_flight :]:
             self._checkpoints.update(dict.fromkeys(kept, LOST))
         self._rows.clear()
@@ -78,7 +78,7 @@ class FakeStates:
         self._checkpoints.clear()
 
     def _state_of(self, row: int, before: Sequence[int]) -> int:
-        """Return the state after the tokens ``before``; the first token needs no earlier state."""
+        """Check and return the row's state after the tokens ``before``; 0 if there are none."""
         if not before or row in self._spoilt:
             return 0
         state = self._rows[row][self._passed[row]]

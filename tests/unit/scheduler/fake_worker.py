@@ -1,4 +1,4 @@
-"""Workers without a model: they mirror rows from step messages and keep tokens as KV cache."""
+"""Workers without a model: they keep rows as step messages say, and checksums in place of KV."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step sampled
-    has_drafts: bool | None = False  # None: the row was sent again, so the next step decides
+    has_drafts: bool | None = False  # None if the row was sent again; the next step shows it
 
 
 class FakeWorker:
     """Runs the steps of one data-parallel rank, and asserts that the cache has the right KV.
 
     Args:
-        num_drafts: draft tokens of each row that has sampled.
+        num_drafts: number of draft tokens of each row that has sampled.
         accept: returns the number of accepted drafts for each verification.
         has_state: whether the worker also checks recurrent states.
     """
@@ -57,8 +57,8 @@ class FakeWorker:
         self.cache = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.last_plan: RankPlan | None = None
-        self._written: list[list[tuple[int, int]]] = []  # by step: block, place in the block
-        self._drafted: set[int] = set()  # rows that may have drafts when they are sent again
+        self._written: list[list[tuple[int, int]]] = []  # for each step, (block, slot in the block)
+        self._drafted: set[int] = set()  # rows that can have drafts when they are sent again
         self._num_drafts = num_drafts
         self._accept = accept
         self._states = FakeStates() if has_state else None
@@ -111,7 +111,7 @@ class FakeWorker:
             self._states.resume(num_in_flight)
 
     def spoil(self, index: int) -> None:
-        """Let a row's last tokens be wrong; the scheduler must send the row again."""
+        """Make a row's last tokens wrong, so that the scheduler must send the row again."""
         row = self.rows[index]
         row.latest = [SPOILT] * len(row.latest)
         self._drafted.add(index)
@@ -146,7 +146,7 @@ class FakeWorker:
     def _run(
         self, index: int, computed: int, length: int, num_logits: int, *, is_void: bool
     ) -> list[int]:
-        """Return the new tokens of one row; empty in the middle of its prompt."""
+        """Return the new tokens of one row; none if the row's prompt has not ended."""
         row = self.rows[index]
         if row.has_drafts is None:
             row.has_drafts = num_logits > 1
@@ -169,7 +169,7 @@ class FakeWorker:
         for position in range(computed, computed + length):
             if position // self.block_size < len(row.blocks):
                 self._write(row, tokens, position, position < right)
-            else:  # after the last possible token of the request: not written
+            else:  # a position after the request's last possible token, which has no slot
                 assert position >= num_received
         if self._states is not None:
             self._run_state(index, tokens, computed, length, is_verified=num_logits > 1)
@@ -181,7 +181,7 @@ class FakeWorker:
         """Run a row's tokens through its state.
 
         Args:
-            tokens: the row's tokens, including new tokens. Later places have rejected drafts.
+            tokens: the row's tokens, including new tokens; later positions have rejected drafts.
         """
         assert self._states is not None
         before, after = tokens[:computed], [*tokens, *[WRONG] * length]
@@ -215,13 +215,14 @@ class FakeWorker:
 
 
 class FakeGroup:
-    """All ranks of a lockstep group. The first rank of each data-parallel rank owns its output.
+    """All ranks of a lockstep group. The first rank of each data-parallel rank reports its output.
 
     Args:
-        tp: number of tensor parallel ranks of each data-parallel rank.
-        lose: returns whether a step loses tokens. Called if the step's exchange can lose tokens.
-        compile_steps: returns for how many more steps one rank compiles the grammar of a row that
-            it samples; 0 if the grammar is compiled.
+        tp: number of tensor-parallel ranks of each data-parallel rank.
+        lose: returns whether a step loses tokens; it is called only if the step's exchange can lose
+            tokens.
+        compile_steps: returns the number of further steps in which one rank still compiles the
+            grammar of a row that it samples; 0 if the grammar is compiled.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class FakeGroup:
         self._tp = tp
         self._lose = lose
         self._compile_steps = compile_steps
-        # For each rank, the rows whose grammars it compiles, and the number of further steps.
+        # For each rank and each row whose grammar it compiles, the number of further steps.
         self._compiling: list[dict[int, int]] = [{} for _ in range(len(workers) * tp)]
         self.num_unmasked = 0
 
@@ -255,7 +256,7 @@ class FakeGroup:
         return results[::-1]
 
     def _mask(self, result: StepResult, batch: RankBatch) -> StepResult:
-        """Return a rank's result with its samples that had no mask."""
+        """Return a rank's result, and add which samples had no mask."""
         compiling = self._compiling[result.rank]
         sampled = sampled_rows(batch)
         compiling |= {row: self._compile_steps() for row in sampled if not compiling.get(row)}

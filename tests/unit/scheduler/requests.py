@@ -18,10 +18,10 @@ def submit(
     cache_salt: str = "",
     output: Sequence[int] = (),
 ) -> Request:
-    """Return a request; unless its parameters ignore EOS, EOS also ends the request.
+    """Return a request. EOS ends it, unless its parameters ignore EOS.
 
     Args:
-        output: the tokens that the request already got from a lost group.
+        output: the tokens that the request has already got from a group that was lost.
     """
     ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})
     sampling = row_sampling(params, seed=0, num_prompt_tokens=len(prompt), end_ids=ends)

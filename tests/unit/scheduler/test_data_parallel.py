@@ -48,7 +48,7 @@ def start(scheduler: Scheduler, *requests: Request) -> StepPlan:
 
 
 def finish(scheduler: Scheduler, *tokens: list[int], tp: int = 1, **fields) -> list[RequestDelta]:
-    """Update the scheduler with the tokens of each data-parallel rank in the step in flight."""
+    """Give the scheduler each data-parallel rank's tokens of the step in flight."""
     results = [
         StepResult(scheduler.epoch, scheduler.step, dp_rank * tp, pack_ints(found), **fields)
         for dp_rank, found in enumerate(tokens)
@@ -273,7 +273,7 @@ def test_the_experts_loads_are_kept_by_rank() -> None:
 
 
 def start_drafting(**options) -> Scheduler:
-    """Return a scheduler with k = 2, one rank and one request that has sampled token 50."""
+    """Return a scheduler with two drafts, one rank, and one request that has sampled token 50."""
     params = {"num_tokens": options.pop("num_tokens", 4), **options.pop("params", {})}
     scheduler = make_scheduler(dp=1, num_drafts=2, **options)
     start(scheduler, make_request("a", **params))
@@ -364,7 +364,8 @@ def test_what_comes_after_the_end_is_dropped(params, tokens, expected, reason) -
 def test_blocks_cover_drafts_only_as_far_as_the_request_can_go() -> None:
     scheduler = start_drafting(num_tokens=14, num_blocks=2, params={"max_tokens": 3})
 
-    verify(scheduler, 51)  # positions 14, 15 and 16; position 16 is never needed
+    # The step runs positions 14, 15 and 16; the request can end before it needs position 16.
+    verify(scheduler, 51)
 
     assert [len(request.block_ids) for request in scheduler.running] == [1]
 

@@ -1,4 +1,4 @@
-"""The shares of a step's tokens: no prompt waits for a whole long prompt; no request starves."""
+"""A step's tokens are shared: no prompt waits until a long prompt has ended, no request starves."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_a_long_prompt_is_served_in_an_endless_stream_of_others(stream: int) -> 
                 other = add(scheduler, f"{steps} {index}", stream, max_tokens=1)
                 earlier_tokens += stream if other.order < long.order else 0
 
-    # After the requests with earlier deadlines have run, the request gets at least its share of
-    # each step.
+    # When all requests with earlier deadlines have run, the long request gets at least ``SHARE``
+    # tokens of each step.
     assert steps <= earlier_tokens // STEP_TOKENS + LONG // SHARE + 8
 
 

@@ -1,4 +1,4 @@
-"""A request waits for its grammar; the other requests of its group run meanwhile."""
+"""While a request waits for its grammar, the other requests of its group run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FREE, FORM = 0, 1  # rows
 
 
 def make_both(**options: int) -> Scheduler:
-    """Return a scheduler with a request without a grammar and one with a grammar."""
+    """Return a scheduler with two requests, of which one has a grammar."""
     scheduler = make_scheduler(**options)
     for name in ("free", "form"):
         scheduler.add(make_request(name, ignore_eos=True, max_tokens=100))
@@ -22,7 +22,7 @@ def make_both(**options: int) -> Scheduler:
 
 
 def land(scheduler: Scheduler, plan: StepPlan | None, *results: dict[str, list[int]]) -> list[str]:
-    """Apply the results of a step, one of each worker; return the requests that got a token."""
+    """Apply one result per worker of a step; return the requests that got a token."""
     assert plan is not None
     tokens = [1] * sum(record[3] for record in records(plan))
     outputs = scheduler.update(
@@ -54,7 +54,7 @@ def test_a_request_without_a_mask_gets_no_token_and_runs_when_its_grammar_is_com
         plan = scheduler.schedule()
         assert rows_of(plan) == [FREE]
         assert plan is not None
-        # Workers begin the row again once, because they may have counted the row's wrong token.
+        # The workers begin the row again once, because penalties can count the row's wrong token.
         assert [start.row for start in plan.batches[0].started] == [FORM] * (number == 0)
         compiling = [FORM] if number < 4 else []
         assert land(scheduler, plan, {"compiling": compiling}) == ["free"]

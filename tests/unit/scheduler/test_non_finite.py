@@ -1,4 +1,4 @@
-"""NaN in a request's KV: the request ends with an error, and no other request ever sees it."""
+"""If a request's KV contains NaN, it ends with an error; no other request reads the NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_BLOCKS, BLOCK, VOCAB, POISON, NAN = 11, 4, 50, 49, -7
 
 
 class NanWorker(FakeWorker):
-    """A worker whose model computes NaN after the token ``POISON``. It reads whole blocks."""
+    """A worker whose model computes NaN after the token ``POISON``, and reads whole blocks."""
 
     def execute(self, plan: RankPlan, *args: Any, **options: Any) -> StepResult:
         result = super().execute(plan, *args, **options)

@@ -1,5 +1,5 @@
-"""Laws of routing: load is bounded; equal prefixes lead to the same group; a group that accepts no
-requests gets no request.
+"""Laws of routing: the loads of groups differ by a bounded amount; requests with equal prefixes go
+to the same group; a group that accepts no requests gets none.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_equal_beginnings_meet_while_loads_are_near_and_part_when_they_are_not()
     found = [router.route(str(i), prompt(*shared, 9000 + i), "", ["a", "b"]) for i in range(40)]
 
     assert found[0] == found[1] == found[2]
-    # The group with the prefix has many requests, so the wait costs more than the prefix saves.
+    # The group with the prefix gets so many requests that waiting costs more than the prefix saves.
     assert {"a", "b"} == set(found)
 
 
@@ -172,7 +172,7 @@ def test_a_memory_is_bounded_and_forgets_beginnings_last(uses, num_blocks):
         hashes = block_hashes(prompt(*begin(use % 4, use * 2)), "", BLOCK)
         memory.note(hashes)
         assert len(memory) <= num_blocks
-        # The first blocks of the last used prefix are known, as many as the memory can hold.
+        # The memory knows the last used prefix: all its blocks, or as many as the memory can hold.
         assert memory.match(hashes) == min(len(hashes), num_blocks)
 
 

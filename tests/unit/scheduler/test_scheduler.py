@@ -1,4 +1,4 @@
-"""Single decisions of the scheduler."""
+"""Tests single decisions of the scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dist_aclgraph.steps.step import RowLogprobs, StepPlan, StepResult
 from tests.plans import decode_graph, make_plan
 from tests.unit.scheduler.requests import EOS, submit
 
-DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, sample
+DECODE_AT_0 = [0, 4, 1, 1]  # row, num_computed_tokens, num_scheduled_tokens, number of samples
 
 
 def make_scheduler(
@@ -270,7 +270,8 @@ def test_log_probabilities_follow_their_token() -> None:
     [(256, 1, "prompt"), (300, None, "prompt"), (40, 100, "max_tokens"), (64, None, "max_tokens")],
 )
 def test_a_request_that_can_never_fit_is_refused(num_tokens, max_tokens, param) -> None:
-    scheduler = make_scheduler(num_blocks=4, block_size=16)  # 48 tokens of KV
+    # requests can use three blocks, for 48 tokens
+    scheduler = make_scheduler(num_blocks=4, block_size=16)
 
     with pytest.raises(RequestTooLongError) as caught:
         scheduler.add(make_request("a", num_tokens, max_tokens=max_tokens))
@@ -287,7 +288,7 @@ def test_without_max_tokens_a_request_makes_do_with_a_small_cache() -> None:
     while scheduler.schedule() is not None:
         count += len(run(scheduler, 1))
 
-    assert count == 13  # 16 tokens have KV; the last token needs no KV
+    assert count == 13  # 4 + 12 tokens fill the block; the last token needs no KV
 
 
 def test_a_full_queue_refuses() -> None:

@@ -1,5 +1,7 @@
-"""Laws of the scheduler with random arrivals, lengths, aborts, preemptions, rejected drafts, lost
-tokens, grammars that are compiled late and device failures, for any number of data-parallel ranks.
+"""Laws of the scheduler for any number of data-parallel ranks.
+
+Arrivals, lengths, aborts, preemptions, rejected drafts, lost tokens, late grammars and failures of
+devices are random.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ from tests.unit.scheduler.requests import EOS, submit
 VOCABULARY = 40
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
-PREFIX = list(range(100, 116))  # prompts have equal beginnings, so that the prefix cache is used
+PREFIX = list(range(100, 116))  # prompts begin with a part of it, so that the prefix cache is used
 
 
 @dataclass(frozen=True)
 class Arrival:
     at_step: int
-    shared: int  # number of tokens of PREFIX
+    shared: int  # number of tokens of PREFIX with which the prompt begins
     own: int
     max_tokens: int | None
     ignore_eos: bool
     min_tokens: int
-    abort_at: int | None  # step, counted from the arrival
-    in_flight: bool  # abort while the step runs
-    emitted: int = 0  # number of output tokens that the request already has, at most its length
+    abort_at: int | None  # number of steps from the arrival to the abort
+    in_flight: bool  # whether the abort comes while the step runs
+    emitted: int = 0  # number of output tokens that the request has at its arrival
 
     def prompt(self, index: int) -> list[int]:
         return PREFIX[: self.shared] + [1000 + index] * self.own
@@ -97,22 +99,22 @@ arrivals = st.lists(
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A group and its limits."""
+    """The size of a group, its limits, and its random events."""
 
     dp: int
     tp: int
     num_drafts: int
     max_num_seqs: int
-    spare_tokens: int  # tokens of a step beyond those for decoding
+    spare_tokens: int  # number of tokens of a step beyond the tokens for decoding
     num_blocks: int
     prefix_cache: bool
     loses_tokens: bool
-    compiles: bool = False  # whether requests may wait for grammars
+    compiles: bool = False  # whether some requests wait for grammars
     counts_shared: bool = False
     in_flight: int = 2
     exact: bool = False
     num_checkpoints: int | None = None  # None: the model has no recurrent state
-    interval: int = 1  # blocks between checkpoints
+    interval: int = 1  # number of blocks between two checkpoints
 
     @property
     def max_tokens(self) -> int:
@@ -133,14 +135,14 @@ shapes = st.builds(
     counts_shared=st.booleans(),
     in_flight=st.integers(1, 2),
 )
-# With ``counts_shared``, decode steps run without a graph if the cache is full; such steps are not
-# exact.
+# With ``counts_shared``, decode steps run without a graph if the cache is full. Such steps are not
+# exact, so ``counts_shared`` is off here.
 exact_shapes = shapes.map(
     lambda s: replace(s, num_drafts=0, prefix_cache=False, counts_shared=False, exact=True)
 )
 
 
-# No exchange of a model with recurrent state may lose tokens, because no step may run twice.
+# A step of a model with recurrent state cannot run twice, so its exchange must not lose tokens.
 stateful_shapes = st.builds(
     lambda shape, count, interval: replace(
         shape, loses_tokens=False, num_checkpoints=count, interval=interval
@@ -160,8 +162,8 @@ def exchange_without_loss(num_tokens: int) -> ExchangeKind:
 
 
 def counted_blocks(plan: StepPlan, records: np.ndarray) -> int:
-    """Return the number of blocks that a rank's attention counts by its lengths, padding
-    included.
+    """Return the number of blocks that attention counts for a rank: by the lengths of all requests,
+    including padding.
     """
     kv_lens = records[:, 1] + records[:, 2]
     lens = kv_lens.tolist()
@@ -179,7 +181,8 @@ class World:
     seed: int
     got: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    results: deque[list[StepResult]] = field(default_factory=deque)  # of steps in flight
+    # results of the steps in flight
+    results: deque[list[StepResult]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         shape, chance = self.shape, random.Random(self.seed)
@@ -283,7 +286,7 @@ class World:
             self.take([output])
 
     def check_plan(self, plan: StepPlan) -> None:
-        """Check that workers and scheduler have equal rows, which write to different blocks."""
+        """Check that workers have the scheduler's rows, and that rows write different blocks."""
         scheduler, decode_len = self.scheduler, self.shape.num_drafts + 1
         batches = [unpack_ints(batch.scheduled, 4) for batch in plan.batches]
         most = max(int(records[:, 2].sum()) for records in batches)
@@ -329,9 +332,9 @@ class World:
         assert orders == sorted(orders)
 
     def check_exact_plan(self, plan: StepPlan) -> None:
-        """Check that shapes depend only on single requests.
+        """Check that the shape in which a request runs does not depend on other requests.
 
-        A step runs either a chunk of one prompt, or one token of each request after its prompt.
+        A step runs either a chunk of one prompt, or one token of each request whose prompt has run.
         """
         kinds = set()
         for rank, batch in zip(self.scheduler.ranks, plan.batches, strict=True):
@@ -349,7 +352,7 @@ class World:
             assert logits == sorted(logits, reverse=True), "a graph samples its first rows"
         assert len(kinds) == 1
         is_small = max(len(batch.scheduled) for batch in plan.batches) <= 4 * 16
-        # A void step is repeated with all_gather, and without a graph.
+        # A void step is repeated; the repetition uses all_gather and no graph.
         if plan.exchange != "all_gather":
             assert (plan.graph is not None) == (kinds == {False} and is_small)
 

@@ -1,6 +1,6 @@
-"""A prefix of a model with recurrent state is shared only with both its blocks and a checkpoint.
+"""If a model has recurrent state, a prefix is shared only if its blocks and a checkpoint exist.
 
-The fake worker checks that each request starts from the state of its own tokens.
+The fake worker checks that each request continues from the state after its own tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.unit.scheduler.fake_worker import FakeWorker
 from tests.unit.scheduler.requests import submit
 
 BLOCK = 4
-PROMPT = list(range(100, 113))  # three full blocks before its last token
+PROMPT = list(range(100, 113))  # three full blocks, and one token
 
 
 class Group:
-    """A scheduler and its fake worker, for one request after another or for several at once."""
+    """A scheduler and a fake worker; requests run one after another, or together."""
 
     def __init__(self, num_checkpoints: int, *, interval: int = 1, num_blocks: int = 40) -> None:
         self.checkpoints = Checkpoints(num_checkpoints, interval)
@@ -36,7 +36,7 @@ class Group:
             GraphDispatcher(make_plan(1, 2)),
             max_model_len=64,
         )
-        self.cached: dict[str, int] = {}  # by request: tokens that it took from the cache
+        self.cached: dict[str, int] = {}  # for each request, number of tokens from the cache
         self._worker = FakeWorker(num_blocks, BLOCK, has_state=True)
 
     def submit(self, name: str, prompt: Sequence[int], count: int = 1, salt: str = "") -> None:
@@ -76,7 +76,7 @@ def test_blocks_without_a_checkpoint_are_not_shared() -> None:
     group = Group(num_checkpoints=1)
     group.serve("donor", PROMPT)
     assert group.serve("hit", [*PROMPT, 1]) == 12
-    group.serve("other", [*range(5)])  # takes the only checkpoint
+    group.serve("other", [*range(5)])  # this request takes the only checkpoint
 
     assert group.pool.num_cached >= 4, "the blocks are there"
     assert group.serve("late", PROMPT) == 0
@@ -84,8 +84,8 @@ def test_blocks_without_a_checkpoint_are_not_shared() -> None:
 
 def test_a_prefix_ends_at_the_last_checkpoint_that_is_left() -> None:
     group = Group(num_checkpoints=2, interval=2)
-    group.serve("donor", PROMPT)  # checkpoints after 8 and after 12 tokens
-    group.serve("other", [*range(5)])  # takes the older checkpoint
+    group.serve("donor", PROMPT)  # this request stores checkpoints after 8 and after 12 tokens
+    group.serve("other", [*range(5)])  # this request takes the older checkpoint
 
     assert group.serve("long", PROMPT) == 12
     assert group.serve("short", [*PROMPT[:8], 1, 2]) == 0
@@ -96,10 +96,10 @@ def test_a_checkpoint_without_all_of_its_blocks_is_not_used() -> None:
     group = Group(num_checkpoints=2, num_blocks=5)
     pool, request = group.pool, submit("r", PROMPT[:9], SamplingParams())
     prefixes = Prefixes(pool)
-    prefixes.match(request)  # computes the hashes of two blocks
+    prefixes.match(request)  # this computes the hashes of the request's two blocks
     for block, block_hash in zip(pool.allocate(2), request.hashes, strict=True):
         pool.store(block, block_hash)
-        pool.free([block])  # the first block is the first one to be evicted
+        pool.free([block])  # the block that is freed first is evicted first
     group.checkpoints.begin(request.hashes[1])
     group.checkpoints.store(request.hashes[1])
     assert len(prefixes.match(request)) == 2

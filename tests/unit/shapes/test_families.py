@@ -1,4 +1,4 @@
-"""The values read from config.json of families beside DeepSeek, from published files."""
+"""Tests the values that are read from published config.json files of families besides DeepSeek."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads of ranks, and the number of heads that attend together if ranks share a cache."""
+"""Tests the number of heads on each rank, and of heads that attend together over a shared cache."""
 
 from __future__ import annotations
 

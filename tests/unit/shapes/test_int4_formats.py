@@ -1,4 +1,4 @@
-"""Which matrices have four bits, and how many bytes a plan counts for them."""
+"""Tests which matrices have four bits, and how many bytes a plan counts for these matrices."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_only_parts_with_four_bits_become_smaller(tmp_path: Path, layout: dict[s
     wide = bytes_of(write(tmp_path), **layout)
     narrow = bytes_of(write(tmp_path, KIMI), **layout)
 
-    # Half a byte, and a scale of two bytes for 32 elements, in place of two bytes.
+    # In place of two bytes, an element has half a byte; 32 elements share a scale of two bytes.
     assert narrow["experts"] == wide["experts"] * 9 // 32
     assert narrow.pop("offsets of experts") == wide["experts"] // V3_SPARSE // 2 * 2 // 3 // 16
     assert wide | {"experts": narrow["experts"]} == narrow
@@ -186,7 +186,7 @@ def test_each_matrix_that_a_tool_kept_in_floats_is_counted_in_floats(
 
     count = sum(3 * 111 if name.startswith("re:") else 1 for name in kept)
     elements = V3["hidden_size"] * V3["moe_intermediate_size"]
-    # Two bytes in place of half a byte and a share of a scale.
+    # An element has two bytes in place of half a byte and 1/32 of a scale of two bytes.
     assert found - narrow == count * elements * 23 // 16
 
 

@@ -1,4 +1,4 @@
-"""The demands of a configuration on its model, and the facts of the model."""
+"""Tests what a configuration demands of its model, and the facts that are read about the model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_what_a_model_has_is_taken(tmp_path: Path) -> None:
 def test_qwen3_next_has_a_next_token_module_unless_config_json_says_otherwise(
     tmp_path: Path,
 ) -> None:
-    published = {"architectures": ["Qwen3NextForCausalLM"]}  # names no such module
+    # the published config.json does not mention the module
+    published = {"architectures": ["Qwen3NextForCausalLM"]}
 
     assert read(tmp_path, **published).num_draft_layers == 1
     assert read(tmp_path, **published, num_nextn_predict_layers=0).num_draft_layers == 0

@@ -12,7 +12,7 @@ from dist_aclgraph.errors import ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from tests.unit.shapes.test_model_spec import V3
 
-# The formats as the tools write them.
+# ``quantization_config`` of each format, as tools write it.
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

@@ -1,4 +1,4 @@
-"""Lengths of contexts, derived as in vLLM, and keys of the rotary embedding that exclude others.
+"""Context lengths are derived as in vLLM; contradictory keys of the rotary embedding are refused.
 
 ``tests/engine/test_rotary.py`` compares frequencies with transformers.
 """

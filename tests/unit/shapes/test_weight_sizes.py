@@ -1,4 +1,4 @@
-"""Bytes of weights against the published sizes of the models."""
+"""The number of bytes of weights is compared with the published sizes of models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_deepseek_v3_has_671_billion_parameters() -> None:
 
 
 def test_its_next_token_module_has_14_billion_with_the_embedding_and_head_it_shares() -> None:
-    # "685B on Hugging Face: 671B of the main model and 14B of the next-token module."
+    # The model card says: 685B on Hugging Face, 671B of the main model and 14B of this module.
     spec = read_model_spec(SHAPES / "deepseek-v3")
     alone = elements("deepseek-v3", drafts=True) - elements("deepseek-v3")
     assert round((alone + 2 * spec.vocab_size * spec.hidden_size) / 1e9) in (13, 14)
@@ -45,7 +45,7 @@ def test_qwen3_has_235_billion_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "billions", "tolerance"),
-    # As the authors publish them. The card of gpt-oss gives two digits after the point.
+    # Billions of parameters, as the authors publish them; gpt-oss's card has two decimal places.
     [("glm-4.5", 355, 0.015), ("glm-4.5-air", 106, 0.015), ("minimax-m2", 230, 0.015),
      ("kimi-k2", 1040, 0.015), ("qwen3-next-80b-a3b", 80, 0.015),
      ("qwen3.5-397b-a17b", 397, 0.015), ("glm-5", 744, 0.015), ("deepseek-v3.2", 671, 0.015),
@@ -55,7 +55,7 @@ def test_qwen3_has_235_billion_parameters() -> None:
 def test_other_families_have_the_published_numbers_of_parameters(
     shape: str, billions: float, tolerance: float
 ) -> None:
-    # Four bytes an element, so that values that are always float32 count once.
+    # All elements have four bytes here, so elements that are always float32 count like the others.
     assert elements(shape, element_bytes=4) / 4e9 == pytest.approx(billions, rel=tolerance)
 
 
@@ -67,7 +67,7 @@ def test_spreading_experts_or_splitting_them_costs_a_rank_the_same(shape: str) -
 def test_routers_are_float32_whatever_the_others_are() -> None:
     spec = read_model_spec(SHAPES / "deepseek-v3")
     routers = dict(weight_parts(spec, tp=8, ep=32, element_bytes=2))["routers"]
-    assert routers == 58 * 256 * (7168 + 1) * 4  # with the bias for the choice of experts
+    assert routers == 58 * 256 * (7168 + 1) * 4  # + 1 for the bias with which experts are chosen
 
 
 def test_int8_halves_what_is_quantised() -> None:

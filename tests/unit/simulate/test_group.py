@@ -69,7 +69,7 @@ def test_a_trace_of_batches_counts_as_by_hand(checkpoint: Path) -> None:
     assert (shares.steps, shares.eager_steps) == (6, 2)
     assert (shares.live_tokens, shares.eager_tokens, shares.padded_tokens) == (28, 13, 2)
     assert shares.padding_share == 2 / 17
-    # There are six steps. 1 + 4 + 4 + 8 = 17 tokens are replayed, and 13 tokens run eagerly.
+    # In six steps, 1 + 4 + 4 + 8 = 17 tokens are replayed, and 13 tokens run eagerly.
     assert found.clock_s == 6 * 1.0 + 0.5 * (17 + 13)
 
 
@@ -126,7 +126,7 @@ arrivals = st.lists(
 
 
 class DrawnDrafts:
-    """Accepts drafts of a ``FakeWorker`` with the random numbers of a simulated group."""
+    """Lets a ``FakeWorker`` accept the drafts that a simulated group would accept."""
 
     def __init__(self, num_drafts: int, accepted: float) -> None:
         self._num_drafts, self._accepted = num_drafts, accepted
@@ -134,7 +134,7 @@ class DrawnDrafts:
         self._next: deque[int] = deque()
 
     def draw(self, batch: RankBatch) -> None:
-        """Draw the drafts of a step."""
+        """Draw the numbers of accepted drafts in a step."""
         logits = [n for *_, n in unpack_ints(batch.scheduled, 4).tolist() if n]
         if self._num_drafts:
             is_right = self._random.random((len(logits), self._num_drafts)) < self._accepted
@@ -142,7 +142,7 @@ class DrawnDrafts:
             self._next.extend(count for count, n in zip(right, logits, strict=True) if n > 1)
 
     def next(self) -> int:
-        """Return the number of accepted drafts of the next request of the step."""
+        """Return the number of accepted drafts for the step's next request."""
         return self._next.popleft()
 
 
@@ -304,7 +304,7 @@ def test_a_plan_follows_its_traffic_while_it_is_simulated(checkpoint: Path) -> N
     assert simulated.counts.plan_changes == 1
     new = set(simulated.dispatcher.plan.families[0].buckets) - set(first)
     assert simulated.counts.plan_captures == simulated.ranks.captures == len(new)
-    # A change needs 256 observed steps; steps run between its captures.
+    # The plan changes only after 256 observed steps, and steps run between the captures.
     assert 300 < simulated.versions[1]["at_s"] < 400
     assert simulated.tally.over_time.report()[-1]["padding_share"] == 7 / 24
     assert simulated.most_streams == {"full decode": 4, "fixed": 0, "all": 4}
@@ -340,7 +340,7 @@ def test_lazy_graphs_come_and_go_and_take_time(checkpoint: Path) -> None:
         graph for graph in simulated.dispatcher.replays if graph.num_tokens in (8, 16, 64)
     }
     assert simulated.clock_s == 200 + 2 * 1000.0
-    # At each time, the plan's graph and one more graph exist.
+    # At any time, there are at most the plan's graph and one other graph.
     assert simulated.most_streams["all"] == 2
 
 

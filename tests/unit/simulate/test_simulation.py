@@ -1,4 +1,4 @@
-"""Whole simulations: the groups that are simulated, the end of a load, and comparisons."""
+"""Tests of whole simulations: which groups are simulated, how a load ends, and comparisons."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def test_requests_of_a_trace_are_dealt_in_turn(checkpoint: Path, tmp_path: Path)
 
     assert every["requests"]["finished"] == 10
     assert every["eager_steps"] == {"prefill": 10}
-    assert {row["tokens"] for row in every["by_tokens"]} == {1, 4}  # every third request
+    # The group gets every third request, and these requests have prompts of 4 tokens.
+    assert {row["tokens"] for row in every["by_tokens"]} == {1, 4}
     assert some["requests"]["finished"] == 3
     assert early["requests"]["finished"] == 4
 

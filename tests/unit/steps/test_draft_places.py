@@ -13,8 +13,9 @@ BLOCK_SIZE, MAX_BLOCKS, MAX_ROWS = 4, 5, 6
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
-    """Draw a batch of verified rows, ends of prompts and middles of prompts, with the blocks that
-    rows need.
+    """Draw a batch of rows with the blocks that they need.
+
+    A row verifies drafts, ends its prompt, or is in the middle of its prompt.
     """
     k = draw(st.integers(1, 3))
     rows = draw(st.permutations(range(MAX_ROWS)))[: draw(st.integers(1, MAX_ROWS))]
@@ -48,7 +49,7 @@ def test_places_are_the_last_tokens_of_each_request(
         assert found.most[index] == (logits - 1 if may_draft[row] else 0)
         expected = list(range(end - logits, end))
         assert found.places[index].tolist() == expected + expected[-1:] * (k + 1 - logits)
-        # The position of the first place belongs to its token.
+        # The first place has the position of its token.
         assert found.positions[index, 0] == computed + scheduled - logits
         index += 1
     assert index == len(found.rows)

@@ -1,4 +1,4 @@
-"""Laws of padding: the lengths of a step in a graph."""
+"""Laws of the lengths to which a step is padded in a graph."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ MAX_SEQS = 16
 
 @st.composite
 def mixed_steps(draw: st.DrawFn) -> tuple[BatchDescriptor, list[int], list[int]]:
-    """Draw a graph for mixed batches, and requests that fit in the graph: numbers of queries and of
-    earlier tokens.
+    """Draw a graph for mixed batches, and requests that fit in the graph.
+
+    The lists contain each request's number of queries and number of earlier tokens.
     """
     queries = draw(st.lists(st.integers(1, 40), max_size=MAX_SEQS))
     bucket = sum(queries) + draw(st.integers(0 if queries else 1, 60))
@@ -96,7 +97,7 @@ def test_where_caches_are_sharded_each_token_has_its_own_length_on_each_shard(
         for token, length in enumerate(seen):
             kept = [row[token] for row in rows]
             empty = [length <= shards.first_position(shard) for shard in range(count)]
-            assert sum(kept) - sum(empty) == length  # an empty share counts as length one
+            assert sum(kept) - sum(empty) == length  # an empty shard has length one
 
 
 @given(mixed_steps(), st.sampled_from((1, 4, 16)))

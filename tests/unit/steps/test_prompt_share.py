@@ -1,4 +1,4 @@
-"""Laws of split steps: the ranks' parts together are the step; ranks find each other's results."""
+"""Laws of steps that ranks split: their parts together are the step, and each finds all results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LENS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), min_size=1, m
 
 
 def make_step(lens: list[tuple[int, int]]) -> HostStep:
-    """Make a step of requests, each given as (queries, tokens before them).
+    """Make a step of requests, each given as (number of queries, number of earlier tokens).
 
-    The token ids count the step's tokens.
+    A token's id is its index in the step.
     """
     queries, before = (np.array(column, np.int32) for column in zip(*lens, strict=True))
     ends = np.cumsum(queries, dtype=np.int32)
@@ -86,7 +86,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
         owners, landings = share.prompts.owners, share.prompts.landings
         found = [shares[o].token_ids[i] for o, i in zip(owners, landings, strict=True)]
         assert found == step.places.tolist()
-        # The places of this rank have the right tokens in its share.
+        # The places that this rank owns point at the right tokens of its part.
         own = owners == share.prompts.rank
         assert (share.token_ids[share.places][own] == step.places[own]).all()
 
@@ -95,7 +95,7 @@ def test_every_rank_finds_every_place(lens: list[tuple[int, int]], num_ranks: in
 def test_direct_rows_see_the_keys_up_to_their_own(
     lens: list[tuple[int, int]], num_ranks: int, heads: int, interleave: int, takes_long: bool
 ) -> None:
-    """On all shards together, each row's last query sees its own and all earlier positions."""
+    """On all shards together, each row's last query attends to all positions up to its own."""
     step = make_step(lens)
     for rank in range(num_ranks):
         share = share_prompts(step, num_ranks, rank)
