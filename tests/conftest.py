@@ -49,13 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector ignore the imported modules and the collected tests from now on.
+def freeze_objects() -> None:
+    """Let the garbage collector ignore all objects that exist now: modules and collected tests.
 
-    Otherwise each full collection visits millions of objects that never die.
+    These objects live as long as the process. There are millions of them, so each full collection
+    would take a second.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    freeze_objects()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,6 +97,8 @@ def npu() -> Any:
     )
     opened = open_npu(config.device, 0)
     import torch
+
+    freeze_objects()
 
     # transformers uses one thread: a second thread would spin, and use more CPU time than it saves.
     torch.set_num_threads(1)

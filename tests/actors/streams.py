@@ -39,6 +39,7 @@ class Streams:
             answer = self.service.submit(name, PROMPTS[which], greedy_params(TOKENS))
             assert answer.ended.wait(120), "no answer"
             self.ended.append((which, answer))
+            self._stopping.wait(0.1)  # leaves processor time to the processes that start or stop
 
     def stop(self) -> None:
         self._stopping.set()

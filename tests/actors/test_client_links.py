@@ -124,8 +124,8 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
 ) -> None:
     group = make_group(max_model_len=1024, num_blocks=200, link_s=NEVER_S)
     client = make_client(group.address, link_s=NEVER_S)
-    # Four of 60 requests run at a time, so the engine sends 60 * 400 / 4 = 6,000 messages.
-    reader, *others = submit_many(client, 60, 400)
+    # Four of 60 requests run at a time, so the engine sends 60 * 160 / 4 = 2,400 messages.
+    reader, *others = submit_many(client, 60, 160)
     wait_until(lambda: group.scheduler.num_requests == 60, "not all requests are there")
     reader.hold()
 
@@ -138,7 +138,7 @@ def test_a_client_that_is_held_for_a_while_misses_no_delta(
 
     for answer in (reader, *others):
         assert answer.ended.wait(60)
-        assert (answer.finish_reason, len(answer.tokens)) == ("length", 400), answer.error
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", 160), answer.error
 
 
 def test_a_client_that_leaves_too_much_unread_is_cut_off_and_told(

@@ -18,7 +18,7 @@ from tests.slow import slow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
-STREAMS, TOKENS, ANSWER_S = 12, 400, 240.0
+STREAMS, TOKENS, ANSWER_S = 8, 100, 240.0
 SOFTWARE_QUEUES = {"strict": False, "accounting": "software_sq"}
 PROMPTS = make_prompts([20, 7, 33, 12] * (STREAMS // 4))
 

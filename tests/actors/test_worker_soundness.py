@@ -40,6 +40,7 @@ class Channel:
 @pytest.fixture
 def make_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     monkeypatch.setattr(module.gc, "freeze", lambda: None)
+    monkeypatch.setattr(module.gc, "unfreeze", lambda: None)  # tests/conftest.py has frozen objects
 
     def make(
         error: Exception | None,

@@ -18,6 +18,7 @@ from tests.cli.test_recovery import Service, Stream, serving
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 OWNER, INGRESS, RAYLET, GCS = "serve:owner", "serve:ingress", "raylet", "gcs_server"
+LONG = 200  # tokens of an answer that still runs when a process is killed
 BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage")
 
 
@@ -55,7 +56,7 @@ def end(service: Service) -> int:
 
 def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object) -> None:
     with serving() as service:
-        wanted = [stream.text for stream in service.ask_all(600)]
+        wanted = [stream.text for stream in service.ask_all(LONG)]
         others = {name: service.pids(name) for name in (OWNER, RAYLET, "ray::Engine")}
         meanwhile: list[int] = []
 
@@ -64,7 +65,7 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
             # A client that connects during the outage waits, and is not refused.
             meanwhile.append(service.http.get("/health").status_code)
 
-        streams = service.ask_all(600, strike)
+        streams = service.ask_all(LONG, strike)
 
         assert meanwhile and meanwhile[0] in (200, 503)
         assert [stream.error for stream in streams] == [""] * len(streams)
@@ -83,7 +84,7 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
     name: str, npu: object
 ) -> None:
     with serving("recovery.restarts_per_hour=1") as service:
-        wanted = [stream.text for stream in service.ask_all(600)]
+        wanted = [stream.text for stream in service.ask_all(LONG)]
         ingress, forking = service.pids(INGRESS), fork_servers(service)
         late = Stream()
 
@@ -91,9 +92,9 @@ def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
             kill(service, name)
             wait_until(lambda: service.status("/ready") == 503, "it is ready without Ray", WAIT_S)
             assert service.http.get("/health").json()["status"] == "recovering"
-            service.ask(0, late, 600)
+            service.ask(0, late, LONG)
 
-        streams = service.ask_all(600, strike)
+        streams = service.ask_all(LONG, strike)
 
         assert [stream.error for stream in streams if stream.error] == []
         assert [stream.text for stream in streams] == wanted
@@ -174,7 +175,7 @@ def test_a_replacement_that_dies_before_ray_knows_it_is_started_again(npu: objec
             for pid in found:
                 os.kill(pid, signal.SIGKILL)
 
-        streams = service.ask_all(600, strike)
+        streams = service.ask_all(LONG, strike)
 
         assert [stream.error for stream in streams if stream.error] == []
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import threading
 
-import anthropic
 import openai
 import pytest
 
@@ -239,6 +238,8 @@ def test_keys_do_not_share_limits_and_no_limit_is_the_default():
 
 
 def test_a_client_above_its_rate_gets_a_429_that_says_when_to_try_again(tmp_path):
+    import anthropic  # takes seconds, so only tests that use it import it
+
     path = write_keys(tmp_path / "keys", f"{FIRST} name=alice requests_per_minute=1\n{SECOND}")
     body = {"model": MODEL, "messages": HI}
     with serving(opened(path)) as service:

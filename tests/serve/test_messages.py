@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import anthropic
+from typing import TYPE_CHECKING
+
 import pydantic
 import pytest
 
@@ -15,6 +16,9 @@ from tests.serve.conftest import WAIT_S, serving
 from tests.serve.test_hostile_bodies import filled
 from tests.serve.test_tools import CALLS
 from tests.serve.tooled import MODEL
+
+if TYPE_CHECKING:
+    import anthropic
 
 PATH = "/v1/messages"
 KEY = "0123456789abcdef-key"
@@ -29,6 +33,8 @@ THOUGHT = "<think>\nhm, 2\n</think>\n\nFour."
 
 
 def client_of(service, key: str = "none") -> anthropic.Anthropic:
+    import anthropic  # takes seconds, so only tests that use it import it
+
     return anthropic.Anthropic(base_url=service.url, api_key=key, max_retries=0, timeout=WAIT_S)
 
 
@@ -312,6 +318,8 @@ def test_a_failure_in_mid_stream_is_an_event(tooled):
     tooled.answer("one two three four five six seven")
     tooled.engine.fail_after = (3, "EngineError")
 
+    import anthropic
+
     with pytest.raises(anthropic.APIStatusError) as failed:
         list(ask(tooled, stream=True))
 
@@ -440,6 +448,8 @@ def test_errors_of_all_layers_have_anthropics_form(tooled):
 
 
 def test_a_key_may_come_as_x_api_key():
+    import anthropic
+
     access = Access(ApiKeys(fixed=(ApiKey.of(KEY),)))
     with serving(access) as guarded:
         guarded.answer("Hello.")

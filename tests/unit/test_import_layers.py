@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def imported_folder(target: str) -> str | None:
     return folder_of(inner) if top == NAME else None
 
 
+@cache
 def modules() -> list[Module]:
     found = []
     for base, folder in ((PACKAGE, PACKAGE), *((ROOT, ROOT / name) for name in BESIDE)):
@@ -101,9 +103,6 @@ def modules() -> list[Module]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found.append(Module(name, tree, path.name == "__init__.py"))
     return found
-
-
-MODULES = modules()
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -214,7 +213,7 @@ def assignments_to_foreign_attributes(module: Module) -> Iterator[tuple[int, str
 
 def assert_none(rule: Rule) -> None:
     """Fail if a line of code breaks the rule. The message lists all such lines."""
-    found = [f"{m.name}:{line}: {what}" for m in MODULES for line, what in rule(m)]
+    found = [f"{m.name}:{line}: {what}" for m in modules() for line, what in rule(m)]
     assert not found, "\n".join([rule.__name__.replace("_", " "), *found])
 
 
@@ -304,7 +303,7 @@ def test_each_rule_finds_what_breaks_it() -> None:
 def folders_by_imports() -> dict[str, set[str]]:
     """Return for each folder the other folders that its modules import."""
     found: dict[str, set[str]] = {folder: set() for folder in LAYERS}
-    for module in (module for module in MODULES if module.folder in LAYERS):
+    for module in (module for module in modules() if module.folder in LAYERS):
         for _, target in imports(module.tree):
             if (folder := imported_folder(target)) is not None:
                 found[module.folder].add(folder)
@@ -312,7 +311,7 @@ def folders_by_imports() -> dict[str, set[str]]:
 
 
 def test_the_table_has_one_row_for_each_folder() -> None:
-    assert {module.folder for module in MODULES if not module.is_face} == set(LAYERS)
+    assert {module.folder for module in modules() if not module.is_face} == set(LAYERS)
 
 
 def test_no_folder_imports_one_that_imports_it() -> None:
