@@ -17,6 +17,7 @@ from dist_aclgraph.environment import disable_backend_autoload
 from dist_aclgraph.logs import ACCESS, PACKAGE, RAY
 from tests import laws
 
+gc.disable()  # until all tests are collected: before that, nearly no garbage exists
 # These variables are set before any test imports torch.
 disable_backend_autoload()
 # Logs of the deployments of tests; processes of Ray inherit this variable.
@@ -61,6 +62,7 @@ def freeze_objects() -> None:
 
 def pytest_collection_finish() -> None:
     freeze_objects()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

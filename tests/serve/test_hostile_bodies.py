@@ -20,7 +20,8 @@ RESPONSES = "/v1/responses"
 def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
     """Return a body of nearly the maximum size, with as many items as possible."""
     room = LARGEST - len(head) - len(tail)
-    return head + b",".join([item] * (room // (len(item) + 1))) + tail
+    items = (item + b",") * (room // (len(item) + 1))
+    return head + items[:-1] + tail
 
 
 def text(item: bytes) -> bytes:
