@@ -107,8 +107,8 @@ class Node:
     ) -> subprocess.Popen:
         """Start a program in this node, in the caller's folder and in a new process group.
 
-        To end the program before its node, signal the process group (``os.killpg``): the returned
-        process only waits for the program.
+        To end the program while its node goes on, send a signal to the process group
+        (``os.killpg``): the returned process only waits for the program.
         """
         return subprocess.Popen(
             self._holder.enter(command, os.getcwd()),

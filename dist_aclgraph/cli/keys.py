@@ -25,8 +25,8 @@ OF_VLLM = """\
 ## Options of vLLM
 
 `dist-aclgraph serve MODEL` takes these options of `vllm serve`, and `LLM(MODEL, ...)` takes them as
-arguments. `run` and `plan` take them, too, except those of the service. `key=value` goes before an
-option.
+arguments. `run` and `plan` take the same options, except the options of the HTTP service.
+`key=value` goes before an option.
 
 | vLLM | here |
 | --- | --- |

@@ -254,7 +254,7 @@ def _halves(pairs: Tensor) -> list[Tensor]:
 
 
 def _turned(packed: Tensor) -> Tensor:
-    """Return bytes with two outputs each, from bytes with two inputs each.
+    """Repack weights of four bits: bytes of two neighbouring inputs become bytes of two outputs.
 
     Args:
         packed: [out, in / 2] uint8, the first input in the low bits.

@@ -121,7 +121,7 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 
 def _by_name(price: Price) -> dict[str, int]:
-    """Return a price by owner of the streams, summed over all graphs of a bucket."""
+    """Return how many streams each owner takes, for all graphs of a bucket together."""
     parts: Counter[str] = Counter()
     for term in price:
         parts[term.name] += term.total

@@ -187,7 +187,7 @@ class RankMemory:
 
 
 def _how_to_shrink(part: MemoryPart, config: Config) -> str:
-    """Return how to make a part smaller, as the end of an error message."""
+    """Return the end of an error message: how to make a part of the memory smaller."""
     limits = config.scheduler
     # MC2 has only one domain, so this is its buffer size.
     own_mb = part.bytes // (BUFFERS_OF_A_DOMAIN * MIB)

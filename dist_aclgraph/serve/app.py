@@ -3,7 +3,8 @@
 The application has two parts. ``groups`` starts and stops the controller and its workers.
 ``serve.replicas`` replicas of ``ingress`` serve HTTP with these workers until Serve stops them.
 
-This module evaluates annotations, because Serve inspects the class of the builder's argument.
+This module does not import ``annotations`` from ``__future__``: Serve needs the class of the
+builder's argument, not its name.
 """
 
 import asyncio

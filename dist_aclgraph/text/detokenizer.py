@@ -44,7 +44,8 @@ class Detokenizer:
         # The bytes at the end of the prompt may become a character of the output. Otherwise, the
         # replacement character of these bytes belongs to the prompt.
         self._is_open = before.endswith(REPLACEMENT)
-        self._num_shown = len(before) - self._is_open  # characters of the window's text
+        # Number of characters of the window's text that were returned or belong to the prompt.
+        self._num_shown = len(before) - self._is_open
         self._held: list[int] = []  # tokens whose own text is not certain yet
         self._new = ""  # returned text that is not yet divided among tokens
         self._token_texts: list[str] = []

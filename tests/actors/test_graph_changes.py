@@ -49,7 +49,7 @@ class Serving:
             before = len(self.ranks.moves)
             self.changes.advance()
             moves = [move for move, _ in self.ranks.moves[before:]]
-            # If a capture fails, a second capture restores the graph that was released for it.
+            # A graph was released for this capture; when it fails, that graph is captured again.
             assert moves.count("capture") <= (2 if moves[:1] == ["release"] else 1)
         graph, _ = self.dispatcher.dispatch(batch, batch, 1)
         for state in self.ranks.states:

@@ -216,7 +216,7 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _fork() -> int:
-    """Call ``os.fork``. Return -1 if the system refuses; the client then becomes a new Python."""
+    """Call ``os.fork``. Return -1 if the system refuses; the client then starts a Python."""
     try:
         return os.fork()
     except OSError as e:

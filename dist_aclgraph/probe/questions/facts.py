@@ -1,6 +1,7 @@
 """Questions about facts of the machine.
 
-Most of these questions have no expected answer. Some answers are settings of the emulator.
+Most of these questions have no expected answer. On the emulator, some answers only repeat its
+settings.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def checked_experts(config: ModelConfig, experts: ExpertSpec) -> ExpertSpec:
     """Return the experts; refuse numbers of groups and experts that contradict each other.
 
     Raises:
-        ModelError: the groups or the experts of a token are impossible.
+        ModelError: the numbers of groups and experts contradict each other.
         UnsupportedModelError: the groups are too small for the operator.
     """
     per_group, rest = divmod(experts.num_experts, experts.num_groups)

@@ -13,7 +13,8 @@ from dist_aclgraph.shapes.model_spec import ExpertSpec, ModelSpec, WeightNames
 
 ROTATED_PART = 0.25  # default value, if config.json has none
 SHARED_NAME = (".mlp.shared_experts.", ".mlp.shared_expert.")
-# The prefix of the text part of a model with an image encoder. The output head has no such prefix.
+# In a model with an image encoder, the names of the weights of the text part begin like this. The
+# name of the output head does not.
 TEXT_NAME = ("model.", "model.language_model.")
 OTHER_PARTS = ("model.visual.",)
 
