@@ -1,8 +1,12 @@
-"""Marks variations of tests as slow: only ``make test-more`` runs them, not ``make test``."""
+"""Marks variations of tests, so that fewer targets run them.
+
+A slow variation runs in ``make test-more``, and a rare variation only in ``make test-all``. Another
+variation in an earlier target runs the same code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +17,22 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def slow_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of one parameter; values for which ``is_kept`` is false are marked slow."""
-    return [value if is_kept(value) else slow(value) for value in params]
+def rare(*values: Any) -> Any:
+    """Return one set of a test's parameters, marked rare."""
+    return pytest.param(*values, marks=(pytest.mark.slow, pytest.mark.rare))
 
 
 def rare_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[Any]:
-    """Return the values of one parameter; only ``make test-all`` tries those that are not kept."""
-    marks = (pytest.mark.slow, pytest.mark.rare)
-    return [value if is_kept(value) else pytest.param(value, marks=marks) for value in params]
+    """Return the values of one parameter; values for which ``is_kept`` is false are marked rare."""
+    return [value if is_kept(value) else rare(value) for value in params]
+
+
+def spread(params: Sequence[Any], quick: Iterable[Any], covering: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter.
+
+    Args:
+        quick: values that ``make test`` tries.
+        covering: values that ``make test-more`` tries. All other values are marked rare.
+    """
+    marked = {id(value): slow(value) for value in covering} | {id(value): value for value in quick}
+    return [marked.get(id(value), rare(value)) for value in params]

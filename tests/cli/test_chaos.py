@@ -14,7 +14,7 @@ import pytest
 
 from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import wait_until
-from tests.slow import slow
+from tests.slow import rare
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -66,7 +66,7 @@ def test_a_fault_is_carried_out_and_told_in_a_table(temporary: Path, npu: object
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, rare(signal.SIGINT)])
 def test_a_rig_that_is_stopped_leaves_no_process_and_no_file(
     temporary: Path, npu: object, interrupts: None, number: signal.Signals
 ) -> None:

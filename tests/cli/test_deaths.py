@@ -14,6 +14,7 @@ from dist_aclgraph.actors.host import processes
 from tests.actors.leftovers import assert_processes_are_gone, wait_until
 from tests.cli.test_changing_groups import WAIT_S
 from tests.cli.test_recovery import Service, Stream, serving
+from tests.slow import rare
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -79,7 +80,7 @@ def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [OWNER, RAYLET, GCS])
+@pytest.mark.parametrize("name", [OWNER, rare(RAYLET), GCS])
 def test_a_deployment_that_is_lost_as_a_whole_costs_time_and_no_request(
     name: str, npu: object
 ) -> None:

@@ -20,7 +20,7 @@ from tests.checkpoints import (
 from tests.deployments import greedy_params, make_deployment_config
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS
-from tests.slow import slow
+from tests.slow import rare, slow
 
 GLM, MINIMAX, GPT_OSS = "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "GptOssForCausalLM"
 QWEN_NEXT, QWEN_MOE = "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"
@@ -34,14 +34,14 @@ KIMI_LINEAR = "KimiLinearForCausalLM"
         (MINIMAX, {"tp": 4}),  # ranks have copies of KV heads, and its norms are over all heads
         (GPT_OSS, {"dp": 2, "ep": 2}),
         slow(GLM, {"dp": 2, "ep": 2}),
-        slow(GLM, {"tp": 4}),
+        rare(GLM, {"tp": 4}),
         slow(MINIMAX, {"tp": 2, "dp": 2, "ep": 4}),
-        slow(GPT_OSS, {"tp": 4}),
+        rare(GPT_OSS, {"tp": 4}),
         slow(GPT_OSS, {"tp": 2, "ep": 2}),
         slow(QWEN_NEXT, {"tp": 2, "ep": 2}),
         slow(QWEN_MOE, {"dp": 2, "ep": 2}),
         (KIMI_LINEAR, {"tp": 2, "ep": 2}),
-        slow(KIMI_LINEAR, {"tp": 4}),
+        rare(KIMI_LINEAR, {"tp": 4}),
         slow(KIMI_LINEAR, {"dp": 2, "ep": 2}),
     ],
 )
@@ -64,7 +64,7 @@ def test_layouts_change_no_token(
         slow(MINIMAX, "FULL", 2),
         (QWEN_NEXT, "FULL_AND_PIECEWISE", 1),
         slow(KIMI_LINEAR, "FULL_AND_PIECEWISE", 2),
-        slow(KIMI_LINEAR, "PIECEWISE", 1),
+        rare(KIMI_LINEAR, "PIECEWISE", 1),
     ],
 )
 def test_prompts_in_chunks_change_no_token(

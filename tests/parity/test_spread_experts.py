@@ -14,7 +14,7 @@ from tests.deployments import deployed, greedy_params, make_deployment_config, s
 from tests.lockstep import lockstep
 from tests.parity.conftest import NUM_TOKENS, Reference
 from tests.parity.rounding import assert_best_but_for_rounding
-from tests.slow import slow_unless
+from tests.slow import spread
 
 
 class Layout(NamedTuple):
@@ -98,13 +98,15 @@ def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[in
 
 # These layouts have each exchange, each mode, and drafts. All layouts together take minutes.
 QUICK = (LAYOUTS[8], LAYOUTS[10], LAYOUTS[15], MC2_LAYOUTS[1])
+# With these, each architecture has each exchange; V3 has 1 to 3 drafts, and copies of experts.
+MORE = [*(LAYOUTS[i] for i in (3, 4, 6, 9, 13, 16, 17, 18)), *(MC2_LAYOUTS[i] for i in (0, 2, 4))]
 
 
 def name(layout: Layout) -> str:
     return "-".join(map(str, layout))
 
 
-@pytest.mark.parametrize("layout", slow_unless(lambda each: each in QUICK, LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", spread(LAYOUTS, QUICK, MORE), ids=name)
 def test_greedy_tokens_equal_those_of_transformers(references: Any, layout: Layout) -> None:
     reference = references(layout.architecture)
 
@@ -127,7 +129,7 @@ def test_independent_groups_give_the_tokens_of_transformers(references: Any) -> 
     assert sum(bucket["replays"] for group in groups for bucket in group["buckets"]) > 0
 
 
-@pytest.mark.parametrize("layout", slow_unless(lambda each: each in QUICK, MC2_LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", spread(MC2_LAYOUTS, QUICK, MORE), ids=name)
 def test_mc2_chooses_tokens_that_are_best_but_for_rounding(references: Any, layout: Layout) -> None:
     reference = references(layout.architecture)
     answers = answers_of(reference, layout, "bfloat16")
