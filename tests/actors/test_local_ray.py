@@ -115,6 +115,7 @@ def descendants(pid: int) -> set[int]:
     return found.union(*(descendants(child) for child in found))
 
 
+@pytest.mark.slow
 def test_a_ray_that_we_start_listens_on_loopback_and_wants_a_token(tmp_path: Path) -> None:
     with running(START_RAY) as (driver, [address]):
         sockets = listening(descendants(driver.pid) | {driver.pid})

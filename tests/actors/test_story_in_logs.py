@@ -38,6 +38,7 @@ def assert_told(lines: list[str], *events: str) -> None:
         assert found, f"{wanted} is missing, or at the wrong place:\n" + "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_logs_tell_the_start_a_loss_the_recovery_and_the_end(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def ask(service):
         service.http.post("/v1/chat/completions", json=body).raise_for_status()
 
 
+@pytest.mark.slow
 def test_numbers_on_the_page_are_those_of_the_metrics_under_load_and_after_it(service):
     threads = [threading.Thread(target=ask, args=[service]) for _ in range(STREAMS)]
     with open_browser() as browser:
