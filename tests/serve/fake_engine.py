@@ -123,6 +123,7 @@ class FakeEngine:
         answers_queries: whether queries are answered; heartbeats are always sent.
         refusal: if not empty, this refusal is sent to all clients, and their links end.
         poison: id of a request that ends the engine when it runs; the engine then serves again.
+        poison_after: the number of tokens that the poison gets before it ends the engine.
         num_deaths: number of times that the request ``poison`` has ended the engine.
         is_proving: whether the requests with which clients test the engine get their token at once.
     """
@@ -150,6 +151,7 @@ class FakeEngine:
         self.token_limit: int | None = None
         self.refusal = ""
         self.poison = ""
+        self.poison_after = 0
         self.num_deaths = 0
         self.is_proving = False
         self.metrics = copy.deepcopy(METRICS)
@@ -178,6 +180,11 @@ class FakeEngine:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def num_sent(self, request_id: str) -> int:
+        """Return how many tokens a running request has got from this engine."""
+        running = self._running.get(request_id)
+        return 0 if running is None else running.sent
 
     @property
     def is_closed(self) -> bool:
@@ -263,7 +270,8 @@ class FakeEngine:
             self._send(client, last_words)
 
     def _step(self) -> None:
-        if self.poison in self._running:
+        poison = self._running.get(self.poison)
+        if poison is not None and poison.sent >= self.poison_after:
             self.num_deaths += 1
             self._cut_off(EngineStatus("the step failed"))
             return

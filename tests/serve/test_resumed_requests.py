@@ -179,11 +179,12 @@ def test_a_request_that_kills_its_engines_ends_after_two_deaths(three: Engines) 
     tokens, last = three.collect()
     assert isinstance(error_of(last), EngineDeadError)
     assert tokens == []
-    assert "2 engines died while they ran this request, all of them at output token 0" in last.error
+    assert "2 engines died while they ran this request, all of them near output" in last.error
     assert three.client.num_resumed == 1
 
 
-def test_its_neighbours_go_on(three: Engines) -> None:
+@pytest.mark.parametrize("poison_after", [0, 1], ids=["prefill", "decode"])
+def test_its_neighbours_go_on(three: Engines, poison_after: int) -> None:
     """Other requests lose their engine twice. Then they run again, one after the other, as any of
     them could be the cause.
     """
@@ -194,20 +195,31 @@ def test_its_neighbours_go_on(three: Engines) -> None:
             name, PROMPT, SamplingParams(max_tokens=400), (), deltas[name].put, seed=11
         )
     for engine in three.engines:
-        engine.poison = "a"
+        engine.poison, engine.poison_after = "a", poison_after
 
-    three.submit(100_000)
+    three.submit(30)
 
-    assert three.collect()[1].error
+    assert "2 engines died" in three.collect()[1].error
     for name in names:
         assert all_of(deltas[name]) == wanted(400)
     assert sum(engine.num_deaths for engine in three.engines) == 2
+
+
+def test_a_request_for_one_more_token_ends_with_this_token(three: Engines) -> None:
+    for engine in three.engines:
+        engine.poison, engine.poison_after = "a", 1
+
+    three.submit(2)
+
+    assert three.collect()[0] == wanted(2)
+    assert sum(engine.num_deaths for engine in three.engines) == 1
 
 
 def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines) -> None:
     three.submit(20_000)
     for _ in range(5):
         three.collect(5)
+        until(lambda: any(engine.num_sent("a") > 1 for engine in three.engines))
         three.lose_running()
 
     _, last = three.collect(40)

@@ -488,7 +488,7 @@ class EngineClient:
         """End a request that will not be continued."""
         if request.is_cause:
             reason = (
-                f"{request.num_deaths} engines died while they ran this request, all of them at "
+                f"{request.num_deaths} engines died while they ran this request, all of them near "
                 f"output token {request.num_output_tokens}; the last: {error}"
             )
             logger.error("request %r is not tried again: %s", request.request_id, reason)

@@ -178,7 +178,7 @@ class RequestTable:
         engine.dead_because = reason
         engine.link.is_lost = True
         requests = list(engine.requests.values())
-        # Any request that got no token from this engine may be the cause.
+        # Any request that has made no progress on this engine may be the cause.
         untried = [request.request_id for request in requests if not request.has_run]
         alone = self._trials.alone if engine.is_proven else None
         if untried != [alone]:
@@ -247,7 +247,7 @@ class RequestTable:
         number = engine.num_submitted % NUMBERS
         engine.num_submitted += 1
         engine.requests[request_id] = request
-        request.has_run = False
+        request.num_deltas = 0
         engine.names[number] = request_id
         self._owner[request_id] = engine, number
         self.num_resumed += request.is_resumed

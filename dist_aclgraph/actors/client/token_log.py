@@ -30,8 +30,9 @@ class OpenRequest:
     Attributes:
         tokens: int32, prompt and output.
         max_tokens: maximum number of output tokens, as the client asked.
-        num_deaths: number of engines that died with this request since the request's last token.
-        has_run: whether the request got a token from its present engine.
+        num_deaths: number of engines that died with this request since its last progress
+            (``has_run``).
+        num_deltas: how many times the request's present engine has sent tokens of this request.
         first_death_s: time of the first death that ``num_deaths`` counts.
         is_cause: whether the request counts as the cause of the deaths; then it is not resumed.
         is_resumed: whether the request has lost an engine, or the link to an engine.
@@ -46,7 +47,7 @@ class OpenRequest:
     cache_salt: str
     on_delta: OnDelta
     num_deaths: int = 0
-    has_run: bool = False
+    num_deltas: int = 0
     first_death_s: float = 0.0
     is_cause: bool = False
     is_resumed: bool = False
@@ -64,9 +65,19 @@ class OpenRequest:
     def is_suspect(self) -> bool:
         """Whether this request is a suspect, which may have caused its engine's death.
 
-        A request is a suspect from the death of its engine until it gets a new token.
+        A request is a suspect from the death of its engine until it has made progress on another
+        engine (``has_run``).
         """
         return self.num_deaths > 0
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the request has made progress on its present engine.
+
+        Its first new token comes from a prefill. So the first token does not show that the request
+        survives a decode step; only the second delta shows this.
+        """
+        return self.num_deltas > 1
 
     def see_death(self, now_s: float, *, is_proof: bool) -> None:
         """Record that this request's engine died.
@@ -83,11 +94,12 @@ class OpenRequest:
         self.num_deaths += 1
 
     def note(self, delta: RequestDelta) -> None:
-        """Store the tokens of a delta. After a new token, earlier deaths do not count."""
+        """Store the tokens of a delta. After progress, earlier deaths do not count."""
         if delta.token_ids:
             self.append(delta.token_ids)
-            self.num_deaths = 0
-            self.has_run = True
+            self.num_deltas += 1
+            if self.num_deltas > 1:  # ``has_run``, without a call for each delta
+                self.num_deaths = 0
 
     def append(self, output: bytes) -> None:
         """Append output tokens, int32."""

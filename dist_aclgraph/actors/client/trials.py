@@ -1,8 +1,8 @@
-"""Trials: requests that lost their engine run in turns, until each of them has a new token.
+"""Trials: requests that lost their engine run in turns, until each of them has made progress.
 
 A request may be the cause of its engine's death. Such a request would end every engine that runs
 it. The client does not know which of an engine's requests was the cause, so it tries the requests
-in turns. A request that lost two engines at the same token runs alone, and only on an engine that
+in turns. A request that lost two engines without progress runs alone, and only on an engine that
 has started since the request's first loss, because several engines may have died together for
 another reason. If this engine dies, too, the request is the cause. An engine may be unable to run
 any request. To find such an engine, the first turn on each engine runs a probe, which is a request
@@ -37,7 +37,7 @@ class Trials:
 
     @property
     def is_turn(self) -> bool:
-        """Whether a turn is running: some of its requests have no new token yet."""
+        """Whether a turn is running: some of its requests have made no progress yet."""
         return bool(self._running)
 
     @property
@@ -80,7 +80,7 @@ class Trials:
         return turn
 
     def leave(self, request_id: str) -> None:
-        """Remove a request that has a new token, or has ended, or has lost its engine again."""
+        """Remove a request that has made progress, or has ended, or has lost its engine again."""
         self._waiting.pop(request_id, None)
         self._running.discard(request_id)
 
