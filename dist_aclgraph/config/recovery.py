@@ -15,8 +15,10 @@ class RecoveryConfig(Section):
         ge=0,
         description="largest number of restarts within an hour. There are three separate counts: "
         "of lost lockstep groups, of lost controllers, and of lost owners of the "
-        "deployment. A process that serves HTTP counts with the owners if it dies before "
-        "it serves; later, its restarts have no limit. With 0, nothing is restarted. There "
+        "deployment. Each loss of a group that has served for 60 s takes an earlier restart "
+        "out of the count, so rare losses never use up the restarts. A process that serves "
+        "HTTP counts with the owners if it dies before it serves; later, its restarts have "
+        "no limit. With 0, nothing is restarted. There "
         "is a pause before a restart after a failed start, and after an early death of the "
         "HTTP process. The first pause is 1 s, and each further pause is twice as long. "
         "Failures above the limit have a cause that a restart does not fix. So if no group "

@@ -92,6 +92,11 @@ class RestartBudget(Backoff):
         self._taken_s.append(now_s)
         return True
 
+    def give_back(self) -> None:
+        """Remove the oldest restart from the count, because a process has served for long."""
+        if self._taken_s:
+            self._taken_s.popleft()
+
 
 class StartLimit:
     """Decides how long the processes of a group may take to start, from the time of earlier starts.

@@ -48,7 +48,8 @@ MAY_SURVIVE: frozenset[DeviceFault | None] = frozenset(
     {"stopped", "link", "remote", "retry", "operator", "uce_kv", "uce_tensor"}
 )
 
-# If a rejoined group fails within this time, its remaining processes do not rejoin again.
+# A group that has served for this time is sound. If a rejoined group fails earlier, its remaining
+# processes do not rejoin again.
 SOUND_S = 60.0
 
 

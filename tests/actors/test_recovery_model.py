@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -22,6 +23,7 @@ from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import PlacementError, WorkerLostError
 from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.planning.restarts import HOUR_S, LONGEST_PAUSE_S
+from dist_aclgraph.planning.way_back import SOUND_S
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import row_sampling
 from dist_aclgraph.steps.delta import RequestDelta
@@ -37,6 +39,7 @@ class Group:
     lost_because: str = ""
     is_draining: bool = False
     num_rows: int = 1
+    served_s: float = 0.0  # for how long the lost group had served
 
 
 @dataclass
@@ -76,6 +79,10 @@ class Groups:
         return [group for group in self.groups if not group.lost_because]
 
     @property
+    def lost(self) -> list[Group]:
+        return [group for group in self.groups if group.lost_because]
+
+    @property
     def serves(self) -> bool:
         return bool(self.taking)
 
@@ -94,7 +101,7 @@ class Groups:
             raise PlacementError("no NPU is free")
 
     def replace_one(self) -> None:
-        lost = [group for group in self.groups if group.lost_because][:1]
+        lost = self.lost[:1]
         if self.num_missing:
             if not self.comes_up:
                 raise WorkerLostError("the process died", rank=0, phase="CAPTURING")
@@ -225,9 +232,10 @@ class RecoveryModel(RuleBasedStateMachine):
     # ---- events
 
     @precondition(lambda self: self.groups.taking)
-    @rule(which=st.integers(0, 10))
-    def die(self, which: int) -> None:
+    @rule(which=st.integers(0, 10), served_s=st.sampled_from([0.0, SOUND_S]))
+    def die(self, which: int, served_s: float) -> None:
         group = self.groups.taking[which % len(self.groups.taking)]
+        group.served_s = served_s
         group.lost_because = "the process died"
         self.client.see_death(group, self.now_s)
 
@@ -328,6 +336,24 @@ def test_a_place_that_appears_ends_the_pause() -> None:
         clock[0] += 1.0
 
     assert groups.taking
+
+
+@pytest.mark.parametrize(("served_s", "count"), [(SOUND_S, 10), (SOUND_S - 1.0, 1)])
+def test_groups_that_served_for_long_never_use_up_the_restarts(served_s: float, count: int) -> None:
+    groups = Groups(1, load_config(CONFIG, {"recovery.restarts_per_hour": 1}))
+    clock = [0.0]
+    upkeep = Upkeep(
+        cast(ServingGroups, groups), lambda serves: None, lambda: clock[0], lambda work: work()
+    )
+    for _ in range(10):
+        for group in groups.taking:
+            group.served_s, group.lost_because = served_s, "a rank died"
+        assert count == 1 or not upkeep.failure, "clients may ask before upkeep looks"
+        upkeep.look()
+        clock[0] += 300.0
+
+    assert groups.started == 1 + count
+    assert bool(upkeep.failure) == (count == 1)
 
 
 def test_engines_know_the_restarts_of_lost_groups() -> None:

@@ -215,7 +215,7 @@ class GroupWatch:
             group=group.number,
             rank=rank,
             cause=reason,
-            served_s=group.lost_s - group.opened_s,
+            served_s=group.served_s,
             explain=folder_path(group.planner.config.logging),
         )
         group.engine.fail.remote(reason)

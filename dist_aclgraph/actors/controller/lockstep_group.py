@@ -71,6 +71,11 @@ class LockstepGroup:
             return is_allowed
 
     @property
+    def served_s(self) -> float:
+        """For how many seconds the lost group had served."""
+        return self.lost_s - self.opened_s
+
+    @property
     def address(self) -> Address:
         """Where clients reach the group's engine."""
         assert self.opened_at is not None, "opened before it is asked for"
@@ -127,7 +132,7 @@ class LockstepGroup:
                 may_resume=recovery.resume_s > 0 and recovery.restarts_per_hour > 0,
                 is_over=True,
                 size=len(self.workers.ranks),
-                served_s=self.lost_s - self.opened_s if self.is_rejoined else None,
+                served_s=self.served_s if self.is_rejoined else None,
             )
         )
 

@@ -208,7 +208,7 @@ class ServingGroups:
             if missing > 0:
                 self._add(self._planner, missing)
             self.num_wanted = count
-            self._give_back(self._lost)
+            self._give_back(self.lost)
             self._drain(self.taking[count:])
 
     def replace_one(self) -> None:
@@ -222,7 +222,7 @@ class ServingGroups:
             DistAclGraphError: the new group did not start; the other groups continue to serve.
         """
         with self._change("replace_group", missing=self.num_missing):
-            lost = sorted(self._lost, key=lambda group: group.state is not GroupState.DETACHED)[:1]
+            lost = sorted(self.lost, key=lambda group: group.state is not GroupState.DETACHED)[:1]
             is_rejoined = bool(self.num_missing) and any(map(self._rejoin, lost))
             if self.num_missing and not is_rejoined:
                 self._add(self._planner, 1)
@@ -351,7 +351,7 @@ class ServingGroups:
             )
 
     @property
-    def _lost(self) -> list[LockstepGroup]:
+    def lost(self) -> list[LockstepGroup]:
         """The lost groups that clients still know, the oldest first."""
         return [group for group in self.groups if group.is_lost]
 
@@ -365,7 +365,7 @@ class ServingGroups:
             EngineUnavailableError: another change is running.
         """
         with self._change():
-            for group in self._lost:
+            for group in self.lost:
                 if self._may_rejoin(group) and gather_survivors(group):
                     return
                 group.give_up()
@@ -384,7 +384,7 @@ class ServingGroups:
         Args:
             are_replaced: whether lost groups will be replaced.
         """
-        for group in self._lost:
+        for group in self.lost:
             if not (are_replaced and self._may_rejoin(group)):
                 group.give_up()
 

@@ -24,6 +24,7 @@ from dist_aclgraph.errors import DistAclGraphError
 from dist_aclgraph.logs import event
 from dist_aclgraph.planning.autoscale import Autoscaler, Demand
 from dist_aclgraph.planning.restarts import Backoff, RestartBudget
+from dist_aclgraph.planning.way_back import SOUND_S
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Upkeep:
         self._serving = serving
         self._on_service = on_service
         self._restarts = RestartBudget(config.recovery.restarts_per_hour)
+        self._seen_lost: set[int] = set()  # numbers of the lost groups that ``_give_back`` has seen
         autoscale = config.serve.autoscale
         self._autoscaler = Autoscaler(autoscale) if autoscale.max_groups else None
         self._growth = Backoff(GROWTH_PAUSE_S)
@@ -120,6 +122,8 @@ class Upkeep:
         """Why no lost group will be replaced; "" while a group is starting or may be started."""
         if self._is_changing or self._restarts.is_left(self._clock()):
             return ""
+        if self._num_returned(self._serving.lost):
+            return ""
         last = "" if self.trouble in ("", self._spent) else f", and the last failed: {self.trouble}"
         return f"it is not started again: {self._limit}{last}"
 
@@ -154,6 +158,7 @@ class Upkeep:
 
     def _look_for_missing(self, now_s: float) -> None:
         if not self._is_changing:
+            self._give_back()
             is_left = bool(self._serving.num_missing) and self._restarts.is_left(now_s)
             self._serving.give_up_lost(are_replaced=is_left)
         if not self._serving.num_missing:
@@ -164,6 +169,21 @@ class Upkeep:
             self._change = self._begin(self._replace)
         else:
             self._complain(self.trouble or self._spent)
+
+    def _num_returned(self, lost: Sequence[LockstepGroup]) -> int:
+        """Return how many restarts ``_give_back`` gives back for these lost groups."""
+        return sum(g.served_s >= SOUND_S and g.number not in self._seen_lost for g in lost)
+
+    def _give_back(self) -> None:
+        """Give a restart back for each newly lost group that had served for ``SOUND_S``.
+
+        Restarts are limited because of a cause that a restart does not remove. Such a cause ends
+        the next group soon.
+        """
+        lost = self._serving.lost
+        for _ in range(self._num_returned(lost)):
+            self._restarts.give_back()
+        self._seen_lost = {group.number for group in lost}
 
     def _replace(self) -> None:
         """Start a missing group; if the start fails, a later call of ``look`` tries again."""
