@@ -33,6 +33,8 @@ class Kind(Enum):
     KILL_INGRESS = "ingress killed"
     STOP_INGRESS = "ingress stopped, until it is killed"
     KILL_RAYLET = "raylet killed"
+    STOP_RAYLET = "raylet stopped, until it is killed"
+    STOP_GCS = "control store of Ray stopped, until it is killed"
     KILL_OWNER = "owner of the deployment killed"
     STOP_OWNER = "owner of the deployment stopped, until it is killed"
     # These faults are injected only during the recovery from another fault.

@@ -31,7 +31,8 @@ KNOWN_S = 90.0  # time limit in which a fault is noticed, and in which an armed 
 SETTLE_S = 30.0
 FULL_S = 20.0  # time for which the disk stays full
 OVERLOAD, SLOW_COPIES = 12, 4
-WORKER, ENGINE, CONTROLLER, RAYLET = "ray::Worker", "ray::Engine", "ray::Controller", "raylet"
+WORKER, ENGINE, CONTROLLER = "ray::Worker", "ray::Engine", "ray::Controller"
+RAYLET, GCS = "raylet", "gcs_server"
 OWNER, INGRESS = "serve:owner", "serve:ingress"
 BUSY = ("num_requests_running", "num_requests_waiting", "held_requests", "kv_cache_usage")
 PROCESSES = {
@@ -42,12 +43,16 @@ PROCESSES = {
     Kind.STOP_ENGINE: ENGINE,
     Kind.KILL_CONTROLLER: CONTROLLER,
     Kind.KILL_RAYLET: RAYLET,
+    Kind.STOP_RAYLET: RAYLET,
+    Kind.STOP_GCS: GCS,
     Kind.KILL_OWNER: OWNER,
     Kind.STOP_OWNER: OWNER,
     Kind.KILL_INGRESS: INGRESS,
     Kind.STOP_INGRESS: INGRESS,
 }
-STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE, Kind.STOP_INGRESS, Kind.STOP_OWNER)
+# Requests are not affected by these faults until the process that notices a fault kills others.
+LATE_STOPS = (Kind.STOP_OWNER, Kind.STOP_RAYLET, Kind.STOP_GCS)
+STOPS = (Kind.STOP_WORKER, Kind.STOP_ENGINE, Kind.STOP_INGRESS, *LATE_STOPS)
 ARMED = (
     Kind.PREFILL_DEATH,
     Kind.OPERATOR_FAILS,
@@ -167,8 +172,7 @@ class Rig:
             if others is not None:
                 others.start()
             stopped += self._strike(service, kind, victim)
-            # the fault has no effect on requests until the owner is killed
-            if kind is Kind.STOP_OWNER:
+            if kind in LATE_STOPS:
                 wait_for(lambda: watcher.knows_since(began_s), KNOWN_S)
             self._second(service, strike, watcher, began_s)
             self._say("waiting for answers")
