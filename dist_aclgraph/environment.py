@@ -19,6 +19,8 @@ HCCL_EXPANSION_NAMES: dict[HcclExpansion, str] = {"AIV": "AIV", "AICPU": "AI_CPU
 
 EMULATED_VARIABLE = "EMULATED_NPU"  # the emulated libraries read it, too
 RAYLET_VARIABLE = "RAY_RAYLET_PID"  # Ray sets it for all processes that a raylet starts
+GCS_WAIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+GCS_WAIT_S = 300.0  # the value of cluster/environment.sh
 # Plans and limits depend on these variables, so all nodes get the configuration's values.
 CONFIGURED_HCCL = {
     "HCCL_EXEC_TIMEOUT": "timeouts.step_s",
@@ -225,6 +227,14 @@ def api_key() -> str | None:
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
+def gcs_wait_s() -> float:
+    """Return how many seconds the nodes of a cluster wait for an absent control store (GCS).
+
+    Must be called before ``prepare_ray_environment``, which lets this process itself wait longer.
+    """
+    return float(os.environ.get(GCS_WAIT_VARIABLE) or GCS_WAIT_S)
+
+
 def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> None:
     """Before Ray starts, set variables whose defaults are unsuitable; the user's own values stay.
 
@@ -239,9 +249,7 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray ends this process after this number of seconds without the control store.
-    os.environ.setdefault(
-        "RAY_gcs_rpc_server_reconnect_timeout_s", "3600" if waits_for_gcs else "10"
-    )
+    os.environ.setdefault(GCS_WAIT_VARIABLE, "3600" if waits_for_gcs else "10")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
         # A client of Ray can run any code, so Ray listens on loopback only: the value 0 forbids

@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray._private import worker as ray_worker
 from ray._private.worker import print_to_stdstream
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RpcError
 
 from dist_aclgraph.actors.cluster import local_ray
 from dist_aclgraph.actors.host import processes
@@ -285,6 +286,54 @@ def test_a_ray_that_was_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatc
     found.append("is out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         local_ray.start_daemons(num_cpus=1)
+
+
+class SilentStore:
+    """Ray's control store, which does not answer; each question takes six seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def check_alive(self, node_ids: list[object], timeout: float) -> list[bool]:
+        self.now_s += 6.0
+        raise RpcError("deadline exceeded")
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def look_until_s(self, connected: local_ray.ConnectedRay, until_s: float) -> float:
+        """Look until Ray counts as dead; return the time."""
+        while self.now_s < until_s and not connected.death:
+            connected.look()
+        return self.now_s
+
+
+@pytest.fixture
+def silent_store(monkeypatch: pytest.MonkeyPatch) -> SilentStore:
+    store = SilentStore()
+    context = SimpleNamespace(get_node_id=lambda: "0" * 56)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray_worker, "global_worker", SimpleNamespace(gcs_client=store))
+    return store
+
+
+def test_a_control_store_that_hangs_in_a_local_ray_is_found_soon(silent_store: SilentStore) -> None:
+    connected = local_ray.ConnectedRay(local_ray.LOCAL_SILENT_S, {}, silent_store.clock)
+
+    assert silent_store.look_until_s(connected, 300.0) <= 36.0
+    assert "has not answered for 30 s" in connected.death
+
+
+@pytest.mark.parametrize(("raylet", "found_s"), [(17, None), (None, 330.0)])
+def test_an_absent_control_store_of_a_cluster_ends_nothing_while_the_raylet_waits(
+    silent_store: SilentStore, raylet: int | None, found_s: float | None
+) -> None:
+    connected = local_ray.joined(raylet, 300.0, silent_store.clock)
+
+    ended_s = silent_store.look_until_s(connected, 3000.0)
+
+    assert bool(connected.death) == (found_s is not None)
+    assert found_s is None or found_s < ended_s <= found_s + 6.0
 
 
 LAST_OF_ITS_GROUP = """

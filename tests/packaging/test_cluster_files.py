@@ -22,6 +22,7 @@ from dist_aclgraph.cli.doctor.npu_host import HostFiles
 from dist_aclgraph.config import load_config
 from dist_aclgraph.config.chips import CHIP_FAMILIES
 from dist_aclgraph.config.device import ASSUMED_CANN
+from dist_aclgraph.environment import GCS_WAIT_VARIABLE, gcs_wait_s
 from dist_aclgraph.serve.app import AppArgs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -356,6 +357,15 @@ def test_pods_have_the_environment_of_the_scripts() -> None:
         secret = found.pop("DIST_ACLGRAPH_API_KEY", "missing")
         assert secret is None, "the key comes from a secret"
         assert found == {k: v for k, v in defaults.items() if k not in of_the_scripts}
+
+
+def test_an_owner_knows_how_long_the_nodes_wait_for_their_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(GCS_WAIT_VARIABLE, raising=False)
+    (wait_s,) = re.findall(rf"{GCS_WAIT_VARIABLE}:-(\d+)", read_text("environment.sh"))
+
+    assert gcs_wait_s() == float(wait_s)
 
 
 def test_pods_have_the_time_that_they_need_to_end_and_no_rights() -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -44,6 +45,7 @@ from dist_aclgraph.device import emulator
 from dist_aclgraph.device.kind import resolve_kind
 from dist_aclgraph.environment import (
     RAYLET_VARIABLE,
+    gcs_wait_s,
     may_use_ray_token,
     prepare_ray_environment,
     ray_address,
@@ -60,8 +62,10 @@ RAYLET = "raylet"
 START_ATTEMPTS, TOO_SLOW = 5, "timed out during startup"
 KILL_ROUNDS, KILL_PAUSE_S = 5, 0.2
 CONNECT_S, ASK_S, RETRY_S = 10.0, 5.0, 1.0
-# Ray's nodes wait a minute for a control store that is being started again.
-LOCAL_SILENT_S, JOINED_SILENT_S = 30.0, 90.0
+LOCAL_SILENT_S = 30.0
+# A raylet ends itself if it has waited too long for the control store. A process that cannot watch
+# the raylet waits this much longer.
+RAYLET_ENDS_S = 30.0
 DAEMONS = {"gcs_server": "Ray's control store (GCS)", RAYLET: "Ray's node manager (raylet)"}
 
 logger = logging.getLogger(__name__)
@@ -74,18 +78,25 @@ class ConnectedRay:
 
     Args:
         silent_s: time limit in seconds; if Ray's control store is silent for longer, it counts as
-            dead.
+            dead. ``math.inf`` if its silence is no death.
         daemons: names of Ray's daemons on this machine, by process id.
+        clock: monotonic, in seconds.
 
     Attributes:
         death: a sentence that says what is wrong with Ray; "" if nothing is wrong.
     """
 
-    def __init__(self, silent_s: float, daemons: dict[int, str]) -> None:
+    def __init__(
+        self,
+        silent_s: float,
+        daemons: dict[int, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.death = ""
         self._daemons = daemons
         self._stopped = threading.Event()
-        self._silence = Silence(silent_s)
+        # The next look follows about a second after a look without an answer.
+        self._silence = Silence(silent_s, clock, every_s=ASK_S + RETRY_S)
         self._node_id = NodeID.from_hex(ray.get_runtime_context().get_node_id())
 
     def watch(self) -> None:
@@ -191,7 +202,7 @@ def start_ray(
     Raises:
         PlacementError: no Ray can be joined or started; the message says what to do.
     """
-    address = ray_address()
+    address, nodes_wait_s = ray_address(), gcs_wait_s()
     prepare_ray_environment(is_local=address is None, waits_for_gcs=address is not None)
     if address is None and ray_constants.ENABLE_RAY_CLUSTER:
         # Ray computed this value during its import, before we declared that this Ray is for one
@@ -200,8 +211,7 @@ def start_ray(
     try:
         if address is not None:
             _join(address, waits=waits)
-            raylet = _raylet_of_this_node()
-            return ConnectedRay(JOINED_SILENT_S, {raylet: RAYLET} if raylet else {})
+            return joined(_raylet_of_this_node(), nodes_wait_s)
         is_emulated = resolve_kind(config.device.kind) == "emulated"
         # The node gets more NPUs than most deployments need, so that this process can start a
         # second deployment.
@@ -231,6 +241,23 @@ def _join(address: str, *, waits: bool) -> None:
             if not waits:
                 raise
         time.sleep(RETRY_S)
+
+
+def joined(
+    raylet: int | None, nodes_wait_s: float, clock: Callable[[], float] = time.monotonic
+) -> ConnectedRay:
+    """Return the connection to a cluster that another process has started.
+
+    Steps do not need the control store, so its silence ends nothing that still works. If the
+    control store stays away, the raylet ends itself.
+
+    Args:
+        raylet: the id of the raylet's process; None if it cannot be watched.
+        nodes_wait_s: seconds that the cluster's nodes wait for the control store.
+    """
+    if raylet is not None:
+        return ConnectedRay(math.inf, {raylet: RAYLET}, clock)
+    return ConnectedRay(nodes_wait_s + RAYLET_ENDS_S, {}, clock)
 
 
 def _raylet_of_this_node() -> int | None:

@@ -39,11 +39,18 @@ class Silence:
     Args:
         limit_s: maximum silence in seconds.
         clock: monotonic, in seconds.
+        every_s: usual time between two calls of ``listen``; one call counts at most twice this
+            time. By default, the interval between heartbeats.
     """
 
-    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float | None = None,
+    ) -> None:
         self.limit_s = limit_s
-        self._turn_s = 2 * beat_s(limit_s)  # one call of ``listen`` counts at most this time
+        self._turn_s = 2 * (beat_s(limit_s) if every_s is None else every_s)
         self._clock = clock
         self.heard()
 
@@ -53,7 +60,7 @@ class Silence:
     def listen(self) -> bool:
         """Count an interval without a heartbeat; return whether the silence is too long.
 
-        Must be called about every ``beat_s`` seconds.
+        Must be called about every ``every_s`` seconds.
         """
         turned_s, self._turned_s = self._turned_s, self._clock()
         self.silent_s += min(self._turned_s - turned_s, self._turn_s)
