@@ -369,12 +369,14 @@ def test_an_owner_knows_how_long_the_nodes_wait_for_their_head(
 
 
 def test_pods_have_the_time_that_they_need_to_end_and_no_rights() -> None:
-    config = load_config("configs/tiny-qwen3.yaml")
+    configs = [load_config(path, {"model": "m"}) for path in (ROOT / "configs").glob("*.yaml")]
+    stop_s = max(config.timeouts.stop_s for config in configs)
+    drain_s = max(config.serve.drain_s for config in configs)
     (hook_s,) = re.findall(r"DRAIN_S:-(\d+)", read_text("drain.sh"))
 
     for pod in pods():
         (container,) = pod["containers"]
-        needed_s = int(hook_s) + config.serve.drain_s + 2 * config.timeouts.stop_s
+        needed_s = int(hook_s) + drain_s + 2 * stop_s
         assert pod["terminationGracePeriodSeconds"] > needed_s
         command = container["lifecycle"]["preStop"]["exec"]["command"]
         assert command[-1] == "/opt/dist_aclgraph/cluster/drain.sh"
@@ -383,6 +385,17 @@ def test_pods_have_the_time_that_they_need_to_end_and_no_rights() -> None:
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         }
+
+
+def test_kubernetes_asks_each_pod_whether_its_ray_is_ready_and_alive() -> None:
+    from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+    from ray.dashboard.http_server_agent import PUBLIC_EXACT_PATHS
+
+    for pod in pods():
+        (container,) = pod["containers"]
+        for probe in (container["readinessProbe"], container["livenessProbe"]):
+            assert probe["httpGet"]["port"] == DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+            assert probe["httpGet"]["path"] in PUBLIC_EXACT_PATHS, "a probe has no token"
 
 
 def test_a_drain_may_end_one_pod() -> None:
