@@ -27,9 +27,9 @@ from dist_aclgraph.serve.app import AppArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "cluster"
-SCHEMAS = ROOT / "tests" / "data" / "kuberay"
+SCHEMAS = [ROOT / "tests" / "data" / name for name in ("kuberay", "kubernetes")]
 RAY_UP = ("cluster.yaml", "cluster-docker.yaml", "local.yaml")
-MANIFESTS = ("raycluster.yaml", "rayservice.yaml")
+MANIFESTS = ("raycluster.yaml", "rayservice.yaml", "redis.yaml", "budget.yaml", "podmonitor.yaml")
 IMAGES = ("Dockerfile.emulated", "Dockerfile.ascend")
 SERVE = ("serve.yaml", "serve-several.yaml")
 PROVIDER_KEYS = {"type", "head_ip", "worker_ips"}
@@ -120,20 +120,30 @@ def strict(schema: Any) -> Any:
 
 def check_manifest(manifest: dict[str, Any]) -> None:
     kind = f"{manifest['kind'].lower()}s"
-    schema = strict(json.loads(gzip.decompress((SCHEMAS / f"{kind}.json.gz").read_bytes())))
+    (path,) = [found for folder in SCHEMAS for found in folder.glob(f"{kind}.json.gz")]
+    schema = strict(json.loads(gzip.decompress(path.read_bytes())))
     schema["properties"]["metadata"] = {"required": ["name"]}
     jsonschema.validate(manifest, schema)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_kuberay_takes_the_manifests(name: str) -> None:
-    check_manifest(read(name))
+def test_kubernetes_takes_the_manifests(name: str) -> None:
+    for manifest in yaml.safe_load_all(read_text(name)):
+        check_manifest(manifest)
 
 
-@pytest.mark.parametrize("key", ["workerGroupSpec", "authOption"])
-def test_a_key_that_kuberay_does_not_know_is_found(key: str) -> None:
-    manifest = read("raycluster.yaml")
-    manifest["spec"][key] = manifest["spec"].pop(f"{key}s")
+@pytest.mark.parametrize(
+    ("name", "key", "wrong"),
+    [
+        ("raycluster.yaml", "workerGroupSpecs", "workerGroupSpec"),
+        ("raycluster.yaml", "authOptions", "authOption"),
+        ("budget.yaml", "minAvailable", "minimumAvailable"),
+        ("podmonitor.yaml", "podMetricsEndpoints", "endpoints"),
+    ],
+)
+def test_a_key_that_kubernetes_does_not_know_is_found(name: str, key: str, wrong: str) -> None:
+    manifest = read(name)
+    manifest["spec"][wrong] = manifest["spec"].pop(key)
 
     with pytest.raises(jsonschema.ValidationError):
         check_manifest(manifest)
