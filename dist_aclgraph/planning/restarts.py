@@ -104,22 +104,25 @@ class StartLimit:
     Ray does not report the death of a process that has not registered yet, so only a time limit
     detects it. Each start that exceeds the limit doubles the limit, because the machine may be
     busy.
+
+    Attributes:
+        slowest_s: how long the slowest earlier start took; None if no start has succeeded.
     """
 
-    def __init__(self) -> None:
-        self._slowest_s: float | None = None
+    def __init__(self, slowest_s: float | None = None) -> None:
+        self.slowest_s = slowest_s
         self._num_exceeded = 0
 
     def seconds(self, longest_s: float) -> float:
         """Return the limit for the next start; ``longest_s`` before any start has succeeded."""
-        if self._slowest_s is None:
+        if self.slowest_s is None:
             return longest_s
-        usual_s = max(SHORTEST_START_S, START_FACTOR * self._slowest_s)
+        usual_s = max(SHORTEST_START_S, START_FACTOR * self.slowest_s)
         return min(longest_s, usual_s * float(2**self._num_exceeded))
 
     def note(self, took_s: float) -> None:
         """Record how long the processes of a successful start took."""
-        self._slowest_s = max(self._slowest_s or 0.0, took_s)
+        self.slowest_s = max(self.slowest_s or 0.0, took_s)
         self._num_exceeded = 0
 
     def exceeded(self) -> None:

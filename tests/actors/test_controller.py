@@ -10,6 +10,7 @@ from dist_aclgraph.actors.controller.controller import Controller
 from dist_aclgraph.actors.controller.state import State
 from dist_aclgraph.actors.controller.term import Term
 from dist_aclgraph.config import load_config
+from dist_aclgraph.planning.restarts import START_FACTOR
 from tests.serve.conftest import CONFIG
 
 TO_SERVING = (
@@ -61,6 +62,16 @@ def test_what_is_seen_of_groups_changes_nothing_behind_the_end(
     controller.shut_down()
 
     assert controller.progress().state == State.STOPPED.value
+
+
+def test_the_next_controller_knows_how_slow_starts_are(controller: Controller) -> None:
+    controller._start_limit.note(30.0)
+
+    term = Term(0, "token", 16, num_groups=2).next(controller.handover())
+
+    assert (term.number, term.token, term.max_model_len) == (1, "token", 16)
+    following = Controller(load_config(CONFIG), "test", term)
+    assert following._start_limit.seconds(600.0) == START_FACTOR * 30.0
 
 
 def test_a_controller_without_groups_stops_without_draining(controller: Controller) -> None:

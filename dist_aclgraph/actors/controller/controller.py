@@ -85,7 +85,7 @@ class Controller:
         self._term = term
         self._spares = Spares(name, config.recovery.spares)
         self._starter = starter or choose_starter(config)
-        self._start_limit = StartLimit()
+        self._start_limit = StartLimit(term.slowest_start_s)
         self._entering = threading.Lock()
         self._state = State.PLACING
         self._entered_s = time.monotonic()  # time when the state was entered
@@ -118,9 +118,10 @@ class Controller:
 
     def handover(self) -> Handover:
         """Return the values that the next controller takes over. The answer is also a heartbeat."""
+        slowest_s = self._start_limit.slowest_s
         if self._serving is None:
-            return Handover(self._config, self._term.num_groups)
-        return Handover(self._serving.config, self._serving.num_wanted)
+            return Handover(self._config, self._term.num_groups, slowest_s)
+        return Handover(self._serving.config, self._serving.num_wanted, slowest_s)
 
     def outlook(self) -> Outlook:
         """Return the state of the deployment, for clients that know no serving group."""

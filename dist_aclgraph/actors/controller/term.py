@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dist_aclgraph.config import Config
 
@@ -19,12 +19,15 @@ class Term:
         token: the deployment's connection token, which its clients know.
         max_model_len: the context length that clients were promised; 0 before the first promise.
         num_groups: how many groups should accept requests; 0 for the number in the configuration.
+        slowest_start_s: how long the slowest start of a group's processes took; None before any
+            start. It limits later starts (``StartLimit``).
     """
 
     number: int
     token: str
     max_model_len: int = 0
     num_groups: int = 0
+    slowest_start_s: float | None = None
 
     @property
     def first_group(self) -> int:
@@ -36,6 +39,15 @@ class Term:
         """The first version of this term's group lists, because clients ignore older versions."""
         return self.number * VERSIONS_OF_A_TERM
 
+    def next(self, handover: Handover) -> Term:
+        """Return the term of the controller that takes over."""
+        return replace(
+            self,
+            number=self.number + 1,
+            num_groups=handover.num_groups,
+            slowest_start_s=handover.slowest_start_s,
+        )
+
 
 @dataclass(frozen=True)
 class Handover:
@@ -43,3 +55,4 @@ class Handover:
 
     config: Config
     num_groups: int
+    slowest_start_s: float | None = None

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -202,8 +201,7 @@ class ControllerKeeper:
 
     def _start_another(self) -> None:
         self.end_by_force()
-        number = self._term.number + 1
-        self._term = replace(self._term, number=number, num_groups=self._handover.num_groups)
+        self._term = self._term.next(self._handover)
         self._make()
         if self._stopping.is_set():
             return
