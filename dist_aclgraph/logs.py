@@ -189,7 +189,7 @@ class _TerminalHandler(_StderrHandler):
 
 
 class _TextFormatter(logging.Formatter):
-    """``TIME LEVEL host=... role=... MESSAGE``; a traceback follows on separate lines."""
+    """One line: ``TIME LEVEL host=... role=... MESSAGE``, with a traceback as a quoted value."""
 
     def __init__(self, log: ProcessLog) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class _TextFormatter(logging.Formatter):
         words = record.getMessage() if own else _one_line(record.getMessage())
         line = f"{_time_of(record)} {record.levelname} {_pairs(every)} {words}"
         if record.exc_info:
-            line += f"\n{self.formatException(record.exc_info)}"
+            line += f" {_pairs({'exception': self.formatException(record.exc_info)})}"
         return line
 
 

@@ -95,6 +95,20 @@ def test_work_is_logged_with_its_time_and_its_failure(tmp_path: Path) -> None:
     assert re.search(r'event=roll_failed seconds=0\.\d+ cause="ValueError: no room"$', failed)
 
 
+def test_a_traceback_is_a_value_of_its_line(tmp_path: Path) -> None:
+    open_log(make_logging(tmp_path), "engine")
+    forged = "2026-01-01T00:00:00.000Z INFO host=h role=controller event=scale_done"
+    try:
+        raise ValueError(f"bad\n{forged}")
+    except ValueError:
+        source.exception("it failed")
+
+    (line,) = lines_of(tmp_path / "start", "engine")
+    message, _, exception = line.partition(" exception=")
+    assert message.endswith(" role=engine it failed")
+    assert json.loads(exception).endswith(f"ValueError: bad\n{forged}")
+
+
 def test_json_lines_have_the_same_values(tmp_path: Path) -> None:
     open_log(make_logging(tmp_path, format="json"), "engine")
     event(source, "group_lost", logging.WARNING, group=1, cause="a\nb")
