@@ -142,6 +142,19 @@ def test_files_are_limited_in_size_and_number(tmp_path: Path) -> None:
     assert all(path.stat().st_size <= 1 << 20 for path in files)
 
 
+def test_the_command_of_the_page_reads_full_files_too(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "logs.md").read_text()
+    (command,) = re.findall(r"^grep .*FOLDER.*$", page, re.M)
+    for name in ("engine-h-1.log", "engine-h-1.log.1"):
+        (tmp_path / name).write_text(f"event={name}\n")
+
+    said = subprocess.run(
+        ["sh", "-c", command.replace("FOLDER", str(tmp_path))], capture_output=True, text=True
+    )
+
+    assert said.stdout.split() == ["event=engine-h-1.log", "event=engine-h-1.log.1"]
+
+
 def test_only_the_user_can_read_the_folder(tmp_path: Path) -> None:
     open_log(make_logging(tmp_path / "new"), "engine")
 
