@@ -2,7 +2,8 @@
 
 Each process holds a shared lock on a file in its folder until the process ends. When a new folder
 is created, old folders whose lock is free are removed. A folder without a lock file is not ours,
-and stays.
+and stays. A folder that is used by many processes one after the other, as under Ray Serve, keeps
+the newest files of the processes that have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +24,7 @@ LOCK = "processes.lock"
 UNNAMED = "unnamed"  # folder of processes that no service has started, for example in tests
 PRIVATE = 0o700
 MAX_NAME_CHARS = 60
+KEPT_FILES = 256  # files of ended processes that stay in a folder
 
 
 def with_log_folder(config: Config, folder: str | None = None) -> Config:
@@ -58,6 +61,7 @@ def open_folder(config: LoggingConfig) -> tuple[Path, int]:
         fcntl.flock(lock, fcntl.LOCK_SH)
         if is_new:
             _sweep(path, config.keep_folders)
+        _sweep_files(path)
     except BaseException:
         os.close(lock)
         raise
@@ -82,6 +86,19 @@ def _sweep(new: Path, num_kept: int) -> None:
                 shutil.rmtree(path)
             finally:
                 os.close(lock)
+
+
+def _sweep_files(folder: Path) -> None:
+    """Remove the oldest files of processes of this host that have ended."""
+    name = re.compile(rf".+-{re.escape(file_name(socket.gethostname()))}-(\d+)\.log(\.\d+)?")
+    ended = [
+        path
+        for path in folder.iterdir()
+        if (found := name.fullmatch(path.name)) and not Path("/proc", found[1]).exists()
+    ]
+    for path in sorted(ended, key=last_change_s, reverse=True)[KEPT_FILES:]:
+        with suppress(OSError):  # removed by another process
+            path.unlink()
 
 
 def last_change_s(path: Path) -> float:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import LoggingConfig, make_config
-from dist_aclgraph.log_folder import LOCK, open_folder, with_log_folder
+from dist_aclgraph.log_folder import KEPT_FILES, LOCK, file_name, open_folder, with_log_folder
 from dist_aclgraph.logs import ACCESS, PACKAGE, ProcessLog, Role, event, logged
 
 source = logging.getLogger(f"{PACKAGE}.some.module")
@@ -222,6 +223,29 @@ def test_the_folder_of_a_start_is_named_once() -> None:
 
     assert re.fullmatch(r"\d{8}T\d{6}Z-Model-7B", config.logging.folder or "")
     assert with_log_folder(config) is config
+
+
+def test_a_folder_keeps_the_newest_files_of_processes_that_have_ended(tmp_path: Path) -> None:
+    config = make_logging(tmp_path)
+    folder, lock = open_folder(config)
+    os.close(lock)
+    host, first = file_name(socket.gethostname()), 1 << 30  # no process has such an id
+    for age in range(KEPT_FILES + 2):
+        path = folder / f"worker-{host}-{first + age}.log"
+        path.touch()
+        os.utime(path, (age, age))
+    others = [folder / f"worker-{host}-{os.getpid()}.log.1", folder / f"worker-other-{first}.log"]
+    for path in others:
+        path.touch()
+        os.utime(path, (0, 0))
+
+    _, lock = open_folder(config)
+
+    os.close(lock)
+    left = {path.name for path in folder.iterdir()}
+    assert {LOCK, *(path.name for path in others)} <= left
+    assert len(left) == 3 + KEPT_FILES
+    assert f"worker-{host}-{first + 1}.log" not in left
 
 
 def test_a_new_folder_removes_the_oldest_unused_folders_of_ours(tmp_path: Path) -> None:
