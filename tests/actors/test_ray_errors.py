@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import worker as ray_worker
 from ray.exceptions import (
     ActorDiedError,
     AuthenticationError,
@@ -20,6 +21,7 @@ from ray.exceptions import (
 from ray.serve.exceptions import RayServeException
 
 from dist_aclgraph.actors.cluster.ray_errors import of_worker, ours, ray_logs
+from dist_aclgraph.cli.doctor.cluster import silent_finding
 from dist_aclgraph.errors import (
     CaptureError,
     ConfigError,
@@ -86,6 +88,16 @@ def test_a_death_names_the_folder_of_rays_logs_and_the_node() -> None:
     found = str(ours(RayActorError(error_msg=DIED), "starting"))
 
     assert found.endswith(f"its last words may be in {ray_logs()} on node 127.0.0.1")
+
+
+def test_without_a_connection_the_folder_of_rays_logs_is_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_worker, "_global_node", None)
+    monkeypatch.setenv("RAY_TMPDIR", "/data/tmp")
+
+    assert ray_logs() == "/data/tmp/ray/session_latest/logs"
+    assert ray_logs() in silent_finding("node", "it has not answered").remedy
 
 
 @pytest.mark.cluster

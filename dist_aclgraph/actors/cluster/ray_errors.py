@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import worker as ray_worker
 from ray.exceptions import (
     AuthenticationError,
@@ -27,7 +28,6 @@ from dist_aclgraph.errors import (
     WorkerLostError,
 )
 
-LOGS = "/tmp/ray/session_latest/logs"  # for a process that is not connected to Ray
 MAX_CHARS = 500
 # Lines to omit: stack frames of C++ and Ray, lines with the actor's id, lines around a traceback.
 NOISE = re.compile(
@@ -100,9 +100,13 @@ def death_of(error: BaseException) -> str:
 
 
 def ray_logs() -> str:
-    """Return the folder of Ray's logs; it usually has the same path on all nodes."""
+    """Return the folder of Ray's logs; it usually has the same path on all nodes.
+
+    In a process that is not connected to Ray, this is the folder of the newest Ray of this machine.
+    """
     node = ray_worker._global_node
-    return LOGS if node is None else f"{node.get_session_dir_path()}/logs"
+    newest = f"{get_default_ray_temp_dir()}/session_latest"
+    return f"{newest if node is None else node.get_session_dir_path()}/logs"
 
 
 def sentence(error: BaseException) -> str:

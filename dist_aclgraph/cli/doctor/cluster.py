@@ -12,6 +12,7 @@ from dist_aclgraph.actors.cluster.node_probes import (
     lost_nodes,
     probe_nodes,
 )
+from dist_aclgraph.actors.cluster.ray_errors import ray_logs
 from dist_aclgraph.cli.doctor.finding import Finding
 from dist_aclgraph.cli.doctor.node_facts import NodeFacts, node_facts
 from dist_aclgraph.config import Config
@@ -83,8 +84,8 @@ def ports_to_reach(opened: OpenPorts) -> list[int]:
 def silent_finding(node: str, reason: str) -> Finding:
     """Return the finding about a node that does not answer although Ray counts it as alive."""
     remedy = (
-        "look at its load and at Ray's logs there (/tmp/ray/session_latest/logs); each node needs "
-        "this package in the Python of its `ray start`"
+        f"look at its load and at Ray's logs there ({ray_logs()}); each node needs this package in "
+        "the Python of its `ray start`"
     )
     return Finding(f"node {node}", False, reason, remedy)
 
