@@ -17,9 +17,9 @@ UNITS = sorted((ROOT / "cluster" / "systemd").glob("*.service"))
 def test_a_unit_restarts_for_ever_and_starts_a_program_of_ours(unit: Path) -> None:
     text = unit.read_text()
 
-    assert {"Restart=always", "StartLimitIntervalSec=0", "NoNewPrivileges=yes"} <= set(
-        text.splitlines()
-    )
+    assert {
+        "Restart=always", "StartLimitIntervalSec=0", "NoNewPrivileges=yes", "LimitCORE=infinity",
+    } <= set(text.splitlines())  # fmt: skip
     [program] = re.findall(r"^ExecStart=/opt/dist_aclgraph/(\S+)", text, re.MULTILINE)
     assert program == ".venv/bin/dist-aclgraph" or (ROOT / program).stat().st_mode & 0o100
 
