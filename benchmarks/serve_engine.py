@@ -119,5 +119,8 @@ class PacedDeployment:
     def outlook(self) -> Outlook:
         return Outlook(failure="the bench is over")
 
+    def restarts_left(self) -> int:
+        return 0
+
     def shut_down(self) -> None:
         """Do nothing, because the bench itself ends its engine."""

@@ -37,6 +37,7 @@ from dist_aclgraph.errors import (
 )
 from dist_aclgraph.log_folder import folder_path
 from dist_aclgraph.logs import event
+from dist_aclgraph.planning.restarts import RestartBudget
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +58,15 @@ def own_deployment(
     start: Start,
     signals: Signals,
     heartbeat: SharedHeartbeat,
-    *,
-    has_supervisor: bool = False,
+    restarts: RestartBudget | None = None,
 ) -> None:
     """Start a deployment; after a signal, drain and stop the deployment.
 
     Args:
         heartbeat: beats while the deployment starts and serves.
-        has_supervisor: whether a supervisor ends the processes that this process has started. If
-            so, a signal during the start ends this process at once.
+        restarts: the supervisor's budget for restarts of owners, as it was at this owner's start;
+            None without a supervisor. A supervisor ends the processes that this process has
+            started, so a signal during the start ends this process at once.
 
     Raises:
         RayDiedError: the Ray that was started for the deployment has died. A new deployment may
@@ -75,7 +76,7 @@ def own_deployment(
             number.
     """
     config, console = opened.config, Console(stderr=True)
-    answers = _IngressAnswers()
+    answers = _IngressAnswers(restarts)
     with OwnerLink(opened.link, answers) as link:
         try:
             num_npus, begin_s = config.parallel.world_size, time.monotonic()
@@ -84,7 +85,9 @@ def own_deployment(
                 path = folder_path(config.logging)
                 console.print(f"Logs of each node: {path}", highlight=False, soft_wrap=True)
             event(logger, "deployment_starting", model=config.name, npus=num_npus)
-            starting = _started(config, start, signals, console, answers, heartbeat, has_supervisor)
+            starting = _started(
+                config, start, signals, console, answers, heartbeat, restarts is not None
+            )
             with starting as running:
                 event(logger, "deployment_serving", seconds=time.monotonic() - begin_s)
                 try:
@@ -205,16 +208,20 @@ def _announced(config: Config, running: Deployment) -> bool:
 class _IngressAnswers:
     """The answers to the ingress. The main thread sets the answers; threads of the link read them.
 
+    Args:
+        restarts: budget for restarts of owners; None without a supervisor.
+
     Attributes:
         running: the deployment; None before the deployment serves, and while it is being stopped.
         progress: progress of the deployment's start.
         is_open: whether an ingress has begun to admit requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, restarts: RestartBudget | None) -> None:
         self.running: Deployment | None = None
         self.progress = "the deployment is being started"
         self.is_open = False
+        self._restarts = restarts
         self._admission = Admission()
 
     def end(self, reason: str, drain_s: float) -> None:
@@ -228,7 +235,12 @@ class _IngressAnswers:
 
     def admission(self, is_open: bool) -> Admission:
         self.is_open = self.is_open or is_open
-        return self._admission
+        left: dict[str, int] = {}
+        if (running := self.running) is not None:
+            left["controller"] = running.restarts_left()
+        if self._restarts is not None:
+            left["owner"] = self._restarts.num_left(time.monotonic())
+        return Admission(self._admission.end, self._admission.drain_s, left)
 
     def reach(self) -> Reach | None:
         running = self.running

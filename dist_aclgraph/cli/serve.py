@@ -62,6 +62,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
     is_on_own_ray = start is None and ray_address() is None
     with open_service(config) as opened, _starter_of(opened.config, is_on_own_ray) as starter:
         config = opened.config
+        restarts = RestartBudget(config.recovery.restarts_per_hour)
         start_owned = start or partial(deployment.start, starter=starter)
         ProcessLog("supervisor").open(config.logging, has_terminal=True)
 
@@ -72,7 +73,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
                 if process_log.folder is not None:
                     path = process_log.folder / f"ray-{os.getpid()}.log"
                     stack.enter_context(native_output_in(path))
-                own_deployment(opened, start_owned, signals, heartbeat, has_supervisor=True)
+                own_deployment(opened, start_owned, signals, heartbeat, restarts)
 
         def serve_clients(life: int, beat: Beat, link: HolderLink) -> None:
             ProcessLog("ingress").open(config.logging, has_terminal=True)
@@ -86,7 +87,7 @@ def serve_in_processes(config: Config, start: Start | None = None) -> None:
         supervisor = Supervisor(
             own,
             serve_clients,
-            RestartBudget(config.recovery.restarts_per_hour),
+            restarts,
             silent_s=max(SILENT_S, 2 * config.timeouts.link_s),
             end_s=config.serve.drain_s + END_S,
             end_started=starter.end_started,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from dist_aclgraph.cli import serve as serve_module
 from dist_aclgraph.cli.serve import serve, serve_until_signal
 from dist_aclgraph.config import load_config
 from dist_aclgraph.errors import ConfigError, EngineDeadError, WorkerLostError
+from dist_aclgraph.planning.restarts import RestartBudget
 from tests.serve.conftest import CONFIG, until
 from tests.serve.test_llm import FakeDeployment
 
@@ -157,6 +159,27 @@ def test_it_answers_503_until_it_serves_and_while_it_stops(capsys):
         command.get("/ready")
 
 
+def test_metrics_tell_how_many_controllers_and_owners_may_be_replaced(monkeypatch):
+    own = partial(owner.own_deployment, restarts=RestartBudget(6))
+    monkeypatch.setattr(serve_module, "own_deployment", own)
+    command = Command()
+    left: dict[str, str] = {}
+
+    def meanwhile() -> None:
+        def is_told() -> bool:
+            text = command.get("/metrics").text
+            found = re.findall(r'service_restarts_left\{.*of="(\w+)".*\} (\S+)', text)
+            left.update(found)
+            return bool(left)
+
+        command.wait_for(200)
+        until(is_told, WAIT_S)
+
+    command.run(meanwhile)
+
+    assert left == {"controller": "4.0", "owner": "6.0"}
+
+
 def test_a_deployment_that_dies_ends_it_with_the_reason():
     command = Command()
     deployment = command.deployment
@@ -228,7 +251,7 @@ def test_an_owner_with_a_supervisor_leaves_its_start_to_it(capsys, monkeypatch):
 
     monkeypatch.setattr(owner.os, "_exit", leave)
     monkeypatch.setattr(
-        serve_module, "own_deployment", partial(owner.own_deployment, has_supervisor=True)
+        serve_module, "own_deployment", partial(owner.own_deployment, restarts=RestartBudget(6))
     )
 
     interrupted_start(capsys)

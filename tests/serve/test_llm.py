@@ -49,6 +49,9 @@ class FakeDeployment:
     def outlook(self) -> Outlook:
         return Outlook(progress="PLACING")
 
+    def restarts_left(self) -> int:
+        return 4
+
     def shut_down(self) -> None:
         if self.is_running:
             self.engine.close()

@@ -133,6 +133,11 @@ class ControllerKeeper:
         self._thread = threading.Thread(target=self._run, name="controller-keeper", daemon=True)
         self._thread.start()
 
+    @property
+    def restarts_left(self) -> int:
+        """How many more controllers may be started within this hour; any thread may read it."""
+        return self._restarts.num_left(time.monotonic())
+
     def stop(self) -> Any:
         """Stop the checks, start no other controller, and return the last controller."""
         with self._making:

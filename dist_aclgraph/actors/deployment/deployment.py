@@ -128,6 +128,10 @@ class RayDeployment(Deployment):
             raise EngineDeadError(str(ours(e, "asking for the groups"))) from e
         return found
 
+    def restarts_left(self) -> int:
+        """Return how many lost controllers may still be replaced within this hour. Any thread."""
+        return self._keeper.restarts_left
+
     def _raise_end(self) -> None:
         if self._connected is not None and self._connected.death:
             raise RayDiedError(self._connected.death)

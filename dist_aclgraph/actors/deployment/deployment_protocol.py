@@ -31,6 +31,10 @@ class Deployment(Protocol):
         """Return the deployment's status, for clients that know no serving group."""
         ...
 
+    def restarts_left(self) -> int:
+        """Return how many lost controllers may still be replaced within this hour. Any thread."""
+        ...
+
     def shut_down(self) -> None:
         """Stop all processes of the deployment."""
         ...

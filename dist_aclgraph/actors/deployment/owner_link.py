@@ -49,10 +49,13 @@ class Admission(msgspec.Struct, frozen=True):
     Attributes:
         end: why the ingress must admit no more requests; "" while it may admit requests.
         drain_s: how long the running requests may take to end.
+        restarts_left: how many lost controllers and owners may still be replaced within this hour;
+            the keys are ``controller`` and ``owner``. Unknown numbers are left out.
     """
 
     end: str = ""
     drain_s: float = 0.0
+    restarts_left: dict[str, int] = {}
 
 
 class OwnerAnswers(Protocol):

@@ -11,7 +11,7 @@ import os
 import resource
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -212,6 +212,16 @@ class Metrics:
         gauge = Gauge(f"{PREFIX}{name}", text, LABELS, registry=self._registry)
         gauge.labels(*self._values).set_function(read)
 
+    def track_each(
+        self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Add a gauge with a sample for each key that ``read`` returns at a scrape, on any thread.
+
+        Args:
+            label: the name of the label whose values are the keys.
+        """
+        self._registry.register(_GaugeCollector(PREFIX + name, text, label, read, self._values))
+
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
@@ -255,6 +265,31 @@ class _Collected(CollectorRegistry):
 
     def collect(self) -> Iterable[Metric]:
         return self._found
+
+
+class _GaugeCollector(Collector):
+    """Reads a gauge with one label at every scrape; see ``Metrics.track_each``."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        read: Callable[[], Mapping[str, float]],
+        values: tuple[str, ...],
+    ) -> None:
+        self._name, self._text, self._labels = name, text, (*LABELS, label)
+        self._read = read
+        self._values = values
+
+    def describe(self) -> list[Metric]:
+        return [GaugeMetricFamily(self._name, self._text, labels=self._labels)]
+
+    def collect(self) -> Iterator[Metric]:
+        metric = GaugeMetricFamily(self._name, self._text, labels=self._labels)
+        for key, value in self._read().items():
+            metric.add_metric((*self._values, key), value)
+        yield metric
 
 
 class _EngineCollector(Collector):
