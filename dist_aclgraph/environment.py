@@ -262,6 +262,9 @@ def prepare_ray_environment(*, is_local: bool, waits_for_gcs: bool = False) -> N
         # Disables Ray's memory monitor: if host memory is short, it would end our actors, even if
         # another program uses the memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+        # Disables Ray's events of tasks. Every heartbeat is a task, so the control store and the
+        # dashboard's agent would grow for as long as the service runs. No code reads the events.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         # With this period, a daemon that hangs is noticed after 12 to 42 s.
         os.environ.setdefault("RAY_health_check_period_ms", "2000")
         os.environ.setdefault("RAY_health_check_timeout_ms", "5000")

@@ -22,7 +22,7 @@ from dist_aclgraph.cli.doctor.npu_host import HostFiles
 from dist_aclgraph.config import load_config
 from dist_aclgraph.config.chips import CHIP_FAMILIES
 from dist_aclgraph.config.device import ASSUMED_CANN
-from dist_aclgraph.environment import GCS_WAIT_VARIABLE, gcs_wait_s
+from dist_aclgraph.environment import GCS_WAIT_VARIABLE, gcs_wait_s, prepare_ray_environment
 from dist_aclgraph.serve.app import AppArgs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -355,10 +355,27 @@ def pods() -> list[dict[str, Any]]:
     return [group["template"]["spec"] for group in groups]
 
 
+def defaults_of_the_scripts() -> dict[str, str]:
+    found = re.findall(r'^export (\w+)="\$\{\1:-(.*)\}"', read_text("environment.sh"), re.M)
+    return dict(found)
+
+
+def test_a_ray_that_we_start_has_the_settings_of_the_scripts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+
+    prepare_ray_environment(is_local=True)
+
+    shared = {k: v for k, v in defaults_of_the_scripts().items() if k in environment}
+    del shared[GCS_WAIT_VARIABLE]  # nobody starts the control store of a local Ray again
+    assert shared.keys() >= {"RAY_worker_niceness", "RAY_task_events_report_interval_ms"}
+    assert shared == {name: environment[name] for name in shared}
+
+
 def test_pods_have_the_environment_of_the_scripts() -> None:
-    defaults = dict(
-        re.findall(r'^export (\w+)="\$\{\1:-(.*)\}"', read_text("environment.sh"), re.M)
-    )
+    defaults = defaults_of_the_scripts()
     of_the_scripts = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}  # KubeRay sets these variables
 
     for pod in pods():
