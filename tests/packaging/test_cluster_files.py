@@ -444,7 +444,9 @@ def test_all_files_for_kubernetes_name_the_same_secret_and_the_same_redis() -> N
     assert service["spec"]["selector"] == labels == stateful["spec"]["selector"]["matchLabels"]
 
 
-def test_the_hook_waits_until_the_proxy_has_closed_its_port(tmp_path: Path) -> None:
+@pytest.fixture
+def hook(tmp_path: Path) -> Path:
+    """Return the path of a copy of drain.sh, whose Ray only prints its arguments."""
     ray = tmp_path / ".venv" / "bin" / "ray"
     ray.parent.mkdir(parents=True)
     ray.write_text('#!/bin/sh\necho "$1 $2 $3"\n')
@@ -452,19 +454,46 @@ def test_the_hook_waits_until_the_proxy_has_closed_its_port(tmp_path: Path) -> N
     (tmp_path / "cluster").mkdir()
     for name in ("drain.sh", "environment.sh", "cann.sh"):
         (tmp_path / "cluster" / name).write_bytes((CLUSTER / name).read_bytes())
-    hook = tmp_path / "cluster" / "drain.sh"
+    return tmp_path / "cluster" / "drain.sh"
+
+
+def start_hook(hook: Path, server: socket.socket) -> subprocess.Popen[str]:
+    port = str(server.getsockname()[1])
+    environment = {**os.environ, "SERVE_PORT": port, "DRAIN_S": "300", "RAY_AUTH_TOKEN": "t"}
+    return subprocess.Popen(["bash", str(hook)], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def reply(server: socket.socket, status: str, body: str) -> None:
+    with server.accept()[0] as peer:
+        assert peer.recv(1000).startswith(b"GET /-/healthz HTTP/1.1\r\n")
+        peer.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+
+
+def test_the_hook_waits_until_the_proxy_has_closed_its_port(hook: Path) -> None:
+    from ray.serve._private.constants import DRAINING_MESSAGE, HEALTHY_MESSAGE
 
     with socket.create_server(("127.0.0.1", 0)) as proxy:
-        port = str(proxy.getsockname()[1])
-        environment = {
-            **os.environ, "SERVE_PORT": port, "DRAIN_S": "300", "RAY_AUTH_TOKEN": "t",
-        }  # fmt: skip
-        process = subprocess.Popen(
-            ["bash", str(hook)], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        proxy.accept()[0].close()
-        proxy.accept()[0].close()
+        process = start_hook(hook, proxy)
+        reply(proxy, "200 OK", HEALTHY_MESSAGE)
+        proxy.accept()[0].close()  # an overloaded proxy
+        reply(proxy, "503 Service Unavailable", DRAINING_MESSAGE)
         assert process.poll() is None
     assert process.communicate(timeout=60)[0] == (
         "drain-node --reason DRAIN_NODE_REASON_PREEMPTION\n"
     )
+
+
+def test_the_hook_does_not_wait_for_another_program(hook: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        process = start_hook(hook, service)
+        reply(service, "404 Not Found", '{"error": {"message": "no such path"}}')
+
+        process.communicate(timeout=60)
+
+
+def test_the_hook_knows_the_answers_of_the_proxy() -> None:
+    from ray.serve._private import constants
+
+    for name in ("HEALTHY", "NO_ROUTES", "NO_REPLICAS", "DRAINING"):
+        message = getattr(constants, f"{name}_MESSAGE")
+        assert message.rstrip(".") in read_text("drain.sh")
