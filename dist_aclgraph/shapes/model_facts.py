@@ -173,7 +173,8 @@ def check_model(config: Config, facts: ModelFacts) -> None:
     if facts.indexer and config.parallel.dcp * config.parallel.pcp > 1:
         raise ConfigError(
             f"parallel.dcp is {config.parallel.dcp} and parallel.pcp {config.parallel.pcp}; "
-            "contexts whose keys an indexer chooses cannot be shared: set both to 1"
+            "contexts whose keys an indexer chooses cannot be shared: set both to 1, and use a "
+            "larger parallel.tp, or parallel.ep, which leave more memory for keys"
         )
     window, parallel = facts.window_within(facts.max_model_len(config)), config.parallel
     if facts.linear is not None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dist_aclgraph.config import make_config
-from dist_aclgraph.errors import ModelError, UnsupportedModelError
+from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.kv.cache_spec import KVCacheSpec, PagedTensor
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.indexer_spec import IndexerSpec
+from dist_aclgraph.shapes.model_facts import check_model
 from dist_aclgraph.shapes.model_spec import ModelSpec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.unit.shapes.test_model_spec import V3
@@ -137,6 +138,17 @@ def test_a_list_says_which_layers_have_experts(tmp_path: Path) -> None:
 
 def test_a_dense_model_has_no_indexer(tmp_path: Path) -> None:
     assert read(tmp_path, V3).indexer is None
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "dcp": 2}, {"pcp": 2}])
+def test_shared_contexts_are_refused_with_other_ways_to_get_memory(
+    tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    spec = read(tmp_path, GLM)
+    config = make_config({"model": str(tmp_path), "parallel": parallel})
+
+    with pytest.raises(ConfigError, match=r"set both to 1.*larger parallel\.tp, or parallel\.ep"):
+        check_model(config, spec)
 
 
 def test_indexers_are_whole_on_every_rank(tmp_path: Path) -> None:
