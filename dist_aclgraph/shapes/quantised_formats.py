@@ -74,6 +74,10 @@ def _refusal(config: ModelConfig) -> str:
         return f"quant_method {method!r:.80}"
     if config.has("kv_cache_scheme"):
         return "a kv_cache_scheme"
+    transforms = config.part("transform_config") or config.empty_part()
+    if (moves := transforms.part("config_groups")) is not None:
+        # Such transforms can change activations while the model runs.
+        return f"a transform_config with {next(iter(moves.raw))!r:.80}"
     usual = config.text("format", BYTES)
     groups = config.part("config_groups") or config.empty_part()
     for name in groups.raw:

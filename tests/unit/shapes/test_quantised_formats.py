@@ -41,6 +41,8 @@ DESCRIPTION = {
     "model.layers.0.mlp.up_proj.weight_scale": "W8A8_DYNAMIC",
     "model.layers.0.mlp.up_proj.weight_offset": "W8A8_DYNAMIC",
 }
+# SpinQuant rotates the inputs of down_proj while the model runs.
+ROTATED = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input"}]}}}
 W4A16 = {"group_size": 128, "model.layers.1.q.weight": "W4A16"}
 W4A8 = {"group_size": 0, "model.layers.1.q.weight": "W4A8_DYNAMIC"}
 
@@ -81,6 +83,8 @@ def packed(weights: dict[str, Any] = INT4, **changes: Any) -> dict[str, Any]:
         compressed(INT4, None),
         compressed(INT4_OF_256),
         compressed(WEIGHTS | {"num_bits": 4}),
+        compressed(transform_config={}),
+        compressed(transform_config={"config_groups": {}}),
     ],
 )
 @pytest.mark.parametrize("described", [{}, W4A16, W4A8, W4A8 | {"group_size": 256}])
@@ -116,6 +120,7 @@ def test_what_can_be_read_is_read_as_the_model_it_is(
         (compressed(inputs=INPUTS | {"strategy": "tensor"}), "strategy 'tensor' for input_act"),
         (compressed(inputs=None), "num_bits None for input_activations of group_0"),
         (compressed(kv_cache_scheme={"num_bits": 8}), "a kv_cache_scheme"),
+        (compressed(transform_config=ROTATED), "a transform_config with 'R4'"),
     ],
 )
 def test_other_quantisation_is_refused_with_what_is_supported(
