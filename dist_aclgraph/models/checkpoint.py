@@ -35,7 +35,8 @@ CPU = torch.device("cpu")
 # caches on an emulated device.
 PIECE_BYTES = 4 << 20
 USUAL_NAMES = WeightNames()
-SCALED = ("F8_E4M3", "I8")  # safetensors' names of the types that have scales
+# safetensors' names of the types that have scales, and of the types that need none
+SCALED, FLOATS = ("F8_E4M3", "I8"), ("BF16", "F16", "F32", "F64")
 
 
 class Checkpoint:
@@ -96,6 +97,8 @@ class Checkpoint:
 
         Raises:
             MissingTensorError: the tensor is missing, or has another shape.
+            UnsupportedModelError: the stored type is neither a float nor a supported quantised
+                type.
         """
         return self._floats(name, shape, 0, 0, shape[0], self.dtype)
 
@@ -110,7 +113,15 @@ class Checkpoint:
         return _padded(self._floats(name, shape, dim, start, stop, self.dtype), dim, stop - start)
 
     def read_member(
-        self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        member: int,
+        dim: int,
+        start: int,
+        stop: int,
+        *,
+        has_blocks: bool = False,
     ) -> Tensor:
         """Return ``[start, stop)`` of ``dim`` of a member of a stack of tensors; elements after the
         tensor's end are zero.
@@ -118,14 +129,23 @@ class Checkpoint:
         Args:
             shape: shape of the stack; its first dimension counts the members.
             dim: dimension of the member.
+            has_blocks: whether members are [out, in] matrices, which may be in FP8.
 
         Raises:
-            MissingTensorError: as ``read``.
+            MissingTensorError, UnsupportedModelError: as ``read``.
         """
         where = [slice(member, member + 1), *([slice(None)] * (len(shape) - 1))]
         where[dim + 1] = slice(start, min(stop, shape[dim + 1]))
-        part: Tensor = self._slice(name, shape)[tuple(where)][0]
-        return _padded(part.contiguous().to(self.device).to(self.dtype), dim, stop - start)
+        source = self._slice(name, shape)
+        part: Tensor = source[tuple(where)][0].contiguous()
+        if has_blocks and part.dtype == torch.float8_e4m3fn:
+            blocks = block_scales.scales_shape(shape[1:])
+            stack = self._slice(name + block_scales.SUFFIX, (shape[0], *blocks))
+            scales = stack[member : member + 1][0].float()
+            part = block_scales.dequantise(part, scales, _first(dim, start), self.dtype)
+        else:
+            self._check_floats(name, source)
+        return _padded(part.to(self.device).to(self.dtype), dim, stop - start)
 
     def write_part(
         self, out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int
@@ -144,6 +164,7 @@ class Checkpoint:
             out.copy_(self.read_part(name, shape, dim, start, stop).to(out.device))
             return
         source = self._slice(name, shape)
+        self._check_floats(name, source)
         first, last = (start, min(stop, shape[0])) if dim == 0 else (0, shape[0])
         columns = slice(start, stop) if dim == 1 else slice(None)
         there = out.narrow(dim, 0, max(0, min(stop, shape[dim]) - start))
@@ -250,13 +271,22 @@ class Checkpoint:
             scales = self._slice(name + block_scales.SUFFIX, block_scales.scales_shape(shape))[
                 :
             ].float()
-            first = (start, 0) if dim == 0 else (0, start)
-            return block_scales.dequantise(part, scales, first, dtype).to(self.device)
+            return block_scales.dequantise(part, scales, _first(dim, start), dtype).to(self.device)
         part = part.to(self.device)
         if part.dtype == torch.int8:
             scale = self._scales(name, shape[0])
             return int8_weights.dequantise(part, scale[start:stop] if dim == 0 else scale, dtype)
+        self._check_floats(name, self._find(name))
         return part.to(dtype)
+
+    def _check_floats(self, name: str, source: Any) -> None:
+        """Refuse values that are not usable without scales."""
+        if (found := source.get_dtype()) not in FLOATS:
+            raise UnsupportedModelError(
+                f"tensor {name} in {self._directory} has the type {found}, which is not supported "
+                f"here; supported are {', '.join(FLOATS)}: use a checkpoint with this tensor in "
+                "bfloat16"
+            )
 
     def _int4_of(self, name: str) -> Int4Format | None:
         form = self._int4_formats.of(self._stored_name(name))
@@ -337,6 +367,11 @@ class Checkpoint:
             except (OSError, SafetensorError) as e:
                 raise ModelError(f"cannot read {self._directory / file_name}: {e}") from e
         return self._open[file_name]
+
+
+def _first(dim: int, start: int) -> tuple[int, int]:
+    """Return row and column at which a part of a matrix begins."""
+    return (start, 0) if dim == 0 else (0, start)
 
 
 def _padded(part: Tensor, dim: int, length: int) -> Tensor:

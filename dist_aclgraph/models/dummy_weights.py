@@ -56,7 +56,15 @@ class DummyCheckpoint:
         return self.read(name, _cut(shape, dim, start, stop))
 
     def read_member(
-        self, name: str, shape: tuple[int, ...], member: int, dim: int, start: int, stop: int
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        member: int,
+        dim: int,
+        start: int,
+        stop: int,
+        *,
+        has_blocks: bool = False,
     ) -> Tensor:
         """Return the slice ``[start, stop)`` along ``dim`` of a member of a stack."""
         return self.read(name, _cut(shape[1:], dim, start, stop))

@@ -105,19 +105,23 @@ class WeightSlices:
         dim: int,
         start: int,
         stop: int,
+        *,
+        has_blocks: bool = False,
     ) -> Tensor:
         """Return the slice ``[start, stop)`` along ``dim`` of some members of a stack of tensors.
 
         Args:
             shape: shape of the stack; its first dimension counts the members.
             dim: dimension of a member.
+            has_blocks: whether members are [out, in] matrices, which may be in FP8.
         """
         rest = list(shape[1:])
         rest[dim] = stop - start
         size = (len(members), *rest)
         stacked = torch.empty(size, dtype=self.checkpoint.dtype, device=self.device)
         for row, member in zip(stacked, members, strict=True):
-            row.copy_(self.checkpoint.read_member(name, shape, member, dim, start, stop))
+            where = name, shape, member, dim, start, stop
+            row.copy_(self.checkpoint.read_member(*where, has_blocks=has_blocks))
         return stacked
 
     def place(self, weight: Tensor) -> Tensor:

@@ -76,11 +76,12 @@ def load_joined_products(
 
     def rows(first: int) -> Tensor:
         name, shape = f"{prefix}.gate_up_proj", (count, 2 * width, hidden)
-        found = slices.stack(name, shape, here, 0, first + start, first + last)
+        found = slices.stack(name, shape, here, 0, first + start, first + last, has_blocks=True)
         return pad(found, (0, 0, 0, stop - last))
 
     gate_up = torch.cat([rows(0), rows(width)], 1)
-    down = slices.stack(f"{prefix}.down_proj", (count, hidden, width), here, 1, start, stop)
+    shape = (count, hidden, width)
+    down = slices.stack(f"{prefix}.down_proj", shape, here, 1, start, stop, has_blocks=True)
     return (
         GroupedProduct(slices.place(gate_up.transpose(1, 2))),
         GroupedProduct(slices.place(down.transpose(1, 2))),

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from dist_aclgraph.comm.groups import CommGroup
-from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError
+from dist_aclgraph.errors import ConfigError, MissingTensorError, ModelError, UnsupportedModelError
 from dist_aclgraph.layers.vocabulary import vocabulary_part
 from dist_aclgraph.models.checkpoint import Checkpoint
 from dist_aclgraph.models.gqa import share_heads
 from dist_aclgraph.shapes.model_spec import ModelSpec, WeightNames
 from dist_aclgraph.shapes.rope_spec import RopeSpec
+from tests.engine.test_fp8_weights import quantise as to_fp8
 
 MATRIX = torch.arange(21, dtype=torch.float32).reshape(7, 3)
 
@@ -166,6 +167,41 @@ def test_a_part_of_a_member_of_a_stack(tmp_path: Path, dim: int, start: int, sto
     assert torch.equal(part, padded.narrow(dim, start, stop - start))
     with pytest.raises(MissingTensorError, match=r"config\.json asks for"):
         checkpoint.read_member("s", (5, 5, 3), 2, dim, start, stop)
+
+
+@pytest.mark.parametrize(("dim", "start", "stop"), [(0, 40, 300), (1, 0, 200), (1, 150, 260)])
+def test_a_part_of_a_member_in_fp8_is_multiplied_by_its_scales(
+    tmp_path: Path, dim: int, start: int, stop: int
+) -> None:
+    quantised = [to_fp8(torch.randn(300, 200) * 10**n) for n in range(3)]
+    stacks = [torch.stack(each) for each in zip(*quantised, strict=True)]
+    tensors = dict(zip(("s", "s_scale_inv"), stacks, strict=True))
+    alone = {"m": quantised[1][0], "m_scale_inv": quantised[1][1]}
+    save_file(tensors | alone, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+
+    part = checkpoint.read_member("s", (3, 300, 200), 1, dim, start, stop, has_blocks=True)
+
+    assert torch.equal(part, checkpoint.read_part("m", (300, 200), dim, start, stop))
+    with pytest.raises(UnsupportedModelError, match=r"tensor s in .* has the type F8_E4M3"):
+        checkpoint.read_member("s", (3, 300, 200), 1, dim, start, stop)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.float8_e5m2])
+def test_values_that_are_not_floats_are_refused_without_scales(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    stack = torch.ones(2, 4, 3).to(dtype)
+    save_file({"s": stack, "m": stack[0].clone()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+
+    with pytest.raises(UnsupportedModelError, match=r"tensor s in .* has the type [IUF]\d+.*float"):
+        checkpoint.read_member("s", (2, 4, 3), 0, 0, 0, 4, has_blocks=True)
+    if dtype != torch.int8:  # int8 matrices have scales
+        with pytest.raises(UnsupportedModelError, match=r"tensor m in .* has the type"):
+            checkpoint.read("m", (4, 3))
+        with pytest.raises(UnsupportedModelError, match=r"tensor m in .* has the type"):
+            checkpoint.write_part(torch.empty(4, 3), "m", (4, 3), 0, 0, 4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
