@@ -79,6 +79,7 @@ class Checkpoint:
         self._file_of = tensor_files(self._directory)
         self.has_head = not is_headless(self._file_of)
         self._open: dict[str, Any] = {}
+        self._read_names: set[str] = set()  # stored names
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def __contains__(self, name: str) -> bool:
@@ -348,8 +349,30 @@ class Checkpoint:
         """Return the number of tensors that belong to other parts of the model."""
         return sum(name.startswith(self._names.ignored) for name in self._file_of)
 
+    def refuse_unread_biases(self) -> None:
+        """Check, after all weights are read, that no weight has a stored bias that was not read.
+
+        Tools can add biases that the model does not have. Weights that were not read, such as those
+        of other ranks' experts, are not checked.
+
+        Raises:
+            UnsupportedModelError: such a bias is not zero.
+        """
+        modules = {name.rpartition(".weight")[0] for name in self._read_names}
+        for name in sorted(self._file_of.keys() - self._read_names):
+            module = name.removesuffix(".bias")
+            if module == name or module not in modules:
+                continue
+            if self._file(self._file_of[name]).get_slice(name)[:].any():
+                raise UnsupportedModelError(
+                    f"tensor {name} in {self._directory} is not zero everywhere, and the model has "
+                    "no such bias: quantise it again without anti_method m4 (ModelSlim), or "
+                    "without another method that adds biases"
+                )
+
     def _find(self, name: str) -> Any:
         name = self._stored_name(name)
+        self._read_names.add(name)
         if name not in self._file_of:
             raise MissingTensorError(f"{self._directory} has no tensor {name}")
         try:

@@ -49,6 +49,7 @@ class Decoder:
             ConfigError: the heads cannot be split over the group.
             MissingTensorError: a tensor is missing or has another shape; names the first such
                 tensor.
+            UnsupportedModelError: the checkpoint has a bias that the model does not have.
         """
         self.spec = spec
         slices = WeightSlices(checkpoint, groups.tp, device, experts or ExpertSetup(groups), note)
@@ -65,6 +66,7 @@ class Decoder:
             self.next_token = load_next_token_module(
                 slices, spec, self.kind, self._embedding, self._head
             )
+        checkpoint.refuse_unread_biases()
 
     @property
     def kind(self) -> PagedKind:

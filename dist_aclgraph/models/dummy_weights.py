@@ -75,6 +75,9 @@ class DummyCheckpoint:
         """Fill ``out`` with zeros."""
         out.zero_()
 
+    def refuse_unread_biases(self) -> None:
+        """Do nothing: no bias is stored."""
+
     def form_of(self, name: str, shape: tuple[int, int]) -> torch.dtype | Int4Format:
         """Return the form in which a product gets a matrix: ``dtype``, int8, or four bits."""
         stored = self._int4_formats.of(self._names.stored(name))

@@ -204,6 +204,27 @@ def test_values_that_are_not_floats_are_refused_without_scales(
             checkpoint.write_part(torch.empty(4, 3), "m", (4, 3), 0, 0, 4)
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_bias_that_was_not_read_with_its_weight_is_refused_unless_it_is_zero(
+    tmp_path: Path, value: float
+) -> None:
+    names = WeightNames(prefix="text.")
+    tensors = {"text.used.weight": MATRIX, "text.expert_of_another_rank.bias": MATRIX[0] + 1}
+    tensors |= {"text.used.bias": torch.tensor([0.0, 0.0, value])}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32, names=names)
+
+    checkpoint.refuse_unread_biases()  # no weight was read
+    checkpoint.read("used.weight", (7, 3))
+    if value:
+        with pytest.raises(
+            UnsupportedModelError, match=r"text\.used\.bias.*without anti_method m4"
+        ):
+            checkpoint.refuse_unread_biases()
+    checkpoint.read("used.bias", (3,))
+    checkpoint.refuse_unread_biases()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_vocabulary_parts_are_equal_wide_and_cover_all(size: int) -> None:
     parts = [vocabulary_part(503, CommGroup(tuple(range(size)), rank)) for rank in range(size)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dist_aclgraph.errors import ConfigError
+from dist_aclgraph.errors import ConfigError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
 from tests.checkpoints import greedy, make_prompts, make_reference
@@ -107,6 +107,21 @@ def test_qwen3_5_as_published_beside_an_encoder_of_images(
     sequences.decode(None)
 
     assert sequences.new == greedy(model, prompts, 2)
+
+
+@pytest.mark.parametrize(
+    "module", ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.up_proj"]
+)
+def test_biases_that_a_tool_added_are_refused(npu: Any, tmp_path: Path, module: str) -> None:
+    """ModelSlim's anti_method m4 adds biases to norms and linear layers."""
+    make_reference("Qwen3ForCausalLM", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.{module}"
+    weights[f"{name}.bias"] = torch.ones(weights[f"{name}.weight"].shape[0])
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(UnsupportedModelError, match=rf"{name}\.bias.*not zero everywhere"):
+        make_runner(npu, tmp_path)
 
 
 def test_joined_experts_are_not_converted_to_int8(npu: Any, tmp_path: Path) -> None:
