@@ -100,8 +100,8 @@ class StoredInt4:
         number of outputs is odd, one output is added.
 
         Raises:
-            ConfigError: a part of the inputs does not consist of whole groups; or a part of the
-                outputs begins at an odd index.
+            ConfigError: a part of the inputs does not consist of whole groups, nor of smaller
+                groups that the operators accept; or a part of the outputs begins at an odd index.
             MissingTensorError: a tensor is missing, or has another shape.
             ModelError: a tensor has another type, or values that do not fit into four bits.
             UnsupportedModelError: the values have offsets.
@@ -119,6 +119,7 @@ class StoredInt4:
                 f"a rank's outputs of {self._module}, which has values of four bits, begin at "
                 f"{start}, an odd number: choose another parallel.tp"
             )
+        scales = self._regrouped(scales, 0, num_inputs)  # The last group may be shorter.
         first, last, stop = min(start, out), min(stop, out), stop + stop % 2
         pairs = self._pairs(first, last, 0, num_inputs)
         below = (0, 0, 0, (stop - start) // 2 - len(pairs))
@@ -129,7 +130,7 @@ class StoredInt4:
         """Return ``[start, stop)`` along ``dim`` in float32; the part can begin and end anywhere.
 
         Raises:
-            MissingTensorError, UnsupportedModelError: as ``read``.
+            ConfigError, MissingTensorError, UnsupportedModelError: as ``read``.
         """
         if dim == 1:
             return self.read(0, 0, self._shape[0]).floats()[: self._shape[0], start:stop]
@@ -217,7 +218,8 @@ class StoredInt4:
 
     def _regrouped(self, scales: Tensor, start: int, stop: int) -> Tensor:
         """Return the scales of inputs [start, stop); zeros after the matrix's end. If groups cross
-        the part's limits, they are divided into smaller groups with equal scales.
+        the part's limits, or the last group is shorter, groups are divided into smaller groups with
+        equal scales.
         """
         if scales.shape[1] == 1:
             return scales
@@ -226,10 +228,15 @@ class StoredInt4:
         fine = math.gcd(group, start, stop)
         least = group if self._form.quantises_rows else SMALLEST_GROUP
         if fine % least:
+            remedy = (
+                "quantise the checkpoint with a group size that divides the inputs"
+                if (start, stop) == (0, self._shape[1])
+                else "choose another parallel.tp, or parallel.ep for experts"
+            )
             raise ConfigError(
                 f"inputs {start} to {stop} of {self._module} are on one rank; its scales are for "
                 f"groups of {group} inputs, which can be divided at multiples of {least} only: "
-                "choose another parallel.tp, or parallel.ep for experts"
+                f"{remedy}"
             )
         part = scales.repeat_interleave(group // fine, 1)[:, start // fine : stop // fine]
         return pad(part, (0, (stop - start) // fine - part.shape[1]))

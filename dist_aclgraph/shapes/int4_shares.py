@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from dist_aclgraph.config.tree import ParallelConfig
 from dist_aclgraph.errors import ConfigError
 from dist_aclgraph.shapes.int4_formats import EXPERT_INPUTS, INT8_GROUP, SMALLEST_GROUP, Int4Format
-from dist_aclgraph.shapes.matrices import ATTENTION, DENSE, EXPERTS, SHARED
+from dist_aclgraph.shapes.matrices import ATTENTION, DENSE, EXPERTS, INDEXERS, LINEAR, SHARED
 from dist_aclgraph.shapes.model_spec import ModelSpec
 
 WORD = 8  # number of values in an int32, for consecutive outputs
@@ -19,40 +20,64 @@ def check_int4_shares(spec: ModelSpec, parallel: ParallelConfig) -> None:
     Raises:
         ConfigError: the operators refuse a part; the message names width, part and remedy.
     """
-    widths = dict(_inner_widths(spec, parallel))
-    forms = dict.fromkeys((matrix.part, matrix.form) for matrix in spec.int4)
-    for part, form in forms:
-        inner = (spec.hidden_size, widths.get(part, (0, 1))[0])
-        if form.group and (odd := [width for width in inner if width % form.group]):
+    for matrix in spec.int4:
+        part, form = matrix.part, matrix.form
+        widths = [
+            (inner.width, inner.num_ranks)
+            for inner in _inner_widths(spec, parallel)
+            if inner.part == part and matrix.name.endswith(inner.ending)
+        ]
+        inputs = (spec.hidden_size, *(width for width, _ in widths))
+        if form.group and (odd := [width for width in inputs if width % form.group]):
             raise ConfigError(
                 f"{part} with values of four bits have {odd[0]} inputs in groups of "
                 f"{form.group}, and the last group would be shorter: quantise the checkpoint "
                 "with a group size that divides the inputs"
             )
-        if part not in widths:
-            continue
-        width, size = widths[part]
-        share, factor = -(-width // size), _factor(form, has_experts=part == EXPERTS)
-        if share % factor:
-            spread = ", or set parallel.ep" if part == EXPERTS and size > 1 else ""
-            raise ConfigError(
-                f"parallel.tp is {parallel.tp}, and {part} with values of four bits have an "
-                f"inner width of {width}, {share} on each rank; this must be a multiple of "
-                f"{factor}: choose another parallel.tp{spread}"
-            )
+        for width, num_ranks in widths:
+            share, factor = -(-width // num_ranks), _factor(form, has_experts=part == EXPERTS)
+            if share % factor:
+                remedy = "choose another parallel.tp"
+                if part == EXPERTS:
+                    remedy += ", or set parallel.ep"
+                if num_ranks == 1:
+                    remedy = "keep these matrices in floats when you quantise the checkpoint"
+                raise ConfigError(
+                    f"parallel.tp is {parallel.tp}, and {part} with values of four bits have an "
+                    f"inner width of {width}, {share} on each rank; this must be a multiple of "
+                    f"{factor}: {remedy}"
+                )
 
 
-def _inner_widths(
-    spec: ModelSpec, parallel: ParallelConfig
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the inner width of each part, and the number of ranks that share it."""
-    tp, experts = parallel.tp, spec.experts
-    value_dim = spec.latent.value_dim if spec.latent else spec.head_dim
-    yield ATTENTION, (spec.num_heads * value_dim, tp)
-    yield DENSE, (spec.intermediate_size, tp)
+class _Inner(NamedTuple):
+    """An inner width of a layer.
+
+    Attributes:
+        ending: the width concerns the matrices of the part whose names end so.
+        num_ranks: number of ranks that share the width.
+    """
+
+    part: str
+    width: int
+    num_ranks: int
+    ending: str = ""
+
+
+def _inner_widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[_Inner]:
+    tp, experts, latent, linear = parallel.tp, spec.experts, spec.latent, spec.linear
+    yield _Inner(ATTENTION, spec.num_heads * (latent.value_dim if latent else spec.head_dim), tp)
+    if latent is not None and latent.q_rank is not None:
+        yield _Inner(ATTENTION, latent.q_rank, 1, "q_b_proj")
+        yield _Inner(INDEXERS, latent.q_rank, 1, "wq_b")
+    if linear is not None:
+        width = linear.num_value_heads * linear.value_dim
+        yield _Inner(LINEAR, width, tp, "o_proj" if linear.decays_by_channel else "out_proj")
+        yield _Inner(LINEAR, linear.key_dim, 1, "f_b_proj")
+        yield _Inner(LINEAR, linear.value_dim, 1, "g_b_proj")
+    yield _Inner(DENSE, spec.intermediate_size, tp)
     if experts is not None:
-        yield EXPERTS, (experts.width, tp if parallel.ep == 1 else 1)
-        yield SHARED, (experts.width_of_shared, tp)
+        yield _Inner(EXPERTS, experts.width, tp if parallel.ep == 1 else 1)
+        yield _Inner(SHARED, experts.width_of_shared, tp)
 
 
 def _factor(form: Int4Format, *, has_experts: bool) -> int:

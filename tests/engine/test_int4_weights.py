@@ -89,6 +89,30 @@ def test_every_stored_form_is_read_as_the_same_floats(
     assert torch.equal(checkpoint.read_part("w.weight", SHAPE, 1, 64, 384), want[:, 64:384])
 
 
+@pytest.mark.parametrize("writer", [packed_ints, bytes_each])
+def test_the_last_group_of_inputs_may_be_shorter(tmp_path: Path, writer: Writer) -> None:
+    shape, weight = (OUT, 192), torch.randn(OUT, 256) * torch.logspace(-2, 0, 256)
+    values, scales = quantise(weight, 128)
+    tensors = writer("w", values[:, :192], scales)
+    form = Int4Format(quantises_rows=False, group=128)
+    checkpoint = open_checkpoint(tmp_path, tensors, form)
+    want = dequantise(values, scales)[:, :192]
+
+    assert torch.equal(checkpoint.read_int4("w.weight", shape, 0, 0, OUT, None).floats(), want)
+    assert torch.equal(checkpoint.read_int4("w.weight", shape, 1, 0, 192, None).floats(), want)
+    assert torch.equal(checkpoint.read_float32("w.weight", shape), want)
+
+
+def test_a_last_group_that_no_operator_takes_is_refused(tmp_path: Path) -> None:
+    values, scales = quantise(torch.randn(OUT, 256), 128)
+    tensors = bytes_each("w", values[:, :136], scales)
+    form = Int4Format(quantises_rows=False, group=128)
+    checkpoint = open_checkpoint(tmp_path, tensors, form)
+
+    with pytest.raises(ConfigError, match=r"inputs 0 to 136 of w .*a group size that divides"):
+        checkpoint.read_int4("w.weight", (OUT, 136), 0, 0, OUT, None)
+
+
 @pytest.mark.parametrize("writer", [packed_ints, bytes_each, pairs_of_inputs, pairs_of_outputs])
 @pytest.mark.parametrize(("start", "stop"), [(21, 61), (4, 600)])
 def test_without_groups_a_part_of_the_inputs_may_begin_anywhere(

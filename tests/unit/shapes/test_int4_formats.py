@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from dist_aclgraph.config import make_config
+from dist_aclgraph.config import ParallelConfig, make_config
 from dist_aclgraph.errors import ConfigError, ModelError, UnsupportedModelError
 from dist_aclgraph.shapes.families import read_model_spec
 from dist_aclgraph.shapes.int4_formats import Int4Format, read_int4_formats
+from dist_aclgraph.shapes.int4_shares import check_int4_shares
 from dist_aclgraph.shapes.model_config import read_model_config
 from dist_aclgraph.shapes.model_facts import check_model
 from dist_aclgraph.shapes.servable import read_servable_spec
 from dist_aclgraph.shapes.weight_sizes import weight_parts
+from tests.unit.shapes.test_indexer_spec import V32
+from tests.unit.shapes.test_linear_spec import NEXT_80B
 from tests.unit.shapes.test_model_spec import V3
 from tests.unit.shapes.test_quantised_formats import INPUTS, INT4, WEIGHTS, compressed, packed
 
@@ -28,6 +31,7 @@ OTHERS = (
 )
 KIMI = packed(ignore=list(OTHERS))
 EXPERT = "model.layers.3.mlp.experts.7.up_proj"
+SMALL = NEXT_80B | {"linear_num_value_heads": 16}
 OF_32 = Int4Format(quantises_rows=False, group=32)
 
 
@@ -142,6 +146,41 @@ def test_parts_of_ranks_that_no_operator_takes_are_refused(
         return
     with pytest.raises(ConfigError, match=f"experts .* inner width of 2048, .*{refused}"):
         read_servable_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "group", "tp", "message"),
+    [
+        (V3 | {"q_lora_rank": 192}, "self_attn.q_b_proj", 128, 1, "192 inputs in groups of 128"),
+        (V32 | {"q_lora_rank": 192}, "self_attn.indexer.wq_b", 128, 1, "192 inputs in groups"),
+        (V3 | {"q_lora_rank": 192}, "self_attn.o_proj", 128, 1, ""),
+        (V3 | {"q_lora_rank": 1536}, "self_attn.q_b_proj", 128, 8, ""),
+        (
+            SMALL,
+            "linear_attn.out_proj",
+            256,
+            16,
+            r"128 on each rank.*multiple of 256.*parallel\.tp",
+        ),
+        (SMALL, "linear_attn.out_proj", 256, 8, ""),
+        (SMALL, "linear_attn.in_proj_qkvz", 256, 16, ""),
+    ],
+)
+def test_matrices_inside_attention_are_checked_by_their_inputs(
+    tmp_path: Path, config: dict[str, Any], name: str, group: int, tp: int, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kind = "W4A8_DYNAMIC" if group == 256 else "W4A16"
+    described = {"group_size": group, f"model.layers.0.{name}.weight": kind}
+    (tmp_path / "quant_model_description.json").write_text(json.dumps(described))
+    spec = read_model_spec(tmp_path)
+    assert [matrix.name for matrix in spec.int4] == [name]
+
+    if not message:
+        check_int4_shares(spec, ParallelConfig(tp=tp))
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_int4_shares(spec, ParallelConfig(tp=tp))
 
 
 @pytest.mark.parametrize("other", ["W8A8_DYNAMIC", "FLOAT"])

@@ -25,6 +25,12 @@ NEXT = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+NEXT_80B = NEXT | {
+    "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120,
+    "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
+}  # fmt: skip
 MIB = 1 << 20
 
 
@@ -61,13 +67,7 @@ def test_a_state_of_qwen3_next_takes_38_mib_in_bfloat16_and_74_with_float32_matr
 
 
 def test_qwen3_next_has_80_billion_parameters(tmp_path: Path) -> None:
-    others = {
-        "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120,
-        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(NEXT | others))
+    (tmp_path / "config.json").write_text(json.dumps(NEXT_80B))
 
     parts = dict(weight_parts(read_model_spec(tmp_path), tp=1, ep=1, element_bytes=1))
 
