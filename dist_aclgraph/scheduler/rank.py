@@ -432,8 +432,9 @@ class RankScheduler:
             self._release([request for request, _ in found])
         return found
 
-    def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> list[Request]:
-        """Let requests wait for their grammars; return the requests that lose their rows.
+    def hold(self, unmasked: Collection[int], compiling: Collection[int]) -> dict[Request, int]:
+        """Let requests wait for their grammars; return the requests that lose their rows, with
+        these rows.
 
         A request that the oldest step sampled without a mask is taken out of all steps in flight,
         and does not run while a rank compiles its grammar. Other requests run meanwhile. If the
@@ -444,7 +445,7 @@ class RankScheduler:
             compiling: rows whose grammars are not compiled on every rank.
         """
         rows = self.rows
-        victims: list[Request] = []
+        victims: dict[Request, int] = {}
         if unmasked:
             flight = self._flights[0]
             places = flight.places[np.flatnonzero(flight.step.records[:, 3] > 0)[list(unmasked)]]
@@ -452,7 +453,11 @@ class RankScheduler:
             if self.pool.checkpoints is None:
                 self._take_back(places)
             else:
-                victims = self._preempt(rows.select(places))
+                victims = {request: request.row for request in rows.select(places)}
+                self._preempt(list(victims))
+                # Workers report compilations by rows, so other requests get these rows last.
+                left = list(victims.values())
+                self._free_rows = [*left, *(row for row in self._free_rows if row not in left)]
         if self._steady is None and rows.held.any():
             rows.held &= np.isin(rows.row, list(compiling))
         return victims

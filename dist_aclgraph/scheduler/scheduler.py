@@ -112,6 +112,8 @@ class Scheduler:
         # Kinds of steps, in the order in which they are tried; the first kind with work is chosen.
         self._kinds: tuple[StepKind, ...] = ("prompt", "decode") if exact else ("mixed",)
         self.waiting: deque[Request] = deque()  # in the order of deadlines
+        # Requests without a row whose grammars are compiled, with their last rank and row.
+        self._compiling: dict[Request, tuple[int, int]] = {}
         self._ranks_per_batch = tp * pcp
         self._splits_prompts = pcp > 1
         self._choose_exchange = choose_exchange
@@ -134,11 +136,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step is in flight or could be scheduled."""
-        return bool(self.waiting or self._in_flight or any(map(len, (r.rows for r in self.ranks))))
+        waiting = self.waiting or self._compiling
+        return bool(waiting or self._in_flight or any(map(len, (r.rows for r in self.ranks))))
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.waiting) + len(self._compiling)
 
     @property
     def num_preemptions(self) -> int:
@@ -162,7 +169,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request id {request.request_id!r} is already in use")
         # Requests that will have a row in the next step do not count as waiting.
-        num_waiting = len(self.waiting) - sum(rank.num_free_rows for rank in self.ranks)
+        num_waiting = self._num_waiting - sum(rank.num_free_rows for rank in self.ranks)
         if num_waiting >= self.config.max_waiting:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting, the limit is scheduler.max_waiting"
@@ -184,10 +191,10 @@ class Scheduler:
         if request is None:
             return None
         request.is_over = True
-        if request.row < 0:
-            self.waiting.remove(request)
-        else:
+        if request.row >= 0:
             self.ranks[request.dp_rank].abort(request)
+        elif self._compiling.pop(request, None) is None:
+            self.waiting.remove(request)
         return RequestDelta(
             request_id, finish_reason=reason, num_cached_tokens=max(0, request.num_cached_tokens)
         )
@@ -224,7 +231,8 @@ class Scheduler:
         # run, the held requests run again.
         if self._in_flight:
             return None
-        num_held = sum(rank.free_held() for rank in self.ranks)
+        num_held = sum(rank.free_held() for rank in self.ranks) + len(self._compiling)
+        self._end_compiling(list(self._compiling))
         return self.schedule() if num_held else None
 
     def _build(self, kind: StepKind, lacks: Sequence[Lack | None]) -> list[StepBuilder]:
@@ -284,7 +292,7 @@ class Scheduler:
             for rank, step in zip(self.ranks, steps, strict=True)
         ]
         told = [result for result in current.values() if result.unmasked or result.compiling]
-        if told or self._rows.held.any():
+        if told or self._compiling or self._rows.held.any():
             self._hold(steps, told)
         self._in_flight.popleft()
         others, parts = land_decoding(self._rows, self.ranks, brought)
@@ -353,7 +361,7 @@ class Scheduler:
         num_verified = sum(rank.num_verified for rank in self.ranks)
         return {
             "running": sum(rank.num_running for rank in self.ranks),
-            "waiting": len(self.waiting),
+            "waiting": self._num_waiting,
             "blocks_used": sum(rank.pool.num_used for rank in self.ranks),
             "blocks_usable": sum(rank.pool.num_usable for rank in self.ranks),
             "preemptions": self.num_preemptions,
@@ -492,7 +500,15 @@ class Scheduler:
             unmasked[index].update(steps[index].read_unmasked(result).tolist())
             compiling[index].update(unpack_ints(result.compiling).tolist())
         for rank in self.ranks:
-            self._wait_again(rank.hold(unmasked[rank.index], compiling[rank.index]))
+            victims = rank.hold(unmasked[rank.index], compiling[rank.index])
+            self._compiling |= {each: (rank.index, row) for each, row in victims.items()}
+        places = self._compiling.items()
+        self._end_compiling([each for each, (rank, row) in places if row not in compiling[rank]])
+
+    def _end_compiling(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            del self._compiling[request]
+        self._wait_again(requests)
 
     def _max_total_tokens(self, request: Request) -> int:
         """Return the maximum length of the request, prompt and output together.

@@ -5,7 +5,9 @@ The fake worker checks that each request continues from the state after its own 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 import pytest
 
@@ -17,7 +19,7 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.prefixes import Prefixes
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from tests.plans import make_plan
-from tests.unit.scheduler.fake_worker import FakeWorker
+from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker
 from tests.unit.scheduler.requests import submit
 
 BLOCK = 4
@@ -27,7 +29,14 @@ PROMPT = list(range(100, 113))  # three full blocks, and one token
 class Group:
     """A scheduler and a fake worker; requests run one after another, or together."""
 
-    def __init__(self, num_checkpoints: int, *, interval: int = 1, num_blocks: int = 40) -> None:
+    def __init__(
+        self,
+        num_checkpoints: int,
+        *,
+        interval: int = 1,
+        num_blocks: int = 40,
+        compile_steps: Sequence[int] = (),
+    ) -> None:
         self.checkpoints = Checkpoints(num_checkpoints, interval)
         self.pool = BlockPool(num_blocks, BLOCK, checkpoints=self.checkpoints)
         self.scheduler = Scheduler(
@@ -37,7 +46,11 @@ class Group:
             max_model_len=64,
         )
         self.cached: dict[str, int] = {}  # for each request, number of tokens from the cache
+        self.num_starts = 0
+        self.got: Counter[str] = Counter()  # for each request, number of its tokens
         self._worker = FakeWorker(num_blocks, BLOCK, has_state=True)
+        steps = chain(compile_steps, repeat(0))
+        self._group = FakeGroup([self._worker], compile_steps=lambda: next(steps))
 
     def submit(self, name: str, prompt: Sequence[int], count: int = 1, salt: str = "") -> None:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
@@ -46,7 +59,9 @@ class Group:
     def turn(self) -> None:
         plan = self.scheduler.schedule()
         assert plan is not None
-        for output in self.scheduler.update([self._worker.execute(plan.for_rank(0))]):
+        self.num_starts += len(plan.batches[0].started)
+        for output in self.scheduler.update(self._group.execute(plan)):
+            self.got[output.request_id] += len(output.tokens)
             if output.num_cached_tokens is not None:
                 self.cached.setdefault(output.request_id, output.num_cached_tokens)
 
@@ -124,3 +139,34 @@ def test_a_prefix_is_shared_whatever_its_donor_does(donor: str) -> None:
         group.turn()
 
     assert group.cached == {"donor": 0, "heir": 12}
+
+
+def test_a_request_waits_outside_its_row_while_its_grammar_compiles() -> None:
+    group = Group(num_checkpoints=0, compile_steps=[5])
+    group.submit("form", range(100, 131), count=2)
+    group.turn()
+    group.submit("other", range(200, 231), count=9)
+    for _ in range(4):
+        group.turn()
+
+    assert group.got == {"other": 4}
+    assert group.num_starts == 2, "each request has started once"
+    assert group.scheduler.stats()["waiting"] == 1
+    while group.scheduler.has_work:
+        group.turn()
+    assert group.got == {"form": 2, "other": 9}
+    assert group.num_starts == 3
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_request_that_compiles_alone_starts_again_or_is_aborted(is_aborted: bool) -> None:
+    group = Group(num_checkpoints=0, compile_steps=[3])
+    group.submit("form", PROMPT, count=2)
+    group.turn()
+    if is_aborted:
+        group.scheduler.abort("form")
+    while group.scheduler.has_work:
+        group.turn()
+
+    assert group.got["form"] == (0 if is_aborted else 2)
+    assert group.pool.num_used == 0
