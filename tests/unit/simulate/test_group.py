@@ -151,7 +151,7 @@ class DrawnDrafts:
     arrivals,
     st.integers(1, 8),
     st.integers(8, 64),
-    st.integers(8, 40),
+    st.integers(10, 40),  # blocks of 16 tokens: one request has at most 130 tokens, and drafts
     st.integers(1, 2),
     st.integers(0, 2),
     st.sampled_from([0.0, 0.5, 1.0]),
