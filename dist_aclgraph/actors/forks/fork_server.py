@@ -271,11 +271,14 @@ def main() -> None:
     if os.getppid() != started_by:
         return  # the parent has ended already
     with socket.socket(fileno=int(sys.argv[1])) as listener:
+        # Imported objects stay. Collections would take a third of the time of the imports.
+        gc.disable()
         load()
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             return  # a library has started a thread; a forked process would not have this thread
         gc.collect()
         gc.freeze()  # so that garbage collections in forked processes do not copy shared memory
+        gc.enable()
         forked = serve(listener, parent, sys.argv[3])
     if forked is not None:
         become(*forked)
