@@ -14,6 +14,7 @@ import pytest
 from dist_aclgraph.config import load_config
 from tests.cluster.several_nodes import OVER_NODES, Nodes, Program, on_one_node
 from tests.cluster.test_lost_nodes import ANSWER, ask
+from tests.slow import rare
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -39,7 +40,7 @@ def strike(program: Program, pid: int) -> Any:
     return tokens
 
 
-@pytest.mark.parametrize("first", ["worker", "engine"])
+@pytest.mark.parametrize("first", ["worker", rare("engine")])
 def test_survivors_of_all_nodes_go_on_and_right_behind_that_all_is_built_anew(
     nodes: Nodes, first: str
 ) -> None:
