@@ -90,8 +90,8 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
-# What the device does in a step: work, or a wait with its cause. The names are those of the
-# emulator's counters.
+# What the device does in a step: it works, or waits for one of these causes. The emulator's
+# counters have the same names.
 CAUSES = (
     "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
     "idle_collective",

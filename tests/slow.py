@@ -27,12 +27,11 @@ def rare_unless(is_kept: Callable[[Any], bool], params: Iterable[Any]) -> list[A
     return [value if is_kept(value) else rare(value) for value in params]
 
 
-def spread(params: Sequence[Any], quick: Iterable[Any], covering: Iterable[Any]) -> list[Any]:
+def spread(params: Iterable[Any], quick: Sequence[Any], covering: Sequence[Any]) -> list[Any]:
     """Return the values of one parameter.
 
     Args:
         quick: values that ``make test`` tries.
         covering: values that ``make test-more`` tries. All other values are marked rare.
     """
-    marked = {id(value): slow(value) for value in covering} | {id(value): value for value in quick}
-    return [marked.get(id(value), rare(value)) for value in params]
+    return [v if v in quick else slow(v) if v in covering else rare(v) for v in params]

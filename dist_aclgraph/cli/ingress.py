@@ -110,7 +110,7 @@ def _wait_for_end(state: ApiState, owner: OwnerClient, life: int) -> Admission:
     while not _is_over(life, POLL_S):
         admission = owner.admission(is_open=True)
         if admission is not None:
-            state.restarts_left = admission.restarts_left
+            state.metrics.restarts_left(admission.restarts_left)
             if admission.end:
                 return admission
         state.raise_if_dead()

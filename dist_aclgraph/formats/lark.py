@@ -176,9 +176,7 @@ class Lark:
         return first, text[len(first) :]
 
     def _spelled(self, texts: Sequence[str]) -> list[str]:
-        """Return those of the texts that contain no marker token: other tokens can spell these
-        texts.
-        """
+        """Return the texts without a marker token; other tokens can spell each of them."""
         return [text for text in texts if not self._cut(text)[1]]
 
     def _parameter(

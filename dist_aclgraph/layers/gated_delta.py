@@ -26,8 +26,7 @@ UNIT_EPS = 1e-6  # the number that is added to the sum of squares of a query or 
 class ShortConvolution:
     """A causal convolution of each channel over the last tokens of a request, followed by silu.
 
-    Computes in float32. CANN has no such operator for four tokens, so it is composed of other
-    operators.
+    Computes in float32. CANN has no convolution over four tokens, so other operators compute it.
 
     Attributes:
         weight: [width, channels] float32; the last row multiplies the input of the token itself.

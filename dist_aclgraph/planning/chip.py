@@ -120,7 +120,7 @@ class Chip:
         counts_shared = self.counts_shared_blocks(config, facts)
         if config.recovery.exact and counts_shared:
             # If the cache is full, such attention refuses a graph's padding. Then the step runs
-            # without a graph, so its shapes differ from those of other runs.
+            # without a graph, so its shapes differ between runs.
             yield (
                 "recovery.exact is true; attention of this model refuses padding that needs more "
                 "blocks than the cache has: set it to false"

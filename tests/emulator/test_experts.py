@@ -74,7 +74,7 @@ def test_without_a_mask_padding_travels_like_tokens(results, check):
 
 def test_lanes_hold_what_the_budget_counts(results):
     # In each layer, two products and the activation run on the side stream. The budget counts all
-    # operators of experts on the main lane, so the test adds those of the side lane.
+    # operators of experts on the main lane, so the test adds the operators of the side lane.
     (first, *_), beside = results((2, 2)), SHARED - 2
     for kind, more in [("all_gather", GATHER), ("all_to_all", ALL_TO_ALL)]:
         main, *others = first["lanes"][kind]

@@ -300,5 +300,5 @@ def test_graphs_of_canns_operators_equal_eager_steps_bit_by_bit(
 
     (eager, states), (graphs, others) = found
     assert graphs == eager
-    # The states are those of all slots except the slot of padding.
+    # All slots are compared, except the slot of padding.
     assert all(map(torch.equal, states, others))

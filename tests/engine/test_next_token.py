@@ -119,7 +119,8 @@ def theirs(model: Any, directory: Path, tokens: list[int], hidden: torch.Tensor)
     from transformers.modeling_layers import MtpModel
 
     last = model.config.num_hidden_layers
-    # transformers finds the module by its layer number, and knows only those of published models.
+    # transformers skips next-token modules by layer number, and knows only the numbers of published
+    # models.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{last}.*"]
     model.config.name_or_path, model.config.dtype = str(directory), torch.float32
     module = MtpModel.from_pretrained(model).eval()

@@ -42,7 +42,7 @@ NEEDED = {
 def known(shared_service):
     # A counter with a label for the reason or status exists only after it has counted an event.
     shared_service.http.get("/no-such-path")
-    shared_service.state.restarts_left = {"controller": 6, "owner": 6}
+    shared_service.state.metrics.restarts_left({"controller": 6, "owner": 6})
     shared_service.openai.completions.create(model="tiny-qwen3", prompt="abc", max_tokens=4)
     return labels_of(shared_service.http.get("/metrics").text)
 

@@ -30,7 +30,7 @@ def service(ray_cluster):
     running = start_deployment(config)
     try:
         state = open_state(config, Tokenizer(config.model), running.reach(), running.outlook)
-        state.restarts_left = {"controller": 6, "owner": 6}  # in a service, the owner sends these
+        state.metrics.restarts_left({"controller": 6, "owner": 6})  # from the owner, in a service
         url, server = open_port(state)
         with httpx.Client(base_url=url, timeout=120) as http:
             yield SimpleNamespace(url=url, http=http)

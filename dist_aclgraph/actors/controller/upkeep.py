@@ -177,8 +177,8 @@ class Upkeep:
     def _give_back(self) -> None:
         """Give a restart back for each newly lost group that had served for ``SOUND_S``.
 
-        Restarts are limited because of a cause that a restart does not remove. Such a cause ends
-        the next group soon.
+        The limit is for causes that a restart does not remove: such a cause ends each new group
+        soon.
         """
         lost = self._serving.lost
         for _ in range(self._num_returned(lost)):

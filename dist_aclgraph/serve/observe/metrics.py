@@ -194,6 +194,13 @@ class Metrics:
             (*LABELS, "status"),
             registry=self._registry,
         )
+        self._restarts_left = Gauge(
+            f"{PREFIX}service_restarts_left",
+            "How many lost controllers and owners of the deployment may still be replaced within "
+            "this hour (recovery.restarts_per_hour).",
+            (*LABELS, "of"),
+            registry=self._registry,
+        )
         start = Gauge(
             f"{PREFIX}start_time_seconds",
             "When this replica started, in seconds since 1970.",
@@ -212,15 +219,10 @@ class Metrics:
         gauge = Gauge(f"{PREFIX}{name}", text, LABELS, registry=self._registry)
         gauge.labels(*self._values).set_function(read)
 
-    def track_each(
-        self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
-    ) -> None:
-        """Add a gauge with a sample for each key that ``read`` returns at a scrape, on any thread.
-
-        Args:
-            label: the name of the label whose values are the keys.
-        """
-        self._registry.register(_GaugeCollector(PREFIX + name, text, label, read, self._values))
+    def restarts_left(self, left: Mapping[str, int]) -> None:
+        """Store how many processes of the deployment may still be replaced, by kind of process."""
+        for kind, count in left.items():
+            self._restarts_left.labels(*self._values, kind).set(count)
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -265,31 +267,6 @@ class _Collected(CollectorRegistry):
 
     def collect(self) -> Iterable[Metric]:
         return self._found
-
-
-class _GaugeCollector(Collector):
-    """Reads a gauge with one label at every scrape; see ``Metrics.track_each``."""
-
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        label: str,
-        read: Callable[[], Mapping[str, float]],
-        values: tuple[str, ...],
-    ) -> None:
-        self._name, self._text, self._labels = name, text, (*LABELS, label)
-        self._read = read
-        self._values = values
-
-    def describe(self) -> list[Metric]:
-        return [GaugeMetricFamily(self._name, self._text, labels=self._labels)]
-
-    def collect(self) -> Iterator[Metric]:
-        metric = GaugeMetricFamily(self._name, self._text, labels=self._labels)
-        for key, value in self._read().items():
-            metric.add_metric((*self._values, key), value)
-        yield metric
 
 
 class _EngineCollector(Collector):

@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -98,15 +98,6 @@ class ApiState:
             "restarts_per_hour",
             "Lost groups that may be started again within an hour (recovery.restarts_per_hour).",
             lambda: config.recovery.restarts_per_hour,
-        )
-        # See ``owner_link.Admission``; empty without an owner.
-        self.restarts_left: Mapping[str, int] = {}
-        self.metrics.track_each(
-            "service_restarts_left",
-            "How many lost controllers and owners of the deployment may still be replaced within "
-            "this hour (recovery.restarts_per_hour).",
-            "of",
-            lambda: self.restarts_left,
         )
         endpoint = config.serve.traces
         self.traces = Traces(endpoint, config.name) if endpoint is not None else None
