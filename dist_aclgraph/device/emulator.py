@@ -195,7 +195,7 @@ def unaligned_operators(device: int | None = None) -> dict[str, int]:
 
 
 def rates() -> dict[str, float]:
-    """Return the rates of modelled time by the names of ``docs/develop/device-time.md``.
+    """Return the rates of modelled time; the keys are the names in ``docs/develop/device-time.md``.
 
     Raises:
         DeviceError: the emulator is not loaded.

@@ -2,10 +2,10 @@
 
 Every rank computes the cores of all NPUs of its host, from the same files and from all cores of the
 host. So the ranks get disjoint cores without any communication. This also holds between containers,
-because in a container the kernel's files show the NPUs of the whole host. A rank that is not
-allowed to use all cores is not bound, because ranks in other containers may be allowed to use other
-cores, and would compute other results. An NPU of an idle deployment keeps its cores. This module
-was not tested on a host with NPUs.
+because in a container the kernel's files show the NPUs of the whole host. A rank is bound only if
+it is allowed to use all cores of the host. Otherwise ranks in different containers could begin with
+different sets of cores, and choose the same core twice. An NPU of an idle deployment keeps its
+cores. This module was not tested on a host with NPUs.
 """
 
 from __future__ import annotations

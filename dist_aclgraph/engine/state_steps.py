@@ -120,8 +120,9 @@ class StateSteps:
         return DirectStates.of_windows(bases, accepted, layout)
 
     def _layout(self, num_reqs: int) -> DirectLayout:
-        """Return the layout of this number of direct requests, made once. Graphs contain its
-        addresses.
+        """Return the layout for ``num_reqs`` direct requests.
+
+        Each layout is made once and kept, because graphs contain its addresses.
         """
         if num_reqs not in self._layouts:
             self._layouts[num_reqs] = DirectLayout.of_graph(

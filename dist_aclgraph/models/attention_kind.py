@@ -53,8 +53,8 @@ class LayerAttention(Protocol):
         metadata: AttentionMetadata,
         earlier: Any,
     ) -> Any:
-        """Write the live tokens to the cache, and their results to ``inputs[-1]``. Padding rows of
-        ``inputs[-1]`` stay unchanged.
+        """Write the keys and values (or latents) of the live tokens to the cache, and the results
+        of their attention to ``inputs[-1]``. Padding rows of ``inputs[-1]`` stay unchanged.
 
         Args:
             earlier: the result of ``attend`` of the previous layer; None in the first layer.

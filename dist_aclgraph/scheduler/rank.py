@@ -142,7 +142,7 @@ class RankScheduler:
     # ---- deciding a step
 
     def lack(self) -> Lack | None:
-        """Return the requests that lack blocks for the next step; None if none needs a block."""
+        """Return the requests that have too few blocks for the next step; None on a quiet rank."""
         return None if self._is_quiet else self._missing_blocks()
 
     def must_wait(self, lack: Lack | None) -> bool:

@@ -75,10 +75,10 @@ class Scheduler:
         num_drafts: number of drafts that workers make for each sampled request.
         tp, pcp: a data-parallel rank has ``tp * pcp`` workers; the first one owns its output.
         choose_exchange: returns the exchange that sends a step's tokens to their experts.
-        exact: whether the shape in which a token is computed depends only on its request. Then a
-            step contains either a chunk of one prompt on each rank, or requests whose prompt is
-            computed; existing output of a request is computed token by token, as when it was
-            sampled.
+        exact: whether the shape of the step that computes a token may depend only on the token's
+            request. Then a step contains either a chunk of one prompt on each rank, or requests
+            whose prompt is computed. Output that a request had before it came to this engine is
+            computed token by token, as when it was sampled.
     """
 
     def __init__(

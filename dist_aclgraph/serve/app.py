@@ -140,7 +140,9 @@ class Ingress:
         return make_api(self._state, self._access, names_requests=False)
 
     async def check_health(self) -> None:
-        """Raise if all groups are dead, because this ingress cannot reach the next groups."""
+        """Raise if all groups are dead: Ray Serve then replaces this ingress, which cannot reach
+        the groups that replace the dead groups.
+        """
         self._state.raise_if_dead()
 
     async def __del__(self) -> None:

@@ -11,7 +11,7 @@ from dist_aclgraph.shapes.model_spec import ModelSpec
 
 
 def find_int4_matrices(spec: ModelSpec, formats: Int4Formats) -> tuple[Int4Matrix, ...]:
-    """Return the decoder's matrices that have four bits in at least one layer."""
+    """Return the decoder's matrices whose weights have four bits each in at least one layer."""
     if not formats:
         return ()
     found: list[Int4Matrix] = []

@@ -248,8 +248,8 @@ def joined(
 ) -> ConnectedRay:
     """Return the connection to a cluster that another process has started.
 
-    Steps do not need the control store, so its silence ends nothing that still works. If the
-    control store stays away, the raylet ends itself.
+    Steps do not need the control store. So a control store that does not answer ends no service. If
+    it stays away, the raylet ends itself.
 
     Args:
         raylet: the id of the raylet's process; None if it cannot be watched.

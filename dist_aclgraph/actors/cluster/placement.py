@@ -307,7 +307,8 @@ def release_all(prefix: str) -> None:
 def release_dead() -> None:
     """Free the bundles of deployments whose controller and driver have both ended.
 
-    A killed replica of Ray Serve cannot call ``release_all``, and the job of Ray Serve never ends.
+    A killed replica of Ray Serve cannot call ``release_all``. Ray does not free its bundles either,
+    because the job of Ray Serve never ends.
     """
     for entry in placement_group_table().values():
         found = OF_A_CONTROLLER.match(entry["name"])

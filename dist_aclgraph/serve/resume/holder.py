@@ -114,7 +114,7 @@ class HolderLink:
 
 
 class ConnectionHolder:
-    """The side of the link in the supervisor. Owns the descriptors that it holds."""
+    """The supervisor's end of the link. Owns the descriptors that it holds."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldConnection] = {}
