@@ -33,7 +33,7 @@ run: setup emulator ## Serve the demo model, or CONFIG=configs/x.yaml
 # The emulator's tests run separately: a process cannot change the emulator's settings, and these tests are
 # strict. JOBS processes each run one test file after the other, the longest files first (tests/conftest.py).
 # Benches run alone.
-JOBS ?= 2
+JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest
 SPREAD = $(PYTEST) -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 OTHERS = $(SPREAD) --ignore=tests/emulator --ignore=tests/clients

@@ -1,6 +1,6 @@
 """The number of examples for a law (a hypothesis test) that uses the device.
 
-By default, a law tries a quarter of the examples that the test names. With
+By default, a law tries a tenth of the examples that the test names. With
 ``--hypothesis-profile=full``, it tries all examples.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 # Percentage of examples in each hypothesis profile; the profile stores it as its ``max_examples``.
-FULL, QUICK = 100, 25
+FULL, QUICK = 100, 10
 
 
 def is_full() -> bool:

@@ -166,6 +166,7 @@ def test_ranks_silent_in_a_collective_are_all_named_and_none_is_blamed(checkpoin
     assert seconds < STALL_S and in_all_s >= CAPTURE_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_a_capture_ends_the_start_at_once(checkpoint: Path) -> None:
     fault = {"op": "aclnnSwiGlu", "when": "capture", "call": 5, "kind": "die"}
 

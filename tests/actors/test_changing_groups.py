@@ -119,6 +119,7 @@ def assert_streams_go_on(found: Streams, count: int = NUM_STREAMS) -> None:
     wait_until(lambda: len(found.ended) > before + count, "the streams stand")
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_loses_no_request_and_its_group_is_replaced(pair: Pair) -> None:
     client, names = pair.service.client, names_of(pair.service)
     workers, engine = pids_of(pair.service), pair.engine_pids()[1]
@@ -172,6 +173,7 @@ def test_groups_are_added_and_drain_side_by_side_under_streams(pair: Pair) -> No
     assert_all_equal(found, pair.wanted)
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_come_up_change_nothing(pair: Pair) -> None:
     service, names = pair.service, names_of(pair.service)
     changes = pair.next_config.model_dump()

@@ -42,7 +42,6 @@ from tests.actors.loop_group import (
 )
 from tests.actors.strangers import NUM_JUNK
 from tests.deployments import Answer, greedy_params
-from tests.slow import slow
 
 NEVER_S = 600.0  # a time limit that no test reaches
 
@@ -376,7 +375,8 @@ def test_lists_of_groups_that_overtake_each_other_leave_the_latest(make_group: M
     assert client.receive().version == 2
 
 
-@pytest.mark.parametrize("is_known", [slow(True), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [True, False])
 def test_a_flood_of_junk_ends_nothing_but_its_senders_link(
     make_group: MakeGroup, make_client: MakeClient, is_known: bool
 ) -> None:

@@ -24,6 +24,7 @@ from tests.deployments import make_deployment_config
 from tests.engine.runners import MAX_LEN, make_runner
 from tests.engine.test_modes_law import EAGER, MAX_SEQS, MAX_TOKENS, Arrival, run
 from tests.lockstep import Lockstep, lockstep
+from tests.slow import slow
 from tests.unit.scheduler.requests import submit
 
 DEMO = Path(__file__).parents[2] / "models" / "tiny-deepseek"
@@ -209,7 +210,7 @@ def test_a_small_cache_preempts_and_still_gives_the_same_tokens(deployment: Depl
     assert deployment.group.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("near", [-1, 0, 1])
+@pytest.mark.parametrize("near", [slow(-1), slow(0), 1])
 def test_replays_cross_the_turns_of_shards_far_beyond_captured_lengths(
     deployment: Deployment, near: int
 ) -> None:

@@ -11,6 +11,7 @@ from dist_aclgraph.context.prompt_split import MAX_WHOLE_QUERIES
 from dist_aclgraph.text.tokenizer import Tokenizer
 from tests.deployments import greedy_params
 from tests.lockstep import lockstep
+from tests.slow import slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9"
@@ -42,6 +43,6 @@ def test_ranks_that_share_contexts_answer_as_others_do() -> None:
     assert shared[0] == COUNTED
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-deepseek-v32"])
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", slow("tiny-deepseek-v32")])
 def test_a_demo_counts(name: str) -> None:
     assert answers(name)[0] == COUNTED

@@ -100,6 +100,7 @@ def make_faulty_config(checkpoint: Path, **fault: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_requests_with_its_rank_and_leaves_no_process(
     checkpoint: Path,
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.deployments import make_deployment_config
 from tests.lockstep import lockstep
+from tests.slow import slow
 
 TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
 
@@ -21,7 +22,7 @@ TINY_DEEPSEEK = Path(__file__).parents[2] / "models" / "tiny-deepseek"
     ],
     ids=str,
 )
-@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", slow("FULL_AND_PIECEWISE")])
 def test_graphs_of_drafts_are_priced_as_they_are_captured(
     mode: str, parallel: dict[str, int]
 ) -> None:

@@ -100,6 +100,7 @@ def test_no_request_begins_again_and_no_graph_is_captured_again(
         assert tokens_of(ANSWER_S, submit_all(service, "later")) == sound.tokens
 
 
+@pytest.mark.slow
 def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path) -> None:
     one = {"max_num_seqs": STREAMS, "steps_in_flight": 1}
     fault = {"op": "HcclAllReduce", "call": MIDDLE, "rank": 0, "kind": "link"}
@@ -113,7 +114,7 @@ def test_a_group_comes_back_with_one_step_in_flight(sound: Sound, tmp_path: Path
 
 
 # The operator's first calls compute prompts.
-@pytest.mark.parametrize("call", [20, slow(31), slow(41), 100])
+@pytest.mark.parametrize("call", [slow(20), slow(31), slow(41), 100])
 def test_a_group_without_graphs_comes_back(sound: Sound, tmp_path: Path, call: int) -> None:
     fault = {"op": "aclnnSwiGlu", "call": call, "rank": 1, "kind": "fail"}
     speculative = {"num_tokens": sound.drafts}
@@ -140,7 +141,7 @@ def test_a_group_comes_back_whose_operators_pass_through_a_queue(
 @pytest.mark.parametrize(
     ("drafts", "op", "kind", "call"),
     [
-        (0, "HcclAllReduce", "link", MIDDLE),
+        slow(0, "HcclAllReduce", "link", MIDDLE),
         slow(1, "HcclAllReduce", "link", MIDDLE),
         slow(1, "aclnnSwiGlu", "fail", MIDDLE // 3),
     ],
@@ -206,16 +207,18 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        ([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
+        slow([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
         # Faulty memory of HCCL, and then of a weight.
-        ([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
+        slow([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
         # The same operator fails again when the step is repeated.
         (
             [{**LINK, "kind": "fail"}, {**LINK, "call": MIDDLE + 1, "kind": "fail"}],
             "rank 1 in SERVING: step .*507015",
         ),
-        ([LINK, {"op": RESUMES, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
+        slow(
+            [LINK, {"op": RESUMES, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"
+        ),
         ([LINK, {"op": RESUMES, "rank": 0, "kind": "die"}], "rank 0 in SERVING: .*(died|ended)"),
         ([LINK, {"op": STOPS, "rank": 0, "kind": "fail"}], "rank 0 in SERVING: it did not come"),
         slow(

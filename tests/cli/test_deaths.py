@@ -55,6 +55,7 @@ def end(service: Service) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_the_streams_of_an_ingress_that_is_killed_go_on_with_another(npu: object) -> None:
     with serving() as service:
         wanted = [stream.text for stream in service.ask_all(LONG)]

@@ -90,6 +90,7 @@ def test_drafts_pass_as_often_beside_a_busier_rank(npu: Any, k: int) -> None:
 VOCAB, FIRST, CHANCE = 11, 40, 1e-3
 
 
+@pytest.mark.slow
 def test_what_is_sampled_with_drafts_follows_the_targets_distribution(
     npu: Any, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     return Installation(wheel, packages, folder, tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.slow
 def test_types_are_shipped(installation: Installation) -> None:
     assert (installation.packages / "dist_aclgraph" / "py.typed").exists()
 

@@ -237,8 +237,8 @@ def assert_all_is_answered(
 @pytest.mark.parametrize(
     ("architecture", "mode"),
     [
-        ("Qwen3ForCausalLM", "FULL"),
-        ("DeepseekV2ForCausalLM", "PIECEWISE"),
+        slow("Qwen3ForCausalLM", "FULL"),
+        slow("DeepseekV2ForCausalLM", "PIECEWISE"),
         ("Qwen3MoeForCausalLM", "FULL_AND_PIECEWISE"),
         slow("Qwen3ForCausalLM", "PIECEWISE"),
         rare("Qwen3ForCausalLM", "FULL_AND_PIECEWISE"),

@@ -116,9 +116,9 @@ def check(reference: Reference, layout: Layout) -> None:
     assert [answer.tokens for answer in answers] == reference.tokens
 
 
-QUICK = (LAYOUTS[2], LAYOUTS[16])  # layouts of four ranks; eight ranks take twice as long
+QUICK = (LAYOUTS[16],)  # a layout of four ranks; eight ranks take twice as long
 # With these, each architecture, exchange, mode and number of drafts is tried, and eight ranks.
-MORE = [LAYOUTS[i] for i in (0, 3, 4, 6, 9, 11, 13, 15)]
+MORE = [LAYOUTS[i] for i in (0, 2, 3, 4, 6, 9, 11, 13, 15)]
 
 
 @pytest.mark.parametrize("layout", spread(LAYOUTS, QUICK, MORE), ids=name)

@@ -30,7 +30,7 @@ KIMI_LINEAR = "KimiLinearForCausalLM"
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [
-        (GLM, {"tp": 2, "ep": 2}),
+        slow(GLM, {"tp": 2, "ep": 2}),
         (MINIMAX, {"tp": 4}),  # ranks have copies of KV heads, and its norms are over all heads
         (GPT_OSS, {"dp": 2, "ep": 2}),
         slow(GLM, {"dp": 2, "ep": 2}),
@@ -40,7 +40,7 @@ KIMI_LINEAR = "KimiLinearForCausalLM"
         slow(GPT_OSS, {"tp": 2, "ep": 2}),
         slow(QWEN_NEXT, {"tp": 2, "ep": 2}),
         slow(QWEN_MOE, {"dp": 2, "ep": 2}),
-        (KIMI_LINEAR, {"tp": 2, "ep": 2}),
+        slow(KIMI_LINEAR, {"tp": 2, "ep": 2}),
         rare(KIMI_LINEAR, {"tp": 4}),
         slow(KIMI_LINEAR, {"dp": 2, "ep": 2}),
     ],
@@ -59,7 +59,7 @@ def test_layouts_change_no_token(
 @pytest.mark.parametrize(
     ("architecture", "mode", "tp"),
     [
-        (GPT_OSS, "FULL_AND_PIECEWISE", 2),
+        slow(GPT_OSS, "FULL_AND_PIECEWISE", 2),
         slow(GLM, "PIECEWISE", 1),
         slow(MINIMAX, "FULL", 2),
         (QWEN_NEXT, "FULL_AND_PIECEWISE", 1),
@@ -86,7 +86,7 @@ def test_prompts_in_chunks_change_no_token(
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "parallel"), [(1, {"tp": 2}), slow(3, {}), slow(2, {"dp": 2, "ep": 2})]
+    ("num_drafts", "parallel"), [slow(1, {"tp": 2}), slow(3, {}), slow(2, {"dp": 2, "ep": 2})]
 )
 def test_drafts_of_glm_change_no_token(
     references: Any, num_drafts: int, parallel: dict[str, int]
@@ -138,7 +138,7 @@ def test_graphs_of_hybrids_in_strict_bfloat16_equal_eager_steps(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("tp", [2, slow(1)])
+@pytest.mark.parametrize("tp", [slow(2), slow(1)])
 def test_the_text_part_of_kimi_k2_5_is_served_as_published(
     npu: Any, tmp_path: Path, tp: int
 ) -> None:

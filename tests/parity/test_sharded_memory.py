@@ -38,6 +38,7 @@ def make_config(reference: Reference, shards: int, num_blocks: int) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_a_context_that_fits_into_no_rank_is_served_by_shards(reference: Reference) -> None:
     """The context has 424 tokens. The cache of one rank has 11 * 16 slots; four ranks have 704."""
     one_rank = lockstep(make_config(reference, 1, NUM_BLOCKS))

@@ -441,7 +441,7 @@ def test_a_request_is_answered_wherever_the_ingress_dies_while_it_comes(service:
             assert answer.bodies == plain.bodies[:1]
 
 
-@pytest.mark.parametrize("num_before", [0, slow(60), slow(-10)])
+@pytest.mark.parametrize("num_before", [slow(0), slow(60), slow(-10)])
 def test_what_was_read_and_not_written_down_is_not_lost(tmp_path: Path, num_before: int) -> None:
     """The ingress dies after it has read the first or the last part of a request.
 
@@ -698,6 +698,7 @@ def test_trailers_of_a_request_are_no_headers(service: Service, ending: str) -> 
     assert (answer.error, answer.bodies) == ("", plain.bodies)
 
 
+@pytest.mark.slow
 def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
     with serving() as service:
         service.engine.step_s = 600.0  # the request does not end before the last death

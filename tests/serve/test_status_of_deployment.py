@@ -80,6 +80,7 @@ def test_numbers_on_the_page_are_those_of_the_metrics_under_load_and_after_it(se
         assert all(("expert_tokens", group, rank) in samples for rank in ranks)
 
 
+@pytest.mark.slow
 def test_the_board_asks_for_what_a_deployment_has(service):
     ask(service)
     service.http.get("/no-such-path")

@@ -80,6 +80,7 @@ def assert_in_between(samples, before, after):
             assert low <= value_of(unit, text) <= high, path
 
 
+@pytest.mark.slow
 def test_numbers_under_load_lie_between_two_scrapes_and_then_equal_the_last(browser, own_service):
     with shown(browser, own_service) as page:
         with under_load(own_service):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
@@ -16,6 +16,7 @@ from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.request import Request
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import StepPlan, StepResult
+from tests.laws import examples
 from tests.plans import make_plan
 from tests.unit.scheduler.requests import submit
 
@@ -161,7 +162,7 @@ def test_a_long_prompt_is_served_in_an_endless_stream_of_others(stream: int) -> 
     assert steps <= earlier_tokens // STEP_TOKENS + LONG // SHARE + 8
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.integers(0, 12), st.sampled_from([1, 5, 16, 17, 60, 300])),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_aclgraph.config import SchedulerConfig
@@ -15,6 +15,7 @@ from dist_aclgraph.planning.dispatcher import GraphDispatcher
 from dist_aclgraph.sampling import SamplingParams
 from dist_aclgraph.scheduler.scheduler import Scheduler
 from dist_aclgraph.steps.step import RankBatch, RankPlan, StepPlan, StepResult
+from tests.laws import examples
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeWorker, Row, next_token
 from tests.unit.scheduler.requests import submit
@@ -60,7 +61,7 @@ class NanWorker(FakeWorker):
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=18)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data(), st.integers(1, 2))
 def test_nobody_but_the_request_itself_ever_sees_its_nan(data: st.DataObject, depth: int) -> None:
     pool = BlockPool(NUM_BLOCKS, BLOCK)

@@ -29,7 +29,7 @@ from dist_aclgraph.steps.delta import RequestDelta
 from dist_aclgraph.steps.padding import GraphLens
 from dist_aclgraph.steps.step import StepPlan, StepResult, StepSize
 from dist_aclgraph.topology import ExchangeKind
-from tests.laws import examples
+from tests.laws import examples, is_full
 from tests.plans import make_plan
 from tests.unit.scheduler.fake_worker import FakeGroup, FakeWorker, next_token
 from tests.unit.scheduler.requests import EOS, submit
@@ -418,7 +418,8 @@ def play(plan_of_arrivals: list[Arrival], shape: Shape, seed: int, resumes_at: s
     world.check_end(dict(enumerate(plan_of_arrivals)))
 
 
-def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -> None:
+def test_four_data_parallel_ranks_serve_random_traffic() -> None:
+    num_steps = 2000 if is_full() else 600
     shape = Shape(
         dp=4, tp=2, num_drafts=2, max_num_seqs=4, spare_tokens=8, num_blocks=24,
         prefix_cache=True, loses_tokens=True, compiles=True,
@@ -431,7 +432,7 @@ def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -
         if alive and chance.random() < 0.1:
             world.abort(chance.choice(alive))
 
-    for step in range(2000):
+    for step in range(num_steps):
         if chance.random() < 0.02:
             world.resume(keeps_kv=chance.random() < 0.5)
         for _ in range(chance.choice([0, 0, 1, 4]) if step % 400 < 300 else 0):
@@ -446,8 +447,8 @@ def test_four_data_parallel_ranks_serve_two_thousand_steps_of_random_traffic() -
 
     world.check_end(arrived)
     stats = world.scheduler.stats()
-    assert len(arrived) > 500
-    assert world.group.num_unmasked > 100
+    assert len(arrived) > num_steps // 4
+    assert world.group.num_unmasked > num_steps // 20
     assert stats["preemptions"] > 0 and stats["reruns"] > 0 and stats["cached_tokens"] > 0
     assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]
     assert set(world.reasons.values()) == {"stop", "length", "abort"}
