@@ -52,7 +52,7 @@ HOST = ("rows", "inputs", "upload", "lengths", "replay", "update")
 class Sizes:
     """The settings of the bench: numbers of shards, numbers of prompt ranks, and lengths in tokens.
 
-    ``blocks`` is the number of blocks per rank for the longest requests.
+    ``blocks`` is the number of KV blocks of a rank while the longest requests run.
     """
 
     shards: Sequence[int]
@@ -190,7 +190,7 @@ def _prompt_engine(
 
 
 def _blocks_for(num_tokens: int) -> int:
-    """Return the number of blocks of an undivided cache, including the dummy block."""
+    """Return the number of blocks of a cache without shards, including the dummy block."""
     return -(-num_tokens // BLOCK_SIZE) + 1
 
 
@@ -229,7 +229,7 @@ def _make_engine(
 
 
 def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures for each number of shards and each context, with ratios to the base."""
+    """Return a row for each number of shards and each context, with ratios to the first number."""
     base, *_ = decode.runs
     return [
         {
@@ -250,7 +250,7 @@ def _decodes(decode: Turns, host: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the figures for each number of prompt ranks and prompt, with ratios to the base."""
+    """Return a row for each number of prompt ranks and each prompt, with ratios to one rank."""
     base = next(iter(turns.runs.values()))
     return [
         {
@@ -269,7 +269,7 @@ def _prompts(turns: Turns, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def work_of_ranks(num_tokens: int, num_ranks: int) -> list[int]:
-    """Return, for each prompt rank, how many (token, key) pairs it computes in one step."""
+    """Return how many pairs of token and key each prompt rank computes in one step."""
     lens = np.array([num_tokens], np.int32)
     split = PromptSplit.of(lens, num_ranks)
     return [share_of_work(pieces, np.zeros_like(lens), lens) for pieces in split.pieces]
@@ -284,7 +284,7 @@ def _first_token_ms(runs: Sequence[Run]) -> list[float]:
 
 
 def _sent(runs: Sequence[Run], mode: str) -> dict[str, float]:
-    """Return what one rank sends in a step of a mode; the numbers are the same in every round."""
+    """Return how many collectives and bytes one rank sends per step; all rounds send the same."""
     return {what: runs[0].per_step(mode, what) for what in ("collectives", "collective_bytes")}
 
 

@@ -3,8 +3,8 @@ once.
 
 The ranks of one tensor parallel group on one node load a checkpoint with random weights, from the
 disk and from the page cache. The bench measures how long the deployment is in the state LOADING. It
-also measures the time of one process that only reads the files from beginning to end. This is the
-first lower bound.
+also measures the time of one process that only reads the files from beginning to end. The time of
+this process is the first lower bound.
 
 The memory of an emulated device is memory of this machine, which the operating system must provide
 first. So the second lower bound is the time of the same read while one process per rank fills new
@@ -93,7 +93,6 @@ def _fill(num_bytes: int) -> None:
 
 
 def later(work: Callable[[], float]) -> float:
-    """Run ``work`` after the time that a deployment needs until it loads; return the result."""
     time.sleep(PAUSE_S)
     return work()
 

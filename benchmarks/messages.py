@@ -66,7 +66,7 @@ Peers = LocalPeers | RemotePeers | BarePeers
 
 @dataclass(frozen=True)
 class Way:
-    """A group of workers that the bench reaches by one kind of messages."""
+    """A group of workers that the bench reaches over one kind of socket."""
 
     name: str
     peers: Peers
@@ -162,7 +162,7 @@ def take_turn(way: Way, size: int, steps: int) -> tuple[float, list[float]]:
 def workers_of(
     name: str, peers: Peers, address: SocketFile | Endpoints | str, count: int
 ) -> Iterator[Way]:
-    """Start workers that connect to an address; stop them at the end."""
+    """Start workers that connect to an address; stop the workers when the context ends."""
     command = [sys.executable, "-m", messages_worker.__name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -202,7 +202,6 @@ def _row(
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of the cost of a step's messages."""
     return Report(
         f"{results['repeats']} rounds of {results['steps']} steps",
         [make_table("From a plan to the last result", COLUMNS, results["rows"])],

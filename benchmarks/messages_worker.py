@@ -18,7 +18,7 @@ from dist_aclgraph.ints import pack_ints
 from dist_aclgraph.steps.step import RankPlan, StepResult, encoder, to_worker_decoder
 
 BATCH = 32
-ANSWER = b"a" * 64  # reply of a worker that only replies
+ANSWER = b"a" * 64  # reply of a worker that does not decode plans
 READ_BYTES = 1 << 16
 
 

@@ -28,7 +28,7 @@ from dist_aclgraph.planning.descriptor import BatchDescriptor
 from dist_aclgraph.shapes.families import read_model_spec
 
 DUMMY_BLOCKS = 2
-UPDATED = "npu_fused_infer_attention_score"  # attention that gets its lengths from the host
+UPDATED = "npu_fused_infer_attention_score"  # attention operator whose lengths the host updates
 
 
 class LoneGroup(CommGroup):
@@ -58,7 +58,7 @@ class PoolSizes:
 
 
 class OneRank:
-    """Rank 0 of ``config.parallel.tp``, on the device of ``config``.
+    """Rank 0 of a group of ``config.parallel.tp`` ranks.
 
     Attributes:
         npu: the device. Operators on the host use one thread.
@@ -131,7 +131,7 @@ class OneRank:
 
 
 class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that cause work on the device, without views and bare allocations.
+    """Counts the operators that cause work on the device; views and allocations cause none.
 
     Attributes:
         count: number of these operators.

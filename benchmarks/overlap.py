@@ -82,7 +82,7 @@ MODELS = {
     "DeepSeek, dense, every second draft passes": Model(
         config=dense_deepseek(), num_drafts=1, choices=2
     ),
-    # The device needs about 2, 4 and 10 ms for a step, and the host has little work in each step.
+    # With these gaps, the device needs about 2, 4 and 10 ms for a step. The host has little work.
     **{
         f"4 layers, {gap_us} us between kernels": Model(
             config=qwen3(512, 4, 8, 1024), gap_us=gap_us
@@ -90,8 +90,8 @@ MODELS = {
         for gap_us in (30, 60, 150)
     },
 }
-# What the device does in a step: it works, or waits for one of these causes. The emulator's
-# counters have the same names.
+# Kinds of the device's time in a step: busy, or waiting for a cause. The emulator's counters have
+# the same names.
 CAUSES = (
     "busy", "idle_host", "idle_update", "idle_external", "idle_event", "idle_copy",
     "idle_collective",
@@ -197,7 +197,7 @@ def _decode(engine: DecodeEngine, batch: int, steps: int, num_drafts: int) -> di
         cause: _gained(before, after, mode, f"modelled_{cause}_ns", "counted") / num_steps / 1e3
         for cause in CAUSES
     }
-    # The prompts keep the device busy for the same time in both runs.
+    # Both runs have the same prompts, so the difference of the busy times contains no prompt.
     more_ns = _busy_ns(before, after) - _busy_ns(cold, before)
     more = _gained(before, after, mode, "steps") - _gained(cold, before, mode, "steps")
     times["busy"] = more_ns / more / 1e3

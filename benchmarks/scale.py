@@ -77,7 +77,6 @@ class Workers:
         self.process.stdout.readline()
 
     def answer(self) -> None:
-        """Let every worker answer."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -128,7 +127,7 @@ def run(place: Place, shape: Shape, requests: int, steps: int, way: str) -> dict
     engine_ns, send_ns, receive_ns = [], [], []
     node_id = NODE if place.host is None else OTHER_NODE
     gc.collect()
-    gc.freeze()  # an engine also does this
+    gc.freeze()  # an engine also freezes its objects
     with played_workers(sender, node_id, shape) as workers:
         for _ in range(steps + WARM_UP):
             began = time.thread_time_ns()
@@ -192,7 +191,6 @@ def played_workers(sender: StepSender, node_id: str, shape: Shape) -> Iterator[W
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return the table of a step's cost on the engine's host."""
     return Report(
         f"Medians of {results['steps']} steps",
         [

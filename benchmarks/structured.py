@@ -207,7 +207,6 @@ def _arriving(index: int, grammar: str) -> Request:
 
 
 def report(results: dict[str, Any]) -> Report:
-    """Return a table of steps, and a table of compiling and masks."""
     free = {row["drafts"]: row["us"] for row in results["rows"] if not row["constrained"]}
     lines = [
         [
@@ -254,12 +253,12 @@ class _Scripted(Matchers):
         return found
 
     def _tokens(self, row: int, begin: int, end: int) -> list[int]:
-        super()._tokens(row, begin, end)  # only for its usual time; the result is not used
+        super()._tokens(row, begin, end)  # called only for the time that it takes
         start = self._rows[row].begin
         return self.answer[begin - start : end - start]
 
     def masks(self, step: HostStep, known: StepPlaces, drafts: IntArray | None) -> Masks | None:
-        """Compute the masks of all places: the drafts are the next tokens of the answer."""
+        """Compute the masks of all places; the answer's next tokens replace the drafts."""
         if drafts is not None:
             drafts = drafts.copy()
             firsts = (step.kv_lens[step.sampled] - step.num_logits + 1).tolist()
@@ -343,7 +342,6 @@ def measure_compiling(tokenizer: Tokenizer) -> dict[str, float]:
 
 
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Return a random schema."""
     kind = rng.choice(["string", "integer", "number", "boolean", "enum", "object", "array"])
     if kind == "enum":
         return {"enum": [f"value{i}" for i in range(rng.randint(1, 8))]}

@@ -166,7 +166,7 @@ def _capture(report: dict[str, Any], rank: OneRank, engine: DecodeEngine) -> dic
 def _summary(
     runs: Sequence[Run], base: Sequence[Run], operators: int, layers: int
 ) -> dict[str, Any]:
-    """Return the figures of one mode and workload; the gaps of all rounds are joined."""
+    """Return the figures of one mode and workload, with the token gaps of all rounds together."""
     gaps = [gap for run in runs for gap in run.gaps_ms]
     rounds = step_ms(runs)
     stages = median_stages([run.stages_us for run in runs])

@@ -257,9 +257,9 @@ def whole_steps(
 ) -> tuple[list[float], list[int]]:
     """Return the times of one request's deliveries from ``begin_s`` on, and numbers of tokens.
 
-    For each delivery to any request between the first and the last of these times, there is one
-    number of tokens. Between two deliveries to the same request, every other request gets exactly
-    one delivery for each step.
+    The list of numbers has one entry for each delivery to any request between the first and the
+    last of these times. Between two deliveries to the same request, every other request gets
+    exactly one delivery for each step.
     """
     steps_s = [delivery.at_s for delivery in deliveries[index] if delivery.at_s >= begin_s]
     counts = [n for each in deliveries for at_s, n in each if steps_s[0] < at_s <= steps_s[-1]]

@@ -1,5 +1,3 @@
-"""Fixtures for all tests."""
-
 from __future__ import annotations
 
 import gc
@@ -17,7 +15,7 @@ from dist_aclgraph.environment import disable_backend_autoload
 from dist_aclgraph.logs import ACCESS, PACKAGE, RAY
 from tests import laws
 
-gc.disable()  # until all tests are collected: before that, nearly no garbage exists
+gc.disable()  # nearly no garbage exists until all tests are collected
 # These variables are set before any test imports torch.
 disable_backend_autoload()
 # Logs of the deployments of tests; processes of Ray inherit this variable.
@@ -117,7 +115,7 @@ def ray_cluster() -> Iterator[None]:
 
     config = deployments.make_deployment_config("unused", parallel={"tp": 8})
     with deployments.session_starter(config) as starter:
-        starter.command(config)  # this starts the fork server, which imports packages meanwhile
+        starter.command(config)  # starts the fork server, which imports packages while Ray starts
         start_ray(config, starter)
         yield
         ray.shutdown()

@@ -99,8 +99,6 @@ def start_deployment(config: Config) -> RayDeployment:
 
 @dataclass
 class Serving:
-    """A deployment and a client of it."""
-
     deployment: RayDeployment
     client: EngineClient
 

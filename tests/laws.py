@@ -18,7 +18,7 @@ def is_full() -> bool:
 
 
 def count(full: int) -> int:
-    """Return the current profile's part of ``full`` examples."""
+    """Return the number of examples in this profile for a law with ``full`` examples."""
     return -(-full * settings().max_examples // FULL)
 
 

@@ -173,7 +173,7 @@ class Lockstep:
         return answers
 
     def report(self) -> dict[str, Any]:
-        """Return a report like a deployment: plan, graphs, eager steps by reason, ranks."""
+        """Return a report with a deployment's keys: plan, graphs, eager steps by reason, ranks."""
         return {
             **group_report(self._group),
             **engine_report.group_report(self.scheduler, self._group.captured.costs, {}),

@@ -167,7 +167,7 @@ def nodes(count: int, *, private: Sequence[str] = ("/dev/shm",)) -> Iterator[lis
 
 @functools.cache
 def why_no_nodes() -> str | None:
-    """Return the reason why this machine cannot have such nodes; None if it can."""
+    """Return why this machine cannot have nodes in namespaces; None if it can."""
     try:
         with nodes(1):
             return None

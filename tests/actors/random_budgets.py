@@ -1,4 +1,5 @@
-"""Makes plans for random numbers of free streams on one rank; checks them with the device's count.
+"""Makes plans for random numbers of free streams on one rank; checks the plans with the device's
+count of streams.
 
 This program runs in a separate process, because the emulator's settings cannot change in a process:
 ``python -m tests.actors.random_budgets CHECKPOINT ACCOUNTING SEED ROUNDS``.

@@ -15,7 +15,7 @@ from tests.deployments import Serving, greedy_params, make_deployment_config, se
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 STREAMS, TOKENS, ANSWER_S = 12, 200, 240.0
-# Faulty memory: keys of a layer in the first block; a weight; HCCL's own memory.
+# Three kinds of faulty memory: keys of a layer in the first block, a weight, and HCCL's memory.
 KV = "fault_op=aclnnFusedInferAttentionScoreV3 fault_operand=1 fault_offset=65536"
 WEIGHT = "fault_op=aclnnMm fault_operand=1"
 LIBRARY = "fault_op=HcclAllReduce"

@@ -1,7 +1,7 @@
 """Groups are added, drained and replaced, die and hang, while other groups serve.
 
-Most tests share a deployment of two groups. Each of these tests leaves two serving groups, because
-a recovered deployment is as good as a new deployment.
+Most tests share a deployment of two groups. Each of these tests leaves two serving groups for the
+next test.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_groups_that_do_not_come_up_change_nothing(pair: Pair) -> None:
     pair.assert_answers("unchanged")
 
 
-@pytest.mark.slow  # the test of a roll that ends early also has requests during a roll
+@pytest.mark.slow  # in make test, a roll that ends early has requests, too
 def test_another_configuration_replaces_the_old_one_without_a_failed_request(pair: Pair) -> None:
     service, other = pair.service, pair.next_config
     old, names = pids_of(service), names_of(service)

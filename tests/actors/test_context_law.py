@@ -127,7 +127,7 @@ class Deployment:
         assert replayed == eager
         for index, arrival in enumerate(arrivals):
             tokens, all_of_them = eager[str(index)], wanted[str(index)]
-            if arrival.abort_at is not None:  # the two runs may abort after different tokens
+            if arrival.abort_at is not None:  # the number of tokens at the abort can differ
                 length = min(len(tokens), len(all_of_them))
                 tokens, all_of_them = tokens[:length], all_of_them[:length]
             assert tokens == all_of_them

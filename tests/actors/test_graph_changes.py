@@ -49,7 +49,8 @@ class Serving:
             before = len(self.ranks.moves)
             self.changes.advance()
             moves = [move for move, _ in self.ranks.moves[before:]]
-            # A graph was released for this capture; when it fails, that graph is captured again.
+            # A graph was released so that this graph can be captured. If the capture fails, the
+            # released graph is captured again.
             assert moves.count("capture") <= (2 if moves[:1] == ["release"] else 1)
         graph, _ = self.dispatcher.dispatch(batch, batch, 1)
         for state in self.ranks.states:

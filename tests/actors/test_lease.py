@@ -107,7 +107,7 @@ def test_who_was_stopped_holds_nothing_until_it_is_asked_anew() -> None:
     holder.stand_still(1.5 * LIMIT_S)
 
     assert not holder.lease.is_held()
-    holder.ask()  # this question may have been sent before the stop
+    holder.ask()  # the question can be older than the stop, so it does not renew the lease
     assert not holder.lease.is_held()
     holder.ask()
     assert holder.lease.is_held()

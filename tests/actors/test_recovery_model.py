@@ -266,7 +266,7 @@ class RecoveryModel(RuleBasedStateMachine):
     def turn(self) -> None:
         self.client.turn(self.now_s, self.upkeep.failure)
 
-    # ---- what holds
+    # ---- invariants
 
     @invariant()
     def no_request_is_forgotten(self) -> None:

@@ -176,7 +176,7 @@ def test_requests_of_a_hybrid_start_again_from_their_checkpoints(
     assert struck["num_preemptions"] > sound["num_preemptions"]
 
 
-# Keys of a layer, in a block that a request uses from its first token on.
+# The faulty memory has keys of a layer, in a block that a request uses from its first token on.
 BAD_KV = {
     "op": "aclnnFusedInferAttentionScoreV3",
     "call": MIDDLE // 3,
@@ -207,7 +207,7 @@ STOPS, RESUMES = "aclrtDeviceTaskAbort", "HcclCommResume"
     ("faults", "reason"),
     [
         ([{**LINK, "kind": "ecc"}], "rank 1 in SERVING: .*HBM MULTI BIT ECC ERROR"),
-        # Faulty memory of HCCL, and then of a weight.
+        # First, HCCL's memory is faulty. Then the memory of a weight is faulty.
         ([{**LINK, "kind": "uce"}], "rank 1 in SERVING: .*UCE ERROR"),
         ([{**BAD_KV, "op": "aclnnMm", "offset": 0}], "rank 1 in SERVING: .*UCE ERROR"),
         # The same operator fails again when the step is repeated.

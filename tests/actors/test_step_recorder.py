@@ -300,7 +300,7 @@ def test_a_slow_rank_is_named_by_the_waits_of_the_others(
     for step in range(2, 20):
         for rank in ranks:
             rank.begin(make_plan(step))
-            for _ in range(10 if rank is ranks[0] else 5_000):  # microseconds until the result
+            for _ in range(10 if rank is ranks[0] else 5_000):  # each turn takes one microsecond
                 next(now_ns)
             rank.recorder.lap("read")
             rank.recorder.idle()

@@ -59,7 +59,7 @@ sys.exit(Supervisor(own, serve_http, RestartBudget(2), SILENT_S, END_S, END_STAR
 """
 
 
-# An owner that needs LATE_S to end, and sends no heartbeat in this time.
+# An owner that needs LATE_S seconds to end, and sends no heartbeat in this time.
 ENDS_LATE = """
 plainly = own
 def own(signals, heartbeat):
@@ -515,7 +515,7 @@ def test_an_owner_that_does_not_end_is_killed(start: Start) -> None:
 
 
 def test_children_from_before_are_left_alone(start: Start) -> None:
-    """If a shell replaces itself by the service (exec), its children become the service's."""
+    """If a shell replaces itself by the service (exec), the service gets the shell's children."""
     service = start(
         """
 helper = subprocess.Popen(["sleep", "600"])

@@ -139,7 +139,6 @@ def client_program(name: str, remedy: str = "make setup-clients") -> str:
 
 
 def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
-    """Run a program until it ends; return its output."""
     done = subprocess.run(
         command,
         cwd=cwd,

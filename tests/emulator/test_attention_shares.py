@@ -1,4 +1,4 @@
-"""Attention over shares of the keys: log-sum-exps, empty shares, and merging."""
+"""Attention over disjoint subsets (shares) of the keys: log-sum-exps, empty shares, and merging."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.emulator.paged import (
 )
 from tests.emulator.test_strict import refused
 
-# Finite, so that a row without keys in all shares becomes zero and not NaN.
+# This log-sum-exp is finite, so that a row without keys in all shares becomes zero, and not NaN.
 FAR_BELOW = -3.4e38
 NAME = "aclnnAttentionUpdate"
 

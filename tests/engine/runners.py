@@ -135,9 +135,7 @@ class Sequences:
         self.step(graph, records, appended=appended)
 
     def decoding(self, live: int) -> tuple[list[int], bytes]:
-        """Return two parts of a decode step of the first ``live`` requests: the scheduled records,
-        and the last token of each request.
-        """
+        """Return records and last tokens of the first ``live`` requests, for a decode step."""
         rows = range(live)
         appended = [x for row in rows for x in (row, self.tokens[row][-1])]
         records = [x for row in rows for x in (row, len(self.tokens[row]) - 1, 1, 1)]

@@ -1,6 +1,4 @@
-"""Weights in FP8 are compared with their float reference, by the published formula: value times
-scale.
-"""
+"""Weights in FP8 are compared with values times scales, which is the published formula."""
 
 from __future__ import annotations
 

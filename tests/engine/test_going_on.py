@@ -1,6 +1,4 @@
-"""Law: a step that is computed from the previous step equals the step of a worker without a
-previous step.
-"""
+"""Law: a worker that has a previous step computes the same next step as a worker that has none."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_steps_of_padding_change_no_state(npu: Any, hybrid: Path, kind: str) -> 
 
 
 def same_rows(states: Tensor, others: Tensor) -> bool:
-    """Whether all slots but the slot of padding are equal."""
+    """Return whether all slots but the slot of padding are equal."""
     return torch.equal(states[1:], others[1:])
 
 

@@ -1,7 +1,7 @@
 """Law: rows with grammars get valid outputs, which do not depend on drafts and steps in flight.
 
-They do not change the outputs of rows without grammars. The law also holds if the group is lost,
-and the next group gets the requests with their tokens.
+Grammars do not change the outputs of rows without grammars. The law also holds if the group is
+lost, and the next group gets the requests with their tokens.
 """
 
 from __future__ import annotations

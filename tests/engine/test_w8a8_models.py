@@ -42,7 +42,7 @@ FP8_CONFIG = {
 KEPT = ("embed_tokens", "lm_head", "norm", ".gate.", "kv_b_proj", "weights_proj", "eh_proj")
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", {}),
-    ("Qwen2ForCausalLM", {}),  # with biases
+    ("Qwen2ForCausalLM", {}),  # this model has biases
     ("Qwen3MoeForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {}),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}),  # outputs are reordered while loading
@@ -183,7 +183,6 @@ def test_fp8_with_block_scales_is_served_and_may_be_quantised(
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors in an object, which can contain layers, tuples and mappings."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):

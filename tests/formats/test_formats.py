@@ -210,7 +210,7 @@ def test_tokens_of_reasoning_are_counted():
     for token in as_tokens("<think>abc</think>de", dict(form.token_ids), itertools.repeat(1)):
         reader.feed(*token)
 
-    assert reader.num_thought_tokens == 5  # markers included
+    assert reader.num_thought_tokens == 5  # markers count as tokens of the thought
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Makefile's targets for tests print what they leave out, and have the right settings."""
+"""The Makefile's targets print which tests they leave out, and have the right settings."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def assert_best_but_for_rounding(reference: Reference, answers: list[list[int]])
 
 
 def losses(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return the difference of each token's log-probability to the best token's."""
+    """Return how far each token's log-probability is below the best token's."""
     found = logprobs(model, prompt, answer)
     chosen = found.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
     return (found.max(-1).values - chosen).tolist()

@@ -31,7 +31,7 @@ KIMI_LINEAR = "KimiLinearForCausalLM"
     ("architecture", "parallel"),
     [
         (GLM, {"tp": 2, "ep": 2}),
-        (MINIMAX, {"tp": 4}),  # ranks have copies of KV heads, and its norms are over all heads
+        (MINIMAX, {"tp": 4}),  # KV heads have copies, and norms are over all heads
         (GPT_OSS, {"dp": 2, "ep": 2}),
         slow(GLM, {"dp": 2, "ep": 2}),
         rare(GLM, {"tp": 4}),

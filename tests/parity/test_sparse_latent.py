@@ -52,7 +52,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(npu: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
-    """Return a function from an architecture and settings to a model, made once."""
+    """Return a function that makes a model for an architecture and settings, only once."""
     known: dict[str, Model] = {}
 
     def model(architecture: str, **settings: Any) -> Model:

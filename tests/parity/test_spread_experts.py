@@ -96,9 +96,10 @@ def answers_of(reference: Reference, layout: Layout, dtype: str) -> list[list[in
     return [answer.tokens for answer in answers]
 
 
-# These layouts have each exchange, each mode, and drafts. All layouts together take minutes.
+# These layouts cover each exchange, each mode and drafts. All layouts together would take minutes.
 QUICK = (LAYOUTS[8], LAYOUTS[10], LAYOUTS[15], MC2_LAYOUTS[1])
-# With these, each architecture has each exchange; V3 has 1 to 3 drafts, and copies of experts.
+# These layouts cover each exchange with each architecture, V3 with 1 to 3 drafts, and copies of
+# experts.
 MORE = [*(LAYOUTS[i] for i in (3, 4, 6, 9, 13, 16, 17, 18)), *(MC2_LAYOUTS[i] for i in (0, 2, 4))]
 
 

@@ -120,7 +120,7 @@ def labels_after(expression: Any, known: dict[str, set[str]]) -> set[str]:
             return set()
         case "Call":
             vectors = [a for a in expression.args if type(a).__name__ not in LITERALS]
-            if not vectors:  # time()
+            if not vectors:  # the function time() has no labels
                 return set()
             inner = labels_after(vectors[-1], known)
             if expression.func.name == "label_replace":

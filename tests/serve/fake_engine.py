@@ -115,7 +115,8 @@ class FakeEngine:
             generated tokens; heartbeats continue.
         metrics: the answer to queries for metrics; the engine counts generated tokens in it.
         groups: the list of groups that is sent to clients.
-        others_tokens: number of waiting tokens that each client is told about other clients.
+        others_tokens: number of waiting tokens of other clients, which the engine reports to a
+            client.
         last_beat: the last heartbeat that any client has sent.
         embedding: returns the hidden state of a prompt, for requests that ask for it.
         share: returns the probability of the first of two allowed tokens after a prompt; None if

@@ -27,8 +27,6 @@ FIRST, SECOND = "first-0123456789abcdef", "second-0123456789abcdef"
 
 
 class Clock:
-    """A clock that a test sets."""
-
     now_s = 0.0
 
     def __call__(self) -> float:

@@ -85,7 +85,7 @@ def test_groups_of_another_version_wait_for_the_npus_of_those_that_drain():
     GroupsReplica.func_or_class.__init__(Mock(), config, started.append)
 
     [found] = started
-    # The time in which an ingress ends; the groups end after it.
+    # An ingress ends within this time; the groups end after the ingress.
     ends_s = config.serve.drain_s + config.timeouts.stop_s
     assert found.timeouts.place_s >= config.timeouts.place_s + 2 * ends_s
     assert found.timeouts.join_s == config.timeouts.join_s

@@ -132,7 +132,7 @@ def test_metrics_count_what_each_group_was_sent(service, other):
 
 
 def samples(service: Service, name: str) -> dict[str, float]:
-    """Return a metric's values; the key is the labels that only some metrics have."""
+    """Return a metric's values by its labels, except the labels that every metric has."""
     found = {}
     for line in service.http.get("/metrics").text.splitlines():
         if line.startswith(f"dist_aclgraph_{name}{{"):

@@ -64,7 +64,7 @@ class Answer:
         body = b""
         if b"content-length" in headers:
             body = stream.read(int(headers[b"content-length"]))
-        elif b"transfer-encoding" not in headers:  # HTTP/1.0
+        elif b"transfer-encoding" not in headers:  # in HTTP/1.0, the connection's end ends the body
             body = stream.read()
         else:
             while size := int(stream.readline(), 16):
@@ -706,7 +706,7 @@ def test_a_request_at_which_processes_die_in_a_row_is_given_up() -> None:
         asking.start()
         submitted = service.engine.submitted
 
-        # Only deaths of a process that has the request count.
+        # A death counts only if the process has the request.
         for num_before in range(MAX_LOSSES):
             until(lambda num=num_before: len(submitted) > num, WAIT_S)
             service.kill()

@@ -236,7 +236,7 @@ def test_deaths_between_which_a_request_got_tokens_do_not_end_it(three: Engines)
 def test_what_is_asked_for_again_is_what_is_missing(
     lost_after: list[int], max_tokens: int, num_prompt: int
 ) -> None:
-    """After any number of losses, at any tokens, prompt and output have the same total length."""
+    """After any losses, prompt and output together are as long as without a loss."""
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min(4, max_tokens))
     prompt = list(range(num_prompt))
     sampling = row_sampling(params, seed=1, num_prompt_tokens=num_prompt, end_ids=())

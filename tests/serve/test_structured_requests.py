@@ -1,4 +1,4 @@
-"""If a request demands an output format, its grammar is sent to the engine, or it is refused."""
+"""A request that demands an output format is refused, or its grammar is sent to the engine."""
 
 from __future__ import annotations
 

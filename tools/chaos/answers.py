@@ -47,7 +47,7 @@ class Answer:
         return not (self.is_whole or self.is_refused or self.given_up)
 
     def differs(self, wanted: Answer) -> bool:
-        """Whether the tokens differ from the tokens of ``wanted``, from a run without faults.
+        """Whether the tokens differ from those of ``wanted``, the answer without faults.
 
         An incomplete answer must be a prefix of the answer without faults.
         """

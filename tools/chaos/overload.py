@@ -202,7 +202,7 @@ async def readers(visitor: Visitor) -> list[Reply]:
 
 @asynccontextmanager
 async def beside(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run ``work`` during the ``with`` block, and cancel it at the block's end."""
+    """Run ``works`` during the ``with`` block, and cancel them at the block's end."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield
@@ -225,7 +225,7 @@ async def measure(service: Service, seconds: float, say: Callable[[str], None]) 
     """Return all figures, in seconds, tokens per second and bytes."""
     port = int(service.url.rpartition(":")[2])
     visitor = Visitor(port)
-    await at_the_peak(visitor, 2.0)  # warm
+    await at_the_peak(visitor, 2.0)  # warm-up
     say("the peak")
     peak = goodput(await at_the_peak(visitor, seconds))
     rate = TIMES * peak / TOKENS
@@ -331,7 +331,6 @@ def main(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Return a table of the figures and their aims."""
     refusal, quiet, huge = found["refusal_s"], found["pings_s"]["quiet"], found["pings_s"]["huge"]
     alone, stalled, reading = (found[f"{name}_s"] for name in ("alone", "stalled", "reading"))
     rows = {

@@ -213,7 +213,6 @@ class Service:
         return left
 
     def kill(self) -> None:
-        """End all processes of the service now."""
         self._http.close()
         wait_for(self._kill_once, END_S)
         self._process.wait(END_S)

@@ -58,7 +58,6 @@ makes this page.
 
 
 def take_sample(service: Service) -> Sample:
-    """Return the resources of a service now."""
     values: dict[tuple[str, str], float] = {}
 
     def add(resource: str, unit: str, value: float) -> None:

@@ -246,7 +246,7 @@ def run_in_int8(kind):
 
 
 def run_overflow():
-    """All tokens of a rank choose the same experts, which have room for only some of the tokens."""
+    """All tokens of a rank choose the same experts, whose capacity is too small for all tokens."""
     layer, n, live = make_layer(factor=1.0), 96, 90
     x, slots = batch(0, n, live)
     x[:live] = x[0]

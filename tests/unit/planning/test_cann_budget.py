@@ -57,8 +57,8 @@ def test_lanes_are_as_long_as_dumps_of_captured_graphs_show() -> None:
 
 def test_norms_over_the_heads_of_several_ranks_lengthen_what_comes_before_attention() -> None:
     pair, norms = (Workload(num_layers=4, tp=2, sums_norms=sums) for sums in (False, True))
-    # Additional entries of a layer: on the main lane, ten operators, a record and a wait; on HCCL's
-    # lane, four entries of the collective.
+    # In each layer, the main lane gets ten operators, a record and a wait, and HCCL's lane gets
+    # four entries of the collective.
     main, side = 10 + 2, 4
 
     [(length, hccl)] = lanes(DECODE, pair)
@@ -76,7 +76,7 @@ def test_buckets_take_what_they_took_on_the_emulator() -> None:
 
 @pytest.mark.parametrize(("layers", "queues"), [(91, 1), (92, 2), (182, 2), (183, 3)])
 def test_a_lane_longer_than_a_queue_takes_another(layers: int, queues: int) -> None:
-    # A graph has 22 entries for each layer, and 7 entries besides.
+    # A graph has 22 entries for each layer, and 7 other entries.
     assert price(DECODE, Workload(num_layers=layers)) == queues
 
 

@@ -30,7 +30,7 @@ class Row:
     blocks: list[int]
     sampling: RowSampling
     latest: list[int] = field(default_factory=list)  # tokens that the last step sampled
-    has_drafts: bool | None = False  # None if the row was sent again; the next step shows it
+    has_drafts: bool | None = False  # None after the row was sent again, until its next step
 
 
 class FakeWorker:
